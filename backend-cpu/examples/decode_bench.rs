@@ -66,7 +66,7 @@ fn sum(part: &[Line], asks: bool) -> u64 {
     sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
 }
 
-/// So, a line at once in four sums: what one core can.
+/// Sums a part of the memory, a whole line at a time in four sums: the limit of one core.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
@@ -174,7 +174,7 @@ impl<'a> Readers<'a> {
         }
     }
 
-    /// What every thread but the caller's does.
+    /// Loop of every thread except the caller's.
     fn serve(&self, thread: usize) {
         loop {
             self.start.wait();

@@ -22,7 +22,7 @@ pub(crate) struct Combine<'a> {
 /// Rows of a task.
 const ROWS: usize = 64;
 
-/// Those of the task of this number, of `rows` altogether.
+/// Rows of task number `task`, of `rows` in total.
 fn rows_of(task: usize, rows: usize) -> Range<usize> {
     task * ROWS..rows.min((task + 1) * ROWS)
 }

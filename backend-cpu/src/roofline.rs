@@ -1,4 +1,4 @@
-//! What this processor could reach: measured once, at first use.
+//! Upper bound of this processor's speed, measured once, at first use.
 
 use std::sync::OnceLock;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! What a backend says of itself and of its plans, and the memory that it lends.
+//! Texts of a backend and of its plans, and the memory that it lends.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{

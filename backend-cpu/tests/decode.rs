@@ -211,7 +211,7 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     }
 }
 
-/// As few queries do, more than eight meet a cache by tiles.
+/// Caches in pages and of FP8 give the bits of the strided one, for few queries and, in tiles, for many.
 #[test]
 fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for_many() {
     for (isa, backend) in backends() {

@@ -86,7 +86,7 @@ impl CacheOptions {
         Ok(())
     }
 
-    /// How K and V lie.
+    /// Layout of K and V.
     pub(super) fn kv_layout(&self) -> KvLayout {
         match self.page_size {
             0 => KvLayout::Strided,

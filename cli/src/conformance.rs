@@ -41,7 +41,7 @@ pub(super) struct ConformanceArgs {
     #[arg(long, value_name = "REGEX", value_parser = regex)]
     filter: Option<Regex>,
 
-    /// In place of the battery's, COUNT cases (1000 where it is left out) that SEED decides
+    /// Run COUNT cases (1000 by default) that SEED decides, in place of the battery's
     #[arg(long, value_name = "SEED[:COUNT]", allow_hyphen_values = true)]
     drawn: Option<Drawn>,
 

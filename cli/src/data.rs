@@ -42,16 +42,16 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE")]
     export: Option<PathBuf>,
 
-    /// Where O goes: .npy, or .safetensors (which takes LSE, or the gradients, too); rows beyond a
-    /// sequence's length are NaN
+    /// File for O: .npy, or .safetensors (which takes LSE, or the gradients, too); rows beyond a sequence's
+    /// length are NaN
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
-    /// Where LSE goes: .npy
+    /// File for LSE: .npy
     #[arg(long, value_name = "FILE")]
     out_lse: Option<PathBuf>,
 
-    /// What O is to be: a .npy file, or with --input a tensor's name
+    /// Expected O: a .npy file, or with --input a tensor's name
     #[arg(long, value_name = "FILE|NAME")]
     expect: Option<String>,
 }
@@ -63,7 +63,7 @@ pub(super) struct OwnData {
     pub(super) k: Tensor,
     pub(super) v: Tensor,
     archive: Option<Archive>,
-    /// Where the other operands come from, as far as the user has said.
+    /// Sources of the other operands, as far as the user has given them.
     chosen: Vec<(&'static str, String)>,
     /// A bias is read early: its type makes the problem.
     bias: Option<Tensor>,
@@ -271,7 +271,7 @@ impl DataArgs {
         Ok(Some(OwnData { given, q, k, v, archive, chosen, bias }))
     }
 
-    /// Where results go; refuses what could not be written, before anything is computed.
+    /// Files for results. Refuses those that could not be written, before anything is computed.
     pub(super) fn outputs(&self, setup: &Setup) -> Result<Outputs, Failure> {
         if let Some(path) = &self.out_lse {
             if !setup.fwd.write_lse || setup.bwd.is_some() {
@@ -330,7 +330,7 @@ impl DataArgs {
         stage_safetensors(path, &inputs())?.publish().map(Some)
     }
 
-    /// What O is to be, if the user says so, with O's shape.
+    /// Expected O with O's shape, if the user gives one.
     pub(super) fn expected(&self, setup: &Setup, own: Option<&OwnData>) -> Result<Option<Tensor>, Failure> {
         let Some(name) = &self.expect else { return Ok(None) };
         if setup.bwd.is_some() {
@@ -407,7 +407,7 @@ pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
     }
 }
 
-/// Where results go.
+/// Files for results.
 pub(super) struct Outputs {
     o: Option<PathBuf>,
     lse: Option<PathBuf>,

@@ -137,7 +137,7 @@ impl ExplainArgs {
     }
 }
 
-/// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
+/// Facts for a model of the time; `None` for a slow kernel, whose time does not follow the device's peaks.
 pub(super) fn model_of<P: Problem>(plan: &Plan<P>) -> Option<Explain> {
     (!plan.is_fallback()).then(|| plan.explain().clone())
 }

@@ -1,9 +1,9 @@
-//! How a command ends when it does not end well.
+//! Failures of a command.
 
 use std::io;
 use std::path::Path;
 
-/// Why the command stopped.
+/// Reason why the command stopped.
 #[derive(Debug)]
 pub(super) enum Failure {
     /// The reader of our output is gone: there is nothing to print.
@@ -17,7 +17,7 @@ impl Failure {
         Self::Wrong(line.into())
     }
 
-    /// This failure, of the option or the operand that it comes from.
+    /// Adds the option or the operand that the failure comes from.
     pub(super) fn of(self, field: &str) -> Self {
         match self {
             Self::Pipe => Self::Pipe,
@@ -25,7 +25,7 @@ impl Failure {
         }
     }
 
-    /// What the system said of a file.
+    /// Failure for a system error on a file.
     pub(super) fn file(path: &Path, error: &io::Error) -> Self {
         Self::Wrong(format!("{}: {error}", path.display()))
     }

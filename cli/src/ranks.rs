@@ -35,9 +35,9 @@ pub(super) struct RankArgs {
     #[arg(long, value_name = "HOW", default_value = "zig-zag", value_parser = ["contiguous", "zig-zag"])]
     partition: String,
 
-    /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, queueing,
-    /// fwd_flops, bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory,
-    /// ranks_per_host, host_bytes_per_second, host_latency
+    /// Speeds of links and kernels: lines NAME = NUMBER of bytes_per_second, latency, queueing, fwd_flops,
+    /// bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory, ranks_per_host,
+    /// host_bytes_per_second, host_latency
     #[arg(long, value_name = "FILE", requires = "ranks")]
     links: Option<PathBuf>,
 
@@ -49,7 +49,7 @@ pub(super) struct RankArgs {
 /// Each has a connection and two threads for each other one.
 const MAX_PROCESSES: u32 = 64;
 
-/// How long a rank may be late.
+/// Time by which a rank may be late.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Time in which the other ranks must get the error of a rank that has failed.
@@ -111,7 +111,7 @@ impl RankArgs {
         Ok(Options::default().scheme(self.scheme).kernels(kernels).links(links))
     }
 
-    /// Which scheme so many ranks would take, and what each would cost, by the model of kernels and links.
+    /// Scheme for this number of ranks, and the cost of each scheme, by the model of kernels and links.
     pub(super) fn explain(&self, setup: &Setup, ranks: u32, kernels: PlanOptions) -> Result<String, Failure> {
         if ranks > MAX_RANKS {
             return Err(Failure::wrong(format!("ranks {ranks} are more than the {MAX_RANKS} of a group")));
@@ -121,8 +121,8 @@ impl RankArgs {
         Ok(choice?.to_string())
     }
 
-    /// What is wrong by the words of the command alone: before anything is computed. A bias and gradients of
-    /// LSE too, which a program that cuts its own tensors may have.
+    /// Refuses words of the command that do not fit, before anything is computed. This includes a bias and
+    /// gradients of LSE, which a program that splits its own tensors may have.
     pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
         let Some(ranks) = self.ranks else { return Ok(()) };
         if ranks > MAX_PROCESSES {
@@ -389,7 +389,7 @@ fn takes(problem: &Problem, call: &Call) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How an operand's rows are cut.
+/// Place of an operand's rows in the whole.
 struct Place<'a> {
     partition: &'a Partition,
     batch: u32,
@@ -435,7 +435,8 @@ fn lse_bytes(problem: &Problem, rank: u32) -> usize {
 mod tests {
     use super::*;
 
-    /// As of more ranks than there are GPUs: the last one ends before it meets the others, which wait for it.
+    /// Starts more ranks than there are GPUs: the last one ends before it meets the others, which wait for
+    /// it.
     #[test]
     fn a_rank_that_fails_before_it_meets_the_others_is_the_one_that_is_named_and_soon() {
         let start = Instant::now();

@@ -20,7 +20,7 @@ const ELSEWHERE: &[(&str, &str)] = &[
 /// Least similarity of two words, from 0 to 1: `bf61` and `bf16` reach it, `int8` and `bf16` do not.
 const ALIKE: f64 = 0.85;
 
-/// What to add to the refusal of an option or a command: `; did you mean --mask?`, or nothing.
+/// Addition to the refusal of an option or a command: `; did you mean --mask?`, or nothing.
 pub(super) fn option(error: &clap::Error) -> String {
     let given = text(error, ContextKind::InvalidArg).unwrap_or_default();
     let name = given.trim_start_matches('-').replace('-', "_");
@@ -31,7 +31,7 @@ pub(super) fn option(error: &clap::Error) -> String {
     kinds.into_iter().find_map(|kind| text(error, kind)).map_or_else(String::new, |word| meant(&word))
 }
 
-/// What to add to `said`, the refusal of a value, which lists those that there are.
+/// Addition to `said`, the refusal of a value, which lists the valid ones.
 pub(super) fn value(error: &clap::Error, said: &str) -> String {
     let Some(given) = text(error, ContextKind::InvalidValue) else { return String::new() };
     let listed = said.split_once(&format!("`{given}`")).map_or("", |(_, rest)| rest);

@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
-/// As [`read`], for text.
+/// Reads a file as [`read`] does, as text.
 pub(super) fn read_text(path: &Path) -> Result<String, Failure> {
     String::from_utf8(read(path)?).map_err(|error| {
         let at = error.utf8_error().valid_up_to();

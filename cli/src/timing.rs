@@ -1,4 +1,4 @@
-//! How long a call takes: by the device's clock where it has one, else by the host's.
+//! Times of calls: by the device's clock if it has one, otherwise by the host's.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ pub(super) struct Timing {
 }
 
 impl Timing {
-    /// At least one time.
+    /// Makes statistics of at least one time.
     pub(super) fn of(times: &[CallTime]) -> Self {
         let mut sorted: Vec<f64> = times.iter().map(|time| time.seconds).collect();
         sorted.sort_unstable_by(f64::total_cmp);

@@ -313,7 +313,7 @@ impl<'a> Ahead<'a> {
         self.changed.notify_all();
     }
 
-    /// What the search has come to is compiled by the search, or is being compiled.
+    /// Leaves out a tile that the search has reached: the search compiles it itself.
     fn leave(&self, tile: &TileOptions) {
         let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
         coming.iter_mut().for_each(|coming| coming.retain(|other| other != tile));
@@ -388,7 +388,7 @@ impl<'a> Timer for Tiles<'a> {
     }
 }
 
-/// What was found, and what became of it.
+/// Prints the result of the search, and what was done with it.
 fn conclude(found: &Found, kept: &Result<String, String>, out: &mut dyn Write) -> std::io::Result<()> {
     let tile: Vec<_> = found.tile.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
     writeln!(out, "{:<18} {}", "best", tile.join(" "))?;

@@ -10,19 +10,19 @@ use super::{Ran, command, fmha};
 struct Planted {
     fault: &'static str,
     change: Change,
-    /// What `fmha conformance` runs.
+    /// Arguments of `fmha conformance`.
     line: &'static str,
     /// Words of the emulator's, or of the battery's, one of which must be said.
     caught_by: &'static [&'static str],
 }
 
-/// Where and how a kernel is spoilt.
+/// Place and kind of the error that is planted in a kernel.
 enum Change {
-    /// In this header, the first text by the second.
+    /// Header in which the first text is replaced by the second.
     Header(&'static str, &'static str, &'static str),
     /// The first such instruction of the assembly is left out.
     WithoutFirst(&'static str),
-    /// All of them.
+    /// Instruction of which all uses are removed.
     WithoutAny(&'static str),
 }
 

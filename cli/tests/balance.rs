@@ -49,7 +49,7 @@ impl Batch {
     }
 }
 
-/// As many sequences as have so many keys of all heads together.
+/// Sequences until all heads together have this many keys.
 fn batches(seed: u64, keys_of_heads: u64) -> Vec<Batch> {
     let shapes = [((28, 4), 1), ((24, 3), 3)];
     let batch_of = |(at, (heads, tokens)): (usize, ((u32, u64), u32))| {

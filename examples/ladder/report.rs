@@ -1,4 +1,4 @@
-//! What a rung came to, as lines, JSON, Markdown and a plot.
+//! Results of a rung as lines, JSON, Markdown and a plot.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -115,7 +115,7 @@ impl Row {
     }
 }
 
-/// All rungs of one problem.
+/// Rows of all rungs of one problem.
 pub(crate) struct Table {
     dims: Dims,
     causal: bool,
@@ -151,7 +151,7 @@ impl Table {
         self.rows[index].seconds.map(|seconds| before / seconds)
     }
 
-    /// For a terminal.
+    /// Text for a terminal.
     pub(crate) fn lines(&self) -> String {
         let mut text =
             format!("{:<16}{:>12}{:>10}{:>8}  {}", "step", "time, us", "TFLOP/s", "gain", "largest error");

@@ -40,7 +40,7 @@ const TILES: &str = "ladder::work_of_cta<64>(call)";
 const ORDERED: &str = "ladder::longest_first<64, kCausal>(call)";
 const ORDERED_128: &str = "ladder::longest_first<128, kCausal>(call)";
 
-/// From the naive kernel up.
+/// Rungs from the naive kernel up.
 pub(crate) const RUNGS: [Rung; 9] = [
     rung("naive", "naive.cuh", (256, 8), |_| 0, ""),
     rung("tiled", "tiled.cuh", (256, 64), |dim| 4 * 64 * (3 * (dim / 2 + 1) + 65), ""),
@@ -73,7 +73,7 @@ impl Rung {
         (self.smem)(dim)
     }
 
-    /// Why the device does not run it.
+    /// Reason why the device does not run the rung.
     pub(crate) fn refusal(&self, device: &OwnKernels, dim: u32) -> Option<String> {
         let arch = device.arch();
         let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
@@ -87,7 +87,7 @@ impl Rung {
         }
     }
 
-    /// What is compiled for a head dimension and a mask.
+    /// Source for a head dimension and a mask.
     pub(crate) fn source(&self, dim: u32, causal: bool) -> KernelSource {
         let Self { file, threads, namespace, work, .. } = self;
         let (mut include, mut maps, mut arguments) =

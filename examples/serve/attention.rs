@@ -16,7 +16,7 @@ pub(crate) const PAGE: u32 = 16;
 /// Pages of a request at most.
 pub(crate) const MAX_PAGES: u32 = MAX_LEN / PAGE;
 
-/// How much an engine holds at once.
+/// Capacity of an engine.
 #[derive(Clone, Copy)]
 pub(crate) struct Room {
     /// Requests in a step.
@@ -27,7 +27,7 @@ pub(crate) struct Room {
     pub(crate) pages: u32,
 }
 
-/// What a step brings of each slot.
+/// Input of a step for each slot.
 pub(crate) struct Step<'a> {
     /// New tokens of each request, perhaps none.
     pub(crate) tokens: Vec<&'a [usize]>,
@@ -43,7 +43,7 @@ struct Cache {
     v: DevBuffer,
 }
 
-/// What each call reads and writes, wherever the device computes.
+/// Buffers that each call reads and writes, for any device.
 struct Buffers {
     q: DevBuffer,
     k_new: DevBuffer,
@@ -69,7 +69,7 @@ pub(crate) struct Attention {
     graphs: Vec<Recording>,
     /// Calls that were a replay of a graph.
     pub(crate) replayed: usize,
-    /// In the library and on the device, copies included.
+    /// Time in the library and on the device, copies included.
     pub(crate) time: Duration,
 }
 

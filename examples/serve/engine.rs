@@ -42,7 +42,7 @@ impl Sequence {
     }
 }
 
-/// What happened, counted.
+/// Counts of events.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub(crate) steps: usize,

@@ -11,7 +11,7 @@ pub(crate) type PageId = usize;
 struct Page {
     /// Requests whose block tables name it.
     users: u32,
-    /// All tokens from the sequence's first to this page's last, if the page is full and may be shared.
+    /// Tokens from the sequence's first to this page's last, if the page is full and may be shared.
     prefix: Option<Vec<usize>>,
 }
 

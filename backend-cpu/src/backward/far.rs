@@ -31,7 +31,7 @@ pub(super) struct FarRows {
 }
 
 impl FarRows {
-    /// With room for all rows, if some row is far.
+    /// Reserves room for all rows, if some row is far.
     pub(super) fn reserve(fwd: &FwdProblem, args: &BwdArgs<'_>) -> fmha_core::Result<Self> {
         let rows = fwd.extents(args.seq.totals).lse_elems as usize;
         let far = Self { least: least_far(fwd), ..Self::default() };
@@ -91,8 +91,8 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds
-    /// nothing, and takes no sum: rows that are masked as a whole are mostly so.
+    /// Origin of a far row, and its LSE measured from there. A row without a gradient of O or LSE adds
+    /// nothing and needs no sum: most rows that are masked as a whole are such rows.
     ///
     /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of
     /// round to: the origin then lies below it by more than that, and P is 1 at most.

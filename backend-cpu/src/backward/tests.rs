@@ -1,4 +1,4 @@
-//! How a backward call is cut up, and what memory it takes and touches.
+//! Division of a backward call into tasks, and the memory that it uses and touches.
 
 use fmha_core::{
     BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdProblem,
@@ -18,7 +18,7 @@ fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
     of_call(lengths, dbias, |_| {}, |shared| shared.tasks(threads).unwrap())
 }
 
-/// What `look` sees of a call of these lengths, whose problem `change` has changed.
+/// Calls `look` on a call of these lengths, whose problem `change` has changed.
 fn of_call<T>(
     lengths: &[(u32, u32)],
     dbias: bool,

@@ -157,7 +157,7 @@ impl Columns {
 /// `out[row][col] += sum_query weights[row][query] right[query][col]`: dV from P and dO, dK from dS
 /// and Q.
 pub(crate) struct Rows<'a> {
-    /// Which panels of queries are live, and which of their rows.
+    /// Live panels of queries, and their live rows.
     pub(crate) panels: &'a [Option<Panel>],
     /// Panels `[capacity][PANEL]`.
     pub(crate) weights: *const f32,
@@ -250,7 +250,7 @@ pub(crate) struct RowDots {
 }
 
 impl RowDots {
-    /// How many numbers it computes in.
+    /// Size of its scratch, in numbers.
     pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
         S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
     }

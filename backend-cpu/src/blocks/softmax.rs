@@ -1,4 +1,4 @@
-//! What happens to a panel of scores once it is there: softmax forward, its gradient backward.
+//! Steps on a panel of scores: softmax in the forward, its gradient in the backward.
 
 use fmha_core::DType;
 
@@ -41,7 +41,7 @@ impl<S: Simd> Op<S> for Softmax {
     }
 }
 
-/// What becomes of a P: kept in f32, or rounded to a 16-bit type.
+/// Rounding of P: none, or to a 16-bit type.
 const EXACT: u8 = 0;
 const TO_F16: u8 = 1;
 const TO_BF16: u8 = 2;
@@ -158,7 +158,7 @@ pub(crate) struct Gradient {
     pub(crate) gradients: *mut f32,
     /// Keep factors, a panel.
     pub(crate) keep: Option<*const f32>,
-    /// What each query's scores and LSE are measured from, if not from 0.
+    /// Origin of each query's scores and LSE, if it is not 0.
     pub(crate) origin: Option<*const f32>,
     pub(crate) lse: *const f32,
     pub(crate) delta: *const f32,
@@ -267,7 +267,7 @@ mod tests {
         assert_eq!(x[..], wanted(3.0));
     }
 
-    /// In two steps, so that the second one rescales.
+    /// Runs in two steps, so that the second one rescales.
     #[test]
     fn probabilities_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
         let softmax = |round: DType| {

@@ -104,16 +104,16 @@ pub(crate) struct TileSoftmax {
 /// scaled first.
 const LARGEST_BASE: f32 = 4_194_304.0;
 
-/// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
+/// Progress of a [`TileSoftmax`]: first the largest scores, then probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
     softmax: TileSoftmax,
-    /// What a score is still to be multiplied by.
+    /// Factor of the scores.
     factor: [S::V; VECTORS],
     /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
     largest: [[S::V; VECTORS]; 2],
     /// The row that comes next to be compared.
     compared: usize,
-    /// What is added to a score.
+    /// Term that is added to a score.
     base: [S::V; VECTORS],
     row_sum: [S::V; VECTORS],
     /// The row whose probabilities come next.
@@ -137,7 +137,7 @@ impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
 }
 
 impl TileSoftmax {
-    /// Where V is moderate.
+    /// Slack for a V of moderate size.
     pub(crate) const SLACK: f32 = 8.0;
 
     #[inline(always)]
@@ -253,7 +253,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         }
     }
 
-    /// What is left.
+    /// Processes the rest.
     #[inline(always)]
     fn finish(mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
@@ -285,8 +285,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     }
 }
 
-/// What is done at once, since tiles and vectors are units of their own: products of the panel before and
-/// of the one after, and between their steps the softmax of a panel.
+/// Work that overlaps, since tiles and vectors use different units: products of the panel before and of the
+/// panel after, and between their steps the softmax of a panel.
 pub(crate) struct TileStage {
     pub(crate) columns: Option<TileColumns>,
     pub(crate) softmax: Option<TileSoftmax>,
@@ -355,7 +355,7 @@ impl TileColumns {
         (last - first) / LANES * (self.dim / TILE)
     }
 
-    /// As [`TileScores::run`].
+    /// Runs as [`TileScores::run`] does.
     #[inline(always)]
     fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         self.rescale(s);

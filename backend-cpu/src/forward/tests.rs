@@ -1,4 +1,4 @@
-//! How a forward call is cut up, what it computes in, and that every way to compute gives the same bits.
+//! Division of a forward call into tasks, its scratch, and equal bits from every way to compute.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::{
@@ -134,7 +134,7 @@ fn sixteen_lanes_and_dot_products_of_pairs_give_the_bits_of_four_lanes() {
     }
 }
 
-/// They are taken in rows, where sums have an order of each instruction set's own.
+/// Few queries go through the row path, where each instruction set has its own order of sums.
 #[test]
 fn few_queries_of_any_type_are_the_same_but_for_rounding() {
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E5m2] {
@@ -204,7 +204,7 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(attends);
 }
 
-/// Those of a thread that no task fills from end to end.
+/// Buffers of a thread that no task fills from end to end.
 fn floats(scratch: &mut Scratch) -> [&mut Floats; 12] {
     let Scratch { queries, staging, keys, values, gathered, columns, scores, extra, .. } = scratch;
     let Scratch { out, out_rows, alpha, row, .. } = scratch;
@@ -280,7 +280,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     attends(Portable, &problem(DType::F32, (70, 150), 1, (8, 24), "b:90,3"));
 }
 
-/// What `look` sees of a call of these lengths.
+/// Calls `look` on a call of these lengths.
 fn of_call<T>(
     problem: &FwdProblem,
     lengths: &[(u32, u32)],

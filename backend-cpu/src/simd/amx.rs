@@ -17,7 +17,7 @@ use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(());
 
-/// What LDTILECFG reads: every tile has 16 rows of 64 bytes.
+/// Operand of LDTILECFG: every tile has 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,

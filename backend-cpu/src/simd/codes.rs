@@ -124,7 +124,7 @@ impl BytePlanes {
     }
 }
 
-/// What [`Simd::widen_codes`] looks up, as many vectors as an instruction set has use for: halves of planes, or the
-/// numbers of [`CodeParts`] in their order. Each in a vector of its own: taken out of one of them where they were used,
-/// they made AVX2 three times as slow.
+/// Tables of [`Simd::widen_codes`], as many vectors as an instruction set uses: halves of planes, or the
+/// numbers of [`CodeParts`] in order. Each table has a vector of its own: extracting it from a shared vector
+/// at each use made AVX2 three times as slow.
 pub(crate) type Tables<V> = [V; 9];

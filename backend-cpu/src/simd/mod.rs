@@ -80,7 +80,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// once for the four sets of AVX-512.
     type Plain: Simd;
 
-    /// It, which this processor has too.
+    /// Plain instruction set, which this processor has too.
     fn plain(self) -> Self::Plain;
 
     /// Runs `op`, compiled for these instructions.
@@ -110,9 +110,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn power_of_two(self, n: Self::V) -> Self::V;
     /// `if a <= b { yes } else { no }`; `no` where either is NaN.
     fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// What bf16 keeps of each, ties to even; NaN stays NaN.
+    /// Rounds to bf16, ties to even; NaN stays NaN.
     fn round_to_bf16(self, a: Self::V) -> Self::V;
-    /// What f16 keeps of each, ties to even.
+    /// Rounds to f16, ties to even.
     fn round_to_f16(self, a: Self::V) -> Self::V;
     /// # Safety
     /// `LANES` bf16 are readable at `from`, aligned or not.
@@ -250,7 +250,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// As [`transpose`](Self::transpose), of the left half of the columns at least.
+    /// Transposes as [`transpose`](Self::transpose) does; the right half of the columns may be left out.
     ///
     /// # Safety
     /// As for [`transpose`](Self::transpose).
@@ -381,7 +381,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         planes.is_odd()
     }
 
-    /// What [`widen_codes`](Self::widen_codes) looks up.
+    /// Tables of [`widen_codes`](Self::widen_codes).
     #[inline(always)]
     fn tables(self, planes: &BytePlanes) -> Tables<Self::V> {
         let mut tables = [self.splat(0.0); 9];
@@ -408,8 +408,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [low, high]
     }
 
-    /// As [`pair_bf16`](Self::pair_bf16) for numbers from 0 on, where halves may be rounded away from 0 and NaN may
-    /// become anything.
+    /// Pairs numbers as [`pair_bf16`](Self::pair_bf16) does, for numbers from 0 on. Halves may be rounded
+    /// away from 0, and NaN may become anything.
     fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
         self.pair_bf16(low, high)
     }

@@ -338,7 +338,8 @@ impl<S: Simd> Op<S> for Codes<'_> {
     }
 }
 
-/// In registers: a row's in its order, two rows' as [`Simd::pair_rows`] pairs what they become.
+/// Widens codes in registers: those of one row in order, those of two rows paired as [`Simd::pair_rows`]
+/// pairs the numbers.
 fn widens_codes<S: Simd>(s: S) {
     if !S::WIDENS_CODES {
         return;

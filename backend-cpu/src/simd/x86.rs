@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables};
 
-/// What CPUID says of a leaf and a part of it.
+/// Result of CPUID for a leaf and a part of it.
 pub(crate) fn cpuid(leaf: u32, part: u32) -> CpuidResult {
     // SAFETY: every x86-64 processor has the instruction. Rust calls it unsafe up to 1.93.
     #[allow(unused_unsafe)]
@@ -312,7 +312,7 @@ macro_rules! avx512_methods {
 /// Eights of bytes so that interleaving within 128 bits leaves them in order.
 pub(super) const EIGHTS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// What the lower seven bits of each byte stand for in two planes of two vectors.
+/// Looks up the lower seven bits of each byte in two planes of two vectors each.
 ///
 /// # Safety
 /// AVX-512 VBMI.
@@ -325,8 +325,8 @@ unsafe fn look_up([a, b, c, d]: [__m512; 4], codes: __m512) -> (__m512i, __m512i
     (_mm512_permutex2var_epi8(a, codes, b), _mm512_permutex2var_epi8(c, codes, d))
 }
 
-/// As [`look_up`], for Intel: there VPERMI2B is three micro-operations, VPERMB one. 64 codes widened and
-/// multiplied by a query take 0.91 to 0.94 of the time.
+/// Looks up as [`look_up`] does, for Intel, where VPERMI2B is three micro-operations and VPERMB one. To widen
+/// 64 codes and multiply them by a query takes 0.91 to 0.94 of the time.
 ///
 /// # Safety
 /// AVX-512 BW and VBMI.
@@ -342,7 +342,7 @@ pub(super) unsafe fn look_up_by_halves([a, b, c, d]: [__m512; 4], codes: __m512)
     (low, high)
 }
 
-/// What [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) have: bytes that are looked up in tables.
+/// Methods of [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx): bytes that are looked up in tables.
 macro_rules! byte_methods {
     ($look_up:path) => {
         const WIDENS_CODES: bool = true;
@@ -422,7 +422,7 @@ macro_rules! byte_methods {
     };
 }
 
-/// What [`Avx512Bf16`] and [`Amx`](super::Amx) add to them.
+/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) add to those.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;

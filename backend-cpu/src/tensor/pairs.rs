@@ -22,7 +22,7 @@ impl Matrix {
         f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
     }
 
-    /// As [`gather_rows`](Self::gather_rows), pairs along columns.
+    /// Copies as [`gather_rows`](Self::gather_rows) does, in pairs along columns.
     ///
     /// # Safety
     /// As there, with half the columns, rounded up.
@@ -52,8 +52,8 @@ impl Matrix {
         }
     }
 
-    /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
-    /// was below [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
+    /// Copies as [`gather`](Self::gather) does, in pairs along rows: `capacity` of them a panel. Returns
+    /// whether all numbers were below [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
     ///
     /// # Safety
     /// As there, with half the rows, rounded up.

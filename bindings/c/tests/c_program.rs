@@ -38,7 +38,7 @@ impl Installed {
         self.0.path().join("prefix/lib")
     }
 
-    /// What pkg-config says; `None` where there is none.
+    /// Output of pkg-config; `None` if it is missing.
     fn flags(&self, words: &[&str]) -> Option<Vec<String>> {
         let asked = Command::new("pkg-config")
             .args(words)

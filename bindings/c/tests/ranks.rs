@@ -48,7 +48,7 @@ fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
     group
 }
 
-/// What a rank, by its number, changes of its call.
+/// Change to the call of a rank, by its number.
 type Change = fn(i64, &mut FmhaCall, &mut FmhaRanks);
 
 /// A rank's rows of a whole of twice as many.

@@ -1,6 +1,7 @@
-//! What candle-flash-attn's own tests check (0.11.1: `candle-flash-attn/tests/flash_attn_tests.rs`, and those of
-//! candle-flash-attn-v3), on numbers of our own and on the CPU too. Each test names the one whose matter it has. Theirs
-//! compare with candle's own operations in f32 within fixed distances; so do these, in f64 and within theirs.
+//! Checks of candle-flash-attn's own tests (0.11.1: `candle-flash-attn/tests/flash_attn_tests.rs`, and those
+//! of candle-flash-attn-v3), on other numbers and on the CPU too. Each test names its original. The originals
+//! compare with candle's own operations in f32 within fixed distances; these compare in f64 within the same
+//! distances.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

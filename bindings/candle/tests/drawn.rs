@@ -15,7 +15,7 @@ use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 use fmha_conformance::verdict::Verdict;
 use half::{bf16, f16};
 
-/// So many of a seed, a few seconds' worth, or those that the environment names.
+/// Random cases of a seed, a few seconds' worth, or those that the environment names.
 fn cases(count: u32) -> Vec<(String, Body)> {
     let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| format!("58:{count}"));
     let drawn: Drawn = text.parse().unwrap();
@@ -32,8 +32,9 @@ fn offsets(drawn: &[i32], most: u32) -> Vec<i32> {
     std::iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
 }
 
-/// What candle's door can say of a drawn call: one type of three, equal lengths, packed sequences side by side with
-/// rows behind the last one, or pages under packed queries; a window at the last key; ALiBi, a cap and dropout.
+/// Part of a drawn call that candle's interface can express: one type of three, equal lengths, packed
+/// sequences side by side with rows after the last one, or pages under packed queries; a window at the last
+/// key; ALiBi, a cap and dropout.
 fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths) {
     let (dims, mut lengths) = (drawn.dims, Lengths::default());
     let dtype = if drawn.dtypes.qk.is_fp8() { fmha::DType::F32 } else { drawn.dtypes.qk };

@@ -1,4 +1,4 @@
-//! What an emulated device counted of a call. None of it is a speed.
+//! Counters of a call on an emulated device. None of them is a speed.
 
 use serde_json::{Map, Value};
 
@@ -23,7 +23,7 @@ const COLUMNS: [(&str, &str); 14] = [
 /// Counters of the launches of one call.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
-    /// As the emulator gives them, one a launch.
+    /// Reports of the emulator, one for each launch.
     launches: Vec<Value>,
     /// Seconds of the call's operations and bytes at the rates that the device's maker states, if the kernel
     /// is no fallback.
@@ -46,7 +46,7 @@ impl Counted {
         self.launches.iter().filter_map(Items::of).max_by_key(|items| items.bytes)
     }
 
-    /// For a machine: the counters' sums, by the emulator's names.
+    /// Sums of the counters for a machine, under the emulator's names.
     pub(super) fn json(&self) -> Value {
         let sums = COLUMNS.iter().filter_map(|(name, _)| Some(((*name).to_owned(), self.sum(name)?.into())));
         let mut object: Map<String, Value> = sums.collect();
@@ -65,8 +65,8 @@ impl Counted {
 /// Workgroups of a launch that had work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Items {
-    /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing
-    /// for them.
+    /// Number of workgroups that read at least a quarter of what the busiest one reads. All others have
+    /// looked at lengths and found no work.
     number: usize,
     /// Bytes that all have read; what one reads again counts once on AMD's devices.
     bytes: u64,

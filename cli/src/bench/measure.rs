@@ -14,7 +14,7 @@ use crate::report::{Speed, work_of};
 use crate::setup::Setup;
 use crate::timing::{Burst, Timing, back_to_back, is_emulated};
 
-/// How calls are timed.
+/// Way in which calls are timed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Protocol {
     Burst(Burst),
@@ -27,7 +27,7 @@ impl Protocol {
     }
 }
 
-/// What came of a row.
+/// Outcome of a row.
 #[derive(Debug)]
 pub(crate) enum Measured {
     Timed {

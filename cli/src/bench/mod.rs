@@ -192,7 +192,7 @@ impl BenchArgs {
         if self.out.is_some() || failure::is_read() { Ok(()) } else { Err(Failure::Pipe) }
     }
 
-    /// Where each table's picture goes; empty where none is wanted.
+    /// Path of each table's picture; empty if there is none.
     fn plots(&self, tables: &[Table]) -> Vec<PathBuf> {
         let Some(path) = &self.plot else { return Vec::new() };
         match tables {

@@ -12,13 +12,12 @@ pub(super) struct Series {
     pub(super) speeds: Vec<Option<f64>>,
 }
 
-/// What stands below a row's points.
+/// Text below a row's points.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Label {
     /// Words that distinguish the rows of one group, one line for each.
     pub(super) tick: String,
-    /// What neighbours have in common. Lines join the rows of a group alone: between groups nothing
-    /// grows.
+    /// Text that neighbours share. Lines join the rows of a group alone: nothing grows between groups.
     pub(super) group: String,
 }
 
@@ -127,7 +126,7 @@ fn style(index: usize) -> (RGBColor, u32) {
     (COLOURS[index % COLOURS.len()], if index == 0 { 3 } else { 1 })
 }
 
-/// Where each name of the legend begins: x, and the line it is on.
+/// Place of each name of the legend: x, and its line.
 fn places(series: &[Series], width: i32) -> Vec<(i32, i32)> {
     let (mut x, mut line) = (LEFT as i32 + 8, 0);
     series

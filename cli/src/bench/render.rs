@@ -23,7 +23,7 @@ pub(super) struct Results {
     title: String,
     unit: Unit,
     pub(super) rows: Vec<Row>,
-    /// By peer: a speed for each row, where there is one.
+    /// Speeds of each peer, one for each row, if present.
     peers: Vec<(String, Vec<Option<f64>>)>,
 }
 
@@ -98,7 +98,7 @@ impl Results {
     }
 }
 
-/// Which word of a label is the length: `B4 H32 S1024 D128 causal fp16`.
+/// Index of the length among the words of a label: `B4 H32 S1024 D128 causal fp16`.
 const LENGTH_WORD: usize = 2;
 
 /// Name of this library in a comparison.
@@ -112,17 +112,17 @@ fn cell(speed: Option<f64>) -> String {
     }
 }
 
-/// What other libraries' figures are compared by.
+/// Mean for comparisons with the figures of other libraries.
 fn geometric_mean(ratios: &[f64]) -> f64 {
     (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp()
 }
 
-/// What is said of a row that ran on an emulated device.
+/// Text for a row that ran on an emulated device.
 const fn emulated_words(checked: bool) -> &'static str {
     if checked { "emulated: checked against f64, not timed" } else { "emulated: neither checked nor timed" }
 }
 
-/// What stands above the counters of rows that ran on an emulated device.
+/// Heading of the counters of rows that ran on an emulated device.
 const COUNTED: &str = "Counted in the emulator, a call's launches together; modelled from the operations and bytes of the \
     problem at the device's stated rates, with its units idle as the launch leaves them. Nothing here was timed.";
 

@@ -38,7 +38,7 @@ impl Pieces {
         Self { at: [std::ptr::null(); MOST_PIECES], count: 0, bytes: 0 }
     }
 
-    /// Those of K's rows and V's, which are `row_bytes` long.
+    /// Pieces of K's rows and V's, which have `row_bytes` bytes.
     pub(crate) fn of(
         &mut self,
         [keys, values]: [&[*const u8]; 2],
@@ -97,7 +97,7 @@ impl Pieces {
 /// 13 instead of 8.8.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<'a> {
-    /// With the bytes of each, those that come first and those after them.
+    /// Rows that come first and rows after them, each with the bytes of a row.
     rows: [(&'a [*const u8], usize); 2],
     /// Next address of the row that is being prefetched, and the bytes of it that are left.
     at: *const u8,
@@ -155,7 +155,7 @@ impl<'a> Ahead<'a> {
         self.every = self.run * LINE_BYTES * self.passes;
     }
 
-    /// As much as `bytes` that one pass has come by.
+    /// Prefetches as much as one pass has read: `bytes`.
     #[inline(always)]
     pub(crate) fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
         self.owed += bytes;

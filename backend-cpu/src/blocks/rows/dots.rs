@@ -15,7 +15,7 @@ pub(crate) struct Dots<'a> {
     /// Theirs: as bf16 where products are of pairs.
     pub(crate) order: Order,
     pub(crate) stride: usize,
-    /// Which queries of each head.
+    /// Live queries of each head.
     pub(crate) live: &'a [usize],
     /// One for each head.
     pub(crate) factors: &'a [f32],

@@ -55,7 +55,7 @@ impl Order {
         of_type!(dtype, elem => of(elem))
     }
 
-    /// Where element `d` of a row of f32 is.
+    /// Index of element `d` in a row of f32.
     pub(crate) fn place<S: Simd>(self, d: usize) -> usize {
         match self {
             Order::EvenOdd => d - d % unit::<S>() + d % 2 * S::LANES + d % unit::<S>() / 2,
@@ -101,20 +101,20 @@ const AHEAD_BYTES: usize = 32 << 10;
 /// Keys whose sums are taken together.
 const FOUR: usize = 4;
 
-/// How many heads of `row_bytes` a block takes.
+/// Number of heads of `row_bytes` in a block.
 pub(crate) fn heads_of_block(row_bytes: usize) -> usize {
     (KEY_BYTES / row_bytes).max(1)
 }
 
-/// How a product meets the elements of a block.
+/// Form in which a product reads the elements of a block.
 mod met {
     /// Converted to f32.
     pub(super) const AS_F32: u8 = 0;
-    /// As pairs of bf16.
+    /// Pairs of bf16.
     pub(super) const IN_PAIRS: u8 = 1;
-    /// As codes of FP8 that are widened to pairs of bf16 in registers.
+    /// FP8 codes, widened to pairs of bf16 in registers.
     pub(super) const CODES_IN_PAIRS: u8 = 2;
-    /// As codes of FP8 that are widened to bf16, and those to f32.
+    /// FP8 codes, widened to bf16 and then to f32.
     pub(super) const CODES_AS_F32: u8 = 3;
 
     /// Whether elements are codes.
@@ -161,7 +161,7 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// From a key's first byte to its last, of all heads.
+    /// Bytes from a key's first byte to its last, over all heads.
     fn bytes_of_key(&self) -> usize {
         let row_bytes = self.dim * self.dtype.size_bytes() as usize;
         row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
@@ -196,8 +196,8 @@ impl<'a> Block<'a> {
     }
 }
 
-/// How many of `live`'s first rows a kernel takes together: four where `most` allows and they lie one after
-/// another, or two, or one.
+/// Number of `live`'s first rows that a kernel processes together: four if `most` allows and they are
+/// consecutive, otherwise two or one.
 #[inline(always)]
 fn taken_together(live: &[usize], most: usize) -> usize {
     let run = |count: usize| live.len() >= count && live[count - 1] == live[0] + count - 1;
@@ -208,7 +208,7 @@ fn taken_together(live: &[usize], most: usize) -> usize {
     }
 }
 
-/// In how many steps [`taken_together`] takes all of `live`.
+/// Number of steps in which [`taken_together`] goes through `live`.
 fn steps_of(mut live: &[usize], most: usize) -> usize {
     let mut steps = 0;
     while !live.is_empty() {

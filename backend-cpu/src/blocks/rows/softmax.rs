@@ -116,7 +116,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// Those that are left.
+    /// Processes the rows that are left.
     #[inline(always)]
     pub(super) fn finish<S: Simd>(&mut self, s: S) {
         while self.done < self.sums.len() {

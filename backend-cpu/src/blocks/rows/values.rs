@@ -1,4 +1,4 @@
-//! What a block of values adds to O.
+//! Product of weights and a block of values.
 
 use super::{
     Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit,

@@ -34,7 +34,7 @@ pub(super) struct Rows<'a> {
     pub(super) of: Vec<(u32, usize)>,
     /// Whether a weight is the exponential of a scaled product and nothing else.
     is_plain: bool,
-    /// What is seen where every row sees every key.
+    /// Visibility in blocks where every row sees every key.
     pub(super) all: Seen,
     pub(super) tree: Option<TreeMask<'a>>,
 }
@@ -254,7 +254,8 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// What weights are rounded to where they are stored: those that are packed to bf16 afterwards are rounded by that.
+    /// Type that weights are rounded to when they are stored. Packing rounds those that are packed to bf16
+    /// afterwards.
     fn round_weights<S: Simd>(&self, sees_all: bool) -> DType {
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
         if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtypes.v }
@@ -347,7 +348,7 @@ impl Scores {
 /// Order in which the next block is prefetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AskedOrder {
-    /// Where there are no tiles: rows of this block go ahead of themselves.
+    /// No prefetch by tiles: the rows of this block prefetch themselves.
     Nothing,
     KeysThenValues,
     /// K and V in rotation.
@@ -395,7 +396,7 @@ impl AskedOrder {
     }
 }
 
-/// Where the rows of a block lie.
+/// Addresses of the rows of a block.
 struct Located {
     keys: [*const u8; BLOCK_KEYS],
     values: [*const u8; BLOCK_KEYS],

@@ -124,7 +124,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     }
 }
 
-/// What `look` sees of a call that has no tensors.
+/// Calls `look` on a call without tensors.
 fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Shared<'_>) -> T) -> T {
     let nothing = DevSlice::host::<f32>(&[]);
     let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
@@ -133,7 +133,7 @@ fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Sha
     look(&call.shared(KvRows::UNPAGED, None, blocks, None))
 }
 
-/// What `look` sees of a call whose sequences have these lengths, all taken in rows.
+/// Calls `look` on a call whose sequences have these lengths and all go through the row path.
 fn of_call<T>(
     (heads_kv, ratio): (u32, u32),
     dim: u32,
@@ -337,7 +337,7 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
     assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0, 0]);
 }
 
-/// Where every score is 0, a row's sum counts the keys that it has seen.
+/// Scores of 0: a row's sum then counts the keys that it has seen.
 #[test]
 fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     let dims = Dims { seqlen_k: 1100, ..problem((2, 1), (8, 8), None).dims };
@@ -426,7 +426,7 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     }
 }
 
-/// What [`keeps_columns_apart`] plants in V: the key and the column of a head.
+/// Places in V where [`keeps_columns_apart`] plants numbers: the key, and the column of a head.
 const PLANTED: [(u32, u32); 6] = [(3, 0), (17, 33), (17, 62), (70, 7), (149, 94), (149, 95)];
 
 /// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie

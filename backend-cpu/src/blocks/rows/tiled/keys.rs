@@ -8,7 +8,7 @@ use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block, SoftmaxRows};
 use crate::simd::{Op, Simd, Tables, TileRows};
 use crate::tensor::{Elem, of_type};
 
-/// Where element `d` of a head's row `r` is in the packed queries, counted in bf16.
+/// Index of element `d` of a head's row `r` in the packed queries, counted in bf16.
 pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize, dim: usize) -> usize {
     let group = head * queries.div_ceil(ROWS) + r / ROWS;
     (group * dim / 2 + d / 2) * 2 * ROWS + r % ROWS * 2 + d % 2

@@ -24,7 +24,7 @@ pub(crate) use values::{TileValues, packed_len};
 /// Queries across a tile.
 pub(crate) const TILED_QUERIES: u32 = 16;
 
-/// As many keys are a tile's rows.
+/// Rows of a tile, one for each key.
 pub(super) const ROWS: usize = 16;
 
 /// Tiles of a block of keys.
@@ -52,7 +52,7 @@ pub(crate) const fn staged_len(dim: usize) -> usize {
 /// Bytes from row to row of the accumulators where they are stored.
 const SUMS_ROW_BYTES: usize = 2 * ROWS * size_of::<f32>();
 
-/// Where one of their four tiles begins there.
+/// Start of one of the four tiles.
 const fn place_of_quarter(quarter: usize) -> usize {
     quarter / 2 * ROWS * 2 * ROWS + quarter % 2 * ROWS
 }

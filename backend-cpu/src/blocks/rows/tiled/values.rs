@@ -1,4 +1,4 @@
-//! What a block of values adds to O, in tiles.
+//! Product of weights and a block of values, in matrix tiles.
 //!
 //! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so
 //! the pairs are of columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high
@@ -302,8 +302,8 @@ impl TileValues<'_, '_> {
     }
 }
 
-/// Where a query's sums of a unit's even or odd columns are there: `part` counts both of the first unit, then
-/// of the next.
+/// Index of a query's sums for the even or odd columns of a unit: `part` counts both of the first unit, then
+/// both of the next.
 #[inline(always)]
 const fn place_of_sums(query: usize, part: usize) -> usize {
     let (unit, odd) = (part / 2, part % 2);
@@ -343,7 +343,7 @@ unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, ti
     }
 }
 
-/// Those that are rows of a group.
+/// Rows that belong to a group.
 #[inline(always)]
 fn rows_of_group(rows: &[usize], group: usize) -> &[usize] {
     let before = |end: usize| rows.iter().take_while(|&&row| row < end).count();
