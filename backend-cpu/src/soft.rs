@@ -81,7 +81,7 @@ fn keeps_the_contract<S: Simd>(s: S, isa: Isa, cases: impl Iterator<Item = Case>
     assert_eq!((report.summary.failed, report.summary.refused), (0, 0));
 }
 
-// What is around them is the same code for the most part, so each has half of the cases that both take.
+// Most of the code around them is shared, so each has half of the cases that both take.
 
 #[test]
 fn dot_products_in_software_keep_the_contract() {

@@ -214,7 +214,7 @@ fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
         let backend = Device::new(CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap());
         for (dtype, batch_invariant) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F16, false)] {
             let fwd = FwdProblem::batch(dtype, dims).validate().unwrap();
-            // In tiles of bf16 alone, and sequences that are taken in rows do without them.
+            // Only matrix tiles of bf16 let the maximum lag, and sequences in the row path do not use them.
             let lags = isa == Isa::Amx && dtype == DType::Bf16 && !batch_invariant;
             for accuracy in [Accuracy::Fast, Accuracy::Exact] {
                 let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);

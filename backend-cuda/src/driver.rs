@@ -137,7 +137,7 @@ pub(crate) struct Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(callers) = self.callers {
-            // It was current a moment ago; if it was destroyed since, there is nothing to give back.
+            // The context was current a moment ago. If it was destroyed since, there is nothing to restore.
             let _ = call!(cuCtxSetCurrent(callers));
         }
     }

@@ -37,7 +37,7 @@ fn installed(names: &[&str], variable: &dyn Fn(&str) -> Option<OsString>, root: 
     }
     for prefix in python_prefixes(variable, root) {
         folders.extend(site_folders(&prefix).iter().flat_map(|site| packages(site)));
-        // Where conda's own packages put theirs.
+        // Folder of conda's own packages.
         folders.push(prefix.join("lib"));
     }
     let paths = variable("PYTHONPATH").unwrap_or_default();

@@ -99,7 +99,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     assert_eq!(of(&set), of(&options));
     assert!(hopper.plan_bwd(&bwd, &set).is_err());
 
-    // No kernel with tiles has such a head dimension.
+    // A head dimension that no kernel with tiles takes.
     let wide = Dims { head_dim_qk: 584, ..DIMS };
     let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
     for arch in ["sm_90a", "sm_100a"] {

@@ -236,7 +236,7 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // So many keys that one token's would be split.
+    // Enough keys that one token's would be split.
     let (tokens, keys, heads, dim) = (130, 520, 2, 128);
     let row = (heads * dim) as usize;
     let q = filled(tokens * row as u64, 1);

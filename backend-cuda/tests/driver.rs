@@ -43,7 +43,7 @@ fn set_current(context: Handle) {
 fn the_threads_context_is_the_callers_again_after_each_call() {
     let backend = device();
     let memory = backend.memory();
-    // No context at all, and another device's.
+    // Context of the caller: none, and another device's.
     for callers in [0, 0xabc0] {
         set_current(callers);
         let still = |what: &str| assert_eq!(current(), callers, "after {what}");

@@ -79,7 +79,7 @@ impl ConformanceArgs {
             let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
             return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {count} cases")));
         }
-        // Which kernels a case needs is the backend's to say; names alone need none.
+        // The backend says which kernels a case needs; a list of names needs none.
         if self.list && self.deal.is_none() {
             return list(out, &cases);
         }
@@ -130,7 +130,7 @@ impl ConformanceArgs {
                     ControlFlow::Continue(())
                 })
             });
-            // As they are found: a run may take hours.
+            // Prints cases as they end: a run may take hours.
             for text in told.into_iter().flatten() {
                 if !self.json {
                     progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;

@@ -132,7 +132,7 @@ fn spoiling_compiler(planted: &Planted, clang: &str) -> String {
     };
     match planted.change {
         Change::Header(file, from, to) => {
-            // By index and length: no letter of the text means anything to awk.
+            // Works by index and length: no character of the text has a meaning for awk.
             const REPLACE: &str = "{ at = index($0, from) } at { found = 1; \
                  $0 = substr($0, 1, at - 1) to substr($0, at + length(from)) } { print }";
             // Some launches do not use the header.

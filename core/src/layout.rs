@@ -20,7 +20,7 @@ impl Shape {
     #[must_use]
     pub fn num_elems(self) -> u64 {
         let extents = self.axes().map(|(_, extent)| u64::from(extent));
-        // In any order: a tensor with an axis of 0 has no elements, however long the others are.
+        // An axis of 0 makes the tensor empty, however long the other axes are.
         if self.is_empty() { 0 } else { extents.into_iter().fold(1, u64::saturating_mul) }
     }
 

@@ -77,7 +77,7 @@ pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
     };
     let keys = i64::from(seqlen_k);
     let left = lo.min(hi + 1);
-    // No row is longer than a sequence: the sum has 64 bits.
+    // The sum fits in 64 bits, because no row is longer than a sequence.
     (below(hi + 1, keys) - below(left, keys) + below(left, sink_columns)) as u64
 }
 

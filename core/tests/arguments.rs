@@ -247,7 +247,7 @@ fn fused(dims: Dims) -> [Fused; 5] {
             strides: strides(all * d, b * all * d, d),
             places: places(hq * d, (hq + hkv) * d),
         },
-        // Where there are as many heads of keys as of queries; else of the first ones.
+        // Layout with equal numbers of heads of queries and keys; otherwise for the first heads.
         Fused {
             name: "[b, s, h, 3, d]",
             strides: strides(s * hq * 3 * d, hq * 3 * d, 3 * d),

@@ -172,7 +172,7 @@ fn named(error: &ProblemError) -> Result<(), TestCaseError> {
     prop_assert!(error.text.starts_with(error.field), "`{}` does not name `{}`", error.text, error.field);
     let number = error.text.chars().any(|c| c.is_ascii_digit());
     let number = number || ["NaN", "inf"].iter().any(|word| error.text.contains(word));
-    // What is absent, or one of two, has its own word.
+    // Absent values and values of two kinds have their own words.
     let number =
         number || ["missing", "true", "false", "elementwise"].iter().any(|word| error.text.contains(word));
     let dtype = error.field.contains("dtype");

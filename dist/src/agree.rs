@@ -199,7 +199,7 @@ pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
     if let Some(error) = all.iter().find_map(|said| said.fields.as_ref().err()) {
         return Some(error.clone());
     }
-    // Those that agree on all else may have made unlike numbers of calls.
+    // Ranks that agree on all fields may still have made different numbers of calls.
     let fields = |said: &Said| {
         let fields = said.fields.iter().flatten().cloned();
         fields.chain([("calls".to_owned(), said.calls.to_string())]).collect::<Vec<_>>()

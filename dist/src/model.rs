@@ -270,7 +270,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         }
         Scheme::Ring => (of_ring(ranks), COST_OF_PARTS),
         Scheme::Mixed => (of_ring(hosts), COST_OF_PARTS),
-        // What moves is packed before, or unpacked after; launches of groups fill each other's idle ends.
+        // Rows that move are packed before, or unpacked after. Launches of groups fill each other's idle
+        // ends.
         Scheme::Ulysses => {
             let bytes = rows_q / ranks * (qk * size(dtypes.qk) + v * size(dtypes.o)) + kv / ranks;
             let (packed, tensors) = if backward { (2.5 * bytes, 8.0) } else { (bytes, 4.0) };
@@ -284,8 +285,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         Scheme::Gather => {
             let mut moved = all_to_all(kv + dkv);
             moved.exchanges = if backward { 2.0 } else { 1.0 };
-            // Beside kernels comes all but the first piece that one waits for, and goes what the last one
-            // does not change.
+            // Overlap with kernels: all arrivals except the first piece that a kernel waits for, and all
+            // departures that the last kernel does not change.
             if whole.flags {
                 let home =
                     if backward { dkv * (1.0 - last_home(whole) * ranks / (ranks - 1.0)) } else { 0.0 };
@@ -332,7 +333,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             } else {
                 0.0
             };
-            // Beside kernels comes all but the first group, and goes all but the last.
+            // Overlap with kernels: all arrivals except the first group, and all departures except the last.
             let moved =
                 Moved { exchanges: 2.0 * groups, hidden: 1.0 - 1.0 / groups, ..all_to_all(own + more) };
             (seconds_of(all / ranks), moved, own + more)
@@ -347,7 +348,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let compute = links.rested(compute * slower) + besides;
     let exchanges = if whole.ranks == 1 { 0.0 } else { moved.exchanges };
     let latency = if across { links.host_latency } else { links.latency };
-    // Both kinds of links work at once.
+    // Links inside and between hosts work at once.
     let sent = (moved.near / links.bytes_per_second).max(moved.far / links.host_bytes_per_second);
     let transfer = sent + exchanges * latency;
     let hidden = moved.hidden * transfer;

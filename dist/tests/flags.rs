@@ -216,7 +216,7 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
         // Plans of these ranks with and without flags, against the dQ of one device.
         let [first, second] = [false, true].map(|flags| {
             let options = options.clone().flags(flags).kernels(PlanOptions::default().deterministic(true));
-            // In f32: what another order of dQ's sums changes, bf16 hides.
+            // f32 shows a different order of dQ's sums, which bf16 hides.
             let wanted = (DType::F32, false);
             let mut plan = BwdPlan::new(&problem, wanted, group.clone(), &device, &options).unwrap();
             let text = plan.explain();

@@ -197,7 +197,7 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
         });
         all_say(results, 2, field, &format!("rank 2 says {field} "));
     }
-    // What a rank's own kernels are, and how fast it takes its links to be, it says for itself alone.
+    // A rank's own kernels and its own speeds of links need not be equal on all ranks.
     for other in [kernels(PlanOptions::default().allow_fallback(true)), links("latency = 1")] {
         let results = support::on_ranks(4, support::TIMEOUT, |group| {
             let options = if group.rank() == 2 { &other } else { &gather };
@@ -303,7 +303,7 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
             let start = Instant::now();
             let rank = group.rank();
             if rank == late {
-                // It comes when the others have given up.
+                // The rank comes after the others have given up.
                 std::thread::sleep(3 * SHORT);
             }
             let result = support::forward_rank(&host, &problem, group, &ring(), 1);

@@ -226,7 +226,7 @@ fn forward_over_ranks_is_that_of_one_device() {
                 let what = format!("{}, {name}, {scheme}", case.name);
                 // A row's bits may depend on how many come in one call, unless kernels promise that they do not.
                 let same = PlanOptions::default().batch_invariant(scheme.has_bits_of_one_device());
-                // So slow that heads come in groups where they can.
+                // Links so slow that heads come in groups where they can.
                 let mut links = hosts_of_two();
                 links.bytes_per_second = 1.0;
                 let options = Options::default().scheme(scheme).kernels(same).links(links);

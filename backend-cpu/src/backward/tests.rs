@@ -61,7 +61,7 @@ fn of_call<T>(
 #[test]
 fn where_there_are_as_many_kv_heads_as_threads_each_is_a_task_the_longest_first() {
     let heads = |span: usize| (0..HEADS_KV).map(move |i_head_kv| Task::KvHead { span, i_head_kv });
-    // By queries times keys: 50, 100.
+    // Costs by queries times keys: 50, 100.
     for threads in [1, 6] {
         let wanted: Vec<_> = heads(1).chain(heads(0)).collect();
         assert_eq!(tasks(&[(1, 50), (10, 10)], threads, false), wanted, "{threads} threads");

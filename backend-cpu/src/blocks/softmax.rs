@@ -70,7 +70,8 @@ impl Softmax {
             let mut base = row_max;
             for (v, base) in base.iter_mut().enumerate() {
                 let old = self.state.row_max.add(v * S::LANES);
-                // Where nothing is seen yet, exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+                // A base of 0 for a row that has seen nothing: exp(-inf - 0) is 0, and exp(-inf - -inf) is
+                // NaN.
                 *base = s.select_le(*base, nothing, s.splat(0.0), *base);
                 s.store(self.state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
                 s.store(old, row_max[v]);
@@ -185,7 +186,7 @@ impl<S: Simd> Op<S> for Gradient {
                     let from_origin = origin.map_or(score, |origin| s.sub(score, origin));
                     // 1 at most: of a large score LSE's rounding is more.
                     let p = exp(s, s.min(zero, s.sub(from_origin, lse)));
-                    // Where a row's LSE is NaN, its hidden keys still have P = 0.
+                    // Hidden keys have P = 0 even in a row whose LSE is NaN.
                     let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
                     let (kept, dp) = match self.keep {
                         None => (p, dp),

@@ -167,7 +167,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     fn compare(&mut self, s: S, rows: usize) {
         let stop = (self.compared + rows).min(self.softmax.panel.rows.1);
         for row in (self.compared..stop).step_by(2) {
-            // Where there is no other row, the same once more.
+            // Repeats a row if there is no other one.
             for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
                 for (v, largest) in self.largest[parity].iter_mut().enumerate() {
                     // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
@@ -192,9 +192,9 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 let row_max = state.row_max.add(v * S::LANES);
                 let (old, seen) =
                     (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor[v]));
-                // Where both are -inf, the difference is NaN, and the new one is as good.
+                // A difference of -inf and -inf is NaN, and the new maximum is taken.
                 let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
-                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
+                // A base of 0 for a row that has seen nothing: 2^(-inf - 0) is 0, and 2^(-inf - -inf) is NaN.
                 let finite = s.select_le(new, nothing, zero, new);
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
@@ -384,7 +384,7 @@ impl TileColumns {
         // SAFETY: `dim` rows of a panel.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
-            // So it is in most tiles: see `TileSoftmax`.
+            // Most tiles have factors of 1: see `TileSoftmax`.
             if (0..self.panel.queries).all(|lane| *alpha.add(lane) == 1.0) {
                 return;
             }

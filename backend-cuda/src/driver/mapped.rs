@@ -53,7 +53,7 @@ impl Mapped {
         let first = base + granule as u64;
         let address = if at_end { (first + mapped_bytes - bytes) / ALIGN * ALIGN } else { first };
         let device = Arc::clone(device);
-        // From here on, dropping it gives back what there is.
+        // From here on, a drop releases all that exists.
         let mut mapped = Self { device, base, granule: granule as u64, mapped_bytes, handle: None, address };
         let mut handle = 0;
         call!(cuMemCreate(&raw mut handle, mapped_bytes as usize, &raw const prop, 0))?;
@@ -70,7 +70,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // What cannot be given back went with its context.
+        // Memory that cannot be released went with its context.
         let Ok(_entered) = self.device.enter() else { return };
         if let Some(handle) = self.handle {
             let _ = call!(cuMemUnmap(self.base + self.granule, self.mapped_bytes as usize));

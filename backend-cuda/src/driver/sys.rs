@@ -155,7 +155,7 @@ pub(crate) struct MemOp {
 impl From<&Word> for MemOp {
     fn from(word: &Word) -> Self {
         let (operation, address, value, flags) = match *word {
-            // By default a write has a barrier of the whole system before it.
+            // Writes have a barrier of the whole system before them by default.
             Word::Write { at, value } => (MEM_OP_WRITE_32, at, value, 0),
             Word::Await { at, value } => (MEM_OP_WAIT_32, at, value, WAIT_VALUE_EQ),
         };

@@ -31,7 +31,7 @@ fn a_failure_has_the_call_the_code_and_the_drivers_words() {
 #[test]
 fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     let mut device = device();
-    // As the driver says of an H200.
+    // Facts of an H200, as the driver reports them.
     (device.info.num_sms, device.info.clock_khz, device.info.memory) = (132, 1_980_000, (3_201_000, 6144));
     device.info.name = "NVIDIA H200".to_owned();
     let facts = DeviceFacts::of::<Cuda>(&device.info).unwrap();

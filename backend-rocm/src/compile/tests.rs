@@ -94,7 +94,7 @@ fn a_compiler_is_told_by_its_version_and_a_clang_by_its_path_too() {
     assert_eq!(clang.own_flags(), CLANG_FLAGS);
     let Some(mut hiprtc) = hiprtc() else { return };
     let named = |hiprtc| Compiler::Hiprtc(Box::new(hiprtc)).identity();
-    // What an older library lacks is no error.
+    // A function that an older library lacks is no error.
     let version = hiprtc.hiprtcVersion.take();
     assert!(version.is_some());
     assert_eq!(named(hiprtc), "hipRTC without a version");

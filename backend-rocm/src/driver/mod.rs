@@ -177,7 +177,7 @@ unsafe impl Sync for Function {}
 impl Drop for Function {
     fn drop(&mut self) {
         if !self.module.is_null() {
-            // What cannot be unloaded is the driver's to clean up.
+            // A module that cannot be unloaded is left to the driver.
             let _selected = self.driver.select();
             // SAFETY: loaded by `load`, unloaded once.
             unsafe { (self.driver.hip.hipModuleUnload)(self.module) };

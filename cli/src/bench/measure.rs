@@ -73,7 +73,7 @@ pub(crate) fn measure(
     };
     let source = Source::made_up(Init::Normal, 0);
     let mut job = Job::new(backend, setup, options, source)?;
-    // What was launched before is forgotten.
+    // Forgets earlier launches.
     let _ = fmha::emulated_launches();
     job.run()?;
     let launches = fmha::emulated_launches();

@@ -1,4 +1,5 @@
-// What backward kernels of every vendor share: where a query row's numbers lie, and which queries see a key.
+// Code shared by the backward kernels of every vendor: the place of a query row's numbers, and the queries that see a
+// key.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/seq.h>

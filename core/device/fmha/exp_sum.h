@@ -17,7 +17,7 @@ struct ExpSum {
   float top = -infinity();
   float sum = 0.f;
 
-  // What a sum of weighted terms is multiplied by when another comes, and the other's weight.
+  // Factor of a sum of weighted terms when another term comes, and the weight of that term.
   struct Weights {
     float old, other;
   };
@@ -31,7 +31,7 @@ struct ExpSum {
   }
   FMHA_DEVICE Weights add(float x) { return merge({x, 1.f}); }
 
-  // What weighted terms are multiplied by at the end; 0 where there are none.
+  // Factor of the weighted terms at the end; 0 if there are none.
   FMHA_DEVICE float normaliser() const { return sum == 0.f ? 0.f : 1.f / sum; }
   FMHA_DEVICE float log() const { return sum == 0.f ? -infinity() : top + log2_of(sum) * kLn2; }
 };

@@ -60,7 +60,7 @@ FMHA_DEVICE Range sink_range(const MaskBand& band, Range rows, int32_t seqlen_k)
   return {0, int32_t(max<int64_t>(end, 0))};
 }
 
-// How the non-empty tile `rows` x `keys` stands to the band.
+// Relation of the non-empty tile `rows` x `keys` to the band.
 FMHA_DEVICE BlockClass block_class(const MaskBand& band, Range rows, Range keys) {
   const int32_t least = keys.begin - (rows.end - 1), most = keys.end - 1 - rows.begin;
   const bool some_below_hi = least <= band.hi;
@@ -108,7 +108,7 @@ struct KnownMask {
     if constexpr (has_lo) skipped |= keys.end <= first + band.lo && !is_sink(keys.begin);
     return skipped;
   }
-  // What query i sees of a block whose first key is `first_key`.
+  // Columns that query i sees of a block whose first key is `first_key`.
   FMHA_DEVICE Columns columns(int32_t i, int32_t first_key) const {
     return {has_lo ? i + band.lo - first_key : 0,
             (has_hi ? min(seqlen_k, i + band.hi + 1) : seqlen_k) - first_key,

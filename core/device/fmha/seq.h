@@ -46,7 +46,7 @@ FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_
   return span;
 }
 
-// Where a row of K or V lies: the batch index (a page when they are paged) and the row to address it with.
+// Place of a row of K or V: the batch index (a page if they are paged) and the row to address it with.
 struct KvRow {
   int32_t batch, row;
 };

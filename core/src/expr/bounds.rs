@@ -57,7 +57,7 @@ impl Interval {
             Value::Bool(value) => Interval::Bool { no: !value, yes: value },
             Value::Int(value) => Interval::Int { lo: value, hi: value },
             Value::Float(value) if value.is_nan() => {
-                // No number at all: an interval of nothing is never made.
+                // NaN lies in no interval, and an empty one is never made: the result is all numbers.
                 Interval::all(Type::Float)
             }
             Value::Float(value) => Interval::Float { lo: value, hi: value, nan: false },
@@ -308,7 +308,7 @@ fn int(corners: &[i128]) -> Interval {
     let hi = corners.iter().copied().max().unwrap_or(i128::MAX);
     match (i64::try_from(lo), i64::try_from(hi)) {
         (Ok(lo), Ok(hi)) => Interval::Int { lo, hi },
-        // It wraps somewhere.
+        // A corner outside i64 wraps, so any number is possible.
         _ => Interval::all(Type::Int),
     }
 }
@@ -328,7 +328,7 @@ fn outward(lo: f64, hi: f64, nan: bool) -> Interval {
     if hi.is_nan() {
         hi = f64::INFINITY;
     }
-    // What is above f32's largest is an infinity there.
+    // A bound above f32's largest number is an infinity in f32.
     if hi > LARGE {
         hi = f64::INFINITY;
         lo = lo.min(LARGE);

@@ -391,7 +391,7 @@ fn run<I: IntLane>(
                 floats.0[to as usize][..count].copy_from_slice(&scores[..count]);
             }
             Operation::Query => {
-                // No remainder of a pair's number: a division a pair took longer than all else.
+                // Avoids a remainder per pair: the division would take longer than everything else.
                 for rows in ints.0[to as usize].chunks_mut(block.width) {
                     for (lane, row) in rows.iter_mut().enumerate() {
                         *row = I::of(i64::from(block.q) + lane as i64);

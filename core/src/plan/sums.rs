@@ -26,7 +26,7 @@ impl ScoreSums {
     pub const fn bits(self) -> u32 {
         match self {
             Self::F32 => f32::MANTISSA_DIGITS,
-            // What is added up is then an f32.
+            // The sum so far is then an f32.
             Self::Cut { bits, .. } if bits as u32 > f32::MANTISSA_DIGITS => f32::MANTISSA_DIGITS,
             Self::Cut { bits, .. } => bits as u32,
         }
@@ -129,7 +129,7 @@ mod tests {
     fn a_sum_that_cancels_keeps_what_its_largest_part_lost() {
         let tiny = 2f32.powi(-14);
         assert_eq!(FP8.dot(&[1.0, tiny, -1.0, tiny], &[1.0; 4]), 0.0);
-        // In another step the sum so far is small, and nothing is lost.
+        // A second step starts from a small sum, and loses nothing.
         assert_eq!(FP8.dot(&[1.0, -1.0, tiny, tiny], &[1.0; 4]), 2.0 * tiny);
     }
 

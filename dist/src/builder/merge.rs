@@ -127,8 +127,7 @@ impl Builder<'_> {
             self.merge(sum, terms, (DType::F32, DType::F32), Merge::Sum)?;
             terms = std::iter::once(sum).chain(rest).collect();
         }
-        // All parts of a call have the same strides: terms that lie otherwise than the first are copied to
-        // where they do not.
+        // All parts of a call must have equal strides: terms with other strides than the first are copied.
         let stride = |block: Block| if target.rows == 1 { block.row_bytes } else { block.stride };
         if terms.iter().any(|term| stride(term.1) != stride(terms[0].1)) {
             for term in &mut terms {

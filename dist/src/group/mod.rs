@@ -223,7 +223,7 @@ pub trait Group: Send + Sync {
         // SAFETY: this rank's stretch lies inside `all`, as was checked. It is borrowed as long as this is,
         // and nothing writes it.
         let own = unsafe { DevSlice::from_raw(space, place(rank), bytes, all.elem()) };
-        // Those of the ranks below and of those above.
+        // Stretches of the ranks below, and of the ranks above.
         let mut sinks = Vec::new();
         let mut exchange = Exchange::default();
         for ranks in [0..rank, rank + 1..size] {

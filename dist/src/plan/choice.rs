@@ -111,7 +111,7 @@ pub(super) fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Re
     }
     let room = options.links.memory;
     let takers = || considered.iter().filter_map(|(scheme, outcome)| Some((*scheme, outcome.as_ref().ok()?)));
-    // What fits comes before what does not.
+    // Schemes that fit in memory come before schemes that do not.
     let cost = |estimate: &Estimate| (estimate.memory > room, estimate.seconds);
     let best = takers().min_by(|(_, a), (_, b)| {
         let ((a_is_over, a), (b_is_over, b)) = (cost(a), cost(b));

@@ -70,7 +70,7 @@ impl Planned {
                     if options.flags == Some(true) {
                         return Err(group.fail(Error::new(rank, "flags", reason)));
                     }
-                    // With all of the keys before the kernels, and in their memory what was for the others'.
+                    // Builds again, with all keys before the kernels, in the memory of the first program.
                     whole.flags = false;
                     drop(built);
                     built = build(&whole);
@@ -118,7 +118,7 @@ impl Planned {
         *scratch = buffers.into_scratch();
         ran.map_err(|error| self.group.fail(error))?;
         if self.group.space() == MemorySpace::Host && self.group.size() > 1 {
-            // No rank takes its output for a result while another one fails.
+            // Waits for all ranks: no rank uses its output while another one fails.
             self.group.share(&[])?;
         }
         Ok(())

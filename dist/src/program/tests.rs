@@ -62,7 +62,7 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
                 let in_groups = scheme == Scheme::Ulysses && head_groups > 1;
                 assert_eq!(forward.takes_turns, scheme == Scheme::Gather || in_groups);
                 is_ordered(&forward);
-                // What goes first are rows that the caller's stream has before the run.
+                // Rows that go first are in memory before the run, on the caller's stream.
                 assert!(begins_with_the_run(&turns(&forward), MOVING), "{scheme}");
                 forward.takes_turns = true;
                 let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
@@ -120,7 +120,8 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
             assert_eq!(kinds, ["forward", "all-gather", "combine"], "{rank}");
         }
         assert_eq!(is_one_behind_another(&program), rank != 2);
-        // Where there are streams, the exchange waits for a step of the caller's, and not for the run's beginning.
+        // The exchange waits for a step on the caller's stream, if there are streams, and not for the
+        // beginning of the run.
         assert!(!begins_with_the_run(&turns(&program), MOVING));
     }
 }
@@ -171,7 +172,7 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
                     })
                     .collect();
                 let what = format!("case {number}, {scheme}, backward: {backward}");
-                // By rank and peer, of all exchanges.
+                // Messages by rank and peer, of all exchanges.
                 let messages = |rank: u32, peer: u32, sent: bool| -> Vec<u64> {
                     let steps = programs[rank as usize].steps.iter();
                     let exchanges = steps.filter_map(|step| match step {

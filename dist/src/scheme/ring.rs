@@ -288,7 +288,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
         let sums = gathered.as_ref().map_or(shares, |gathered| gathered.of(b, &keys, step));
         let zeroed = if gathered.is_some() { vec![sums, shares] } else { vec![sums] };
         for (at, pair) in zeroed.into_iter().enumerate() {
-            // What a rank has of its own share begins at 0, and so does a host's part at every step.
+            // The sums of a rank's own share are zeroed at step 0, those of a host's part at every step.
             if step == 0 || gathered.is_some() && at == 0 {
                 for sum in pair {
                     b.sum(sum.block(), Vec::new(), DType::F32)?;

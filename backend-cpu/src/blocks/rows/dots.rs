@@ -133,7 +133,8 @@ impl Dots<'_> {
                     add_unit::<S, E, Q, MET>(s, elem, &codes, &mut sums, keys, queries);
                 }
                 for (q, [a, b, c, d]) in sums_of::<S, Q>(s, &sums).into_iter().enumerate() {
-                    // Those beyond `count` too: a block of scores has room for them, and they are hidden next.
+                    // Scores beyond `count` are written too: a block of scores has room for them, and they
+                    // are hidden next.
                     let dots = [a * factor, b * factor, c * factor, d * factor];
                     scores.add(q * BLOCK_KEYS + first).cast::<[f32; FOUR]>().write_unaligned(dots);
                 }

@@ -235,7 +235,7 @@ impl Group for Host {
         exchange.check((self.rank, self.size), sources, sinks).map_err(|error| self.fail(error))?;
         let on_a_device =
             || self.fail(Error::new(self.rank, "exchange", "a buffer is in device memory, not the host's"));
-        // What goes to this rank itself is there without a frame.
+        // Rows from this rank to itself need no frame.
         let mut own = Vec::new();
         for to in 0..self.size {
             match packed(of(&exchange.sends, to), sources).ok_or_else(on_a_device)? {

@@ -201,7 +201,7 @@ thread_local! {
 unsafe extern "C" fn group_end() -> Status {
     called("ncclGroupEnd");
     let mut all = OPEN.take();
-    // What goes is there before anybody waits.
+    // Sends come before receives, so that data is there before a rank waits.
     all.sort_by_key(|message| matches!(message, Message::Receive(..)));
     // SAFETY: the messages' own.
     let rank = (!all.is_empty()).then(|| unsafe { Rank::of(COMM.get()) });
@@ -471,7 +471,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
         while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
             std::thread::sleep(Duration::from_millis(5));
         }
-        // No later call succeeds.
+        // Later calls fail too.
         let stream = Device::open(Backend::Cpu).unwrap().default_stream();
         group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
     });

@@ -260,7 +260,7 @@ impl<'a> Meeting<'a> {
         }
         *seat = match talk.send(key, &Letter::Welcome, Instant::now() + LAST_WORD) {
             Ok(()) => Some(Seat { talk, listens }),
-            // It may come again.
+            // The rank may connect again.
             Err(_) => None,
         };
         Ok(())

@@ -265,7 +265,7 @@ fn recorded(to: SocketAddr) -> (SocketAddr, JoinHandle<Vec<u8>>) {
             let _ = server.write_all(&bytes[..count]);
         }
         let _ = server.shutdown(std::net::Shutdown::Both);
-        // How the connection ended plays no part.
+        // The end of the connection plays no part.
         let _ = answers.join();
         said
     });
@@ -331,7 +331,7 @@ fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
         let answer = Talk::connect(dial(there), &to_first, &wrong, after(LONG)).unwrap();
         assert!(matches!(answer, Answer::OtherSecret));
     }
-    // What was proved to rank 0 is none to rank 1.
+    // A proof for rank 0 is none for rank 1.
     let to_another = Hello { wants: 2, ..hello };
     let answer = Talk::connect(dial(there), &to_another, &key, after(LONG)).unwrap();
     assert!(matches!(answer, Answer::Refused(error) if (error.rank, &*error.field) == (2, "rank")));

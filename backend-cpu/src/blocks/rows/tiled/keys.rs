@@ -126,7 +126,7 @@ impl TileDots<'_, '_> {
         head: usize,
         sums: &mut Lines<{ TILES * TILE_LEN }>,
     ) {
-        // By halves, so that scores of the first one are written while the second one is staged.
+        // Works in halves, so that scores of the first half are written while the second half is staged.
         // SAFETY: the caller's promise; half of the accumulators.
         unsafe {
             s.tile_zero();
@@ -191,7 +191,7 @@ impl TileDots<'_, '_> {
         let pieces_kept = if queries > ROWS { usize::MAX } else { TILES };
         let mut staged = 0;
         let tiles = keys.len().div_ceil(ROWS);
-        // By halves, so that scores of the first one are written while the second one is staged.
+        // Works in halves, so that scores of the first half are written while the second half is staged.
         for half in [0..tiles.min(2), 2..tiles] {
             if half.is_empty() {
                 continue;

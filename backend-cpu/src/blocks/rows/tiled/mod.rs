@@ -83,7 +83,7 @@ fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
     for (step, rows) in steps.iter_mut().zip(rows.chunks_exact(ROWS)) {
         let from_to = |two: &[*const u8]| (two[1] as isize).wrapping_sub(two[0] as isize);
         let first = from_to(rows);
-        // All of them, without a branch: in vectors.
+        // Compares all rows without a branch, in vectors.
         let differs = rows.windows(2).fold(0, |differs, two| differs | (from_to(two) ^ first));
         *step = (differs == 0).then_some(first);
     }
