@@ -236,7 +236,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
         }
-        // Over and over: to make up so many numbers takes longer than the measurement.
+        // Copies of the first part: random numbers for all of it would take longer than the measurement.
         for part in rest.chunks_mut(first.len()) {
             part.copy_from_slice(&first[..part.len()]);
         }

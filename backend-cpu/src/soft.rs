@@ -62,7 +62,7 @@ unsafe impl<S: Simd + 'static> FmhaBackend for Soft<S> {
     }
 }
 
-/// Cases of bf16 of some families, by their seeds one in so many from one of them on.
+/// Cases of bf16 of some families: one in `count` by their seeds, from number `index` on.
 fn part(families: &str, index: u64, count: u64) -> impl Iterator<Item = Case> {
     let filter = Regex::new(&format!("^({families})/.*bf16")).unwrap();
     let mut cases = matching(Some(&filter));

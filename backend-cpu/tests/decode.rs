@@ -154,7 +154,7 @@ fn narrow_and_wide(
     let dims = narrow.problem.dims;
     narrow.problem.cache.dtype = Some(dtype_cache);
     (narrow.problem.scales.descale_k, narrow.problem.scales.descale_v) = (kind, kind);
-    // Alike and unlike ones.
+    // Equal and different descales.
     let descales = descales.map(|descale| {
         let count = kind.num_elems(dims.batch, dims.num_heads_kv) as usize;
         [1.0, 0.5, 1.0, -1.5].into_iter().cycle().take(count).map(|x| x * descale).collect::<Vec<f32>>()

@@ -98,7 +98,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Times of a call, over all calls.
 struct Issued {
-    /// Least, middle, and that of 9 in 10 calls, in us, with up to so many calls queued before the host waits.
+    /// Least, median and 90th percentile of the calls in us, each with the number of calls queued before the
+    /// host waits.
     by_burst: [(usize, [f64; 3]); 2],
     on_device: f64,
 }

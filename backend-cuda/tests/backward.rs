@@ -323,7 +323,7 @@ fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
         let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
         let host =
             Host::new(BwdProblem::new(fwd).dtype_grad(DType::F32), Packed { lengths }, |[q, k, _, _]| {
-                // Sums of unlike numbers, whose order shows.
+                // Larger numbers make sums that show their order.
                 q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
             });
         let options = PlanOptions::default().kernel("sm90").deterministic(true);

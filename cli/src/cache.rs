@@ -10,11 +10,11 @@ use crate::options::{at_least_0, at_least_1, dtype};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "KV cache (made-up data, --mode 0)")]
 pub(super) struct CacheOptions {
-    /// K and V lie in pages of so many rows, scattered; 0 = they do not
+    /// Rows of a page: K and V lie in scattered pages; 0 = they do not
     #[arg(long, visible_alias = "page_block_size", value_name = "N", default_value = "0", value_parser = at_least_0("page_size"), allow_negative_numbers = true)]
     page_size: u32,
 
-    /// New rows of each sequence, written to the cache first; it has seqlen_k minus so many before,
+    /// New rows of each sequence, written to the cache first; the cache has seqlen_k minus this many before,
     /// or --seqused-k; 0 = none
     #[arg(long, visible_alias = "s_knew", value_name = "N", default_value = "0", value_parser = at_least_0("append"), allow_negative_numbers = true)]
     append: u32,

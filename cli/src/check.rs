@@ -1,4 +1,4 @@
-//! A result against f64, or against what the user says it is to be.
+//! Comparison of a result with f64, or with values from the user.
 
 use std::fmt;
 

@@ -21,11 +21,11 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE|NAME")]
     q: Option<String>,
 
-    /// K: likewise
+    /// K: as Q
     #[arg(long, value_name = "FILE|NAME")]
     k: Option<String>,
 
-    /// V: likewise; with --vlayout c, [batch, dim, heads, seq] or (--iperm) [batch, heads, dim, seq]
+    /// V: as Q; with --vlayout c, [batch, dim, heads, seq] or (--iperm) [batch, heads, dim, seq]
     #[arg(long, value_name = "FILE|NAME")]
     v: Option<String>,
 

@@ -59,7 +59,7 @@ const FORWARD: &[Operand] = &[Operand::O, Operand::Lse];
 const GRADIENTS: &[Operand] = &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink];
 
 impl RankArgs {
-    /// The rank that this process is to be, and the folder of its group.
+    /// Rank of this process, and the folder of its group.
     pub(super) fn rank(&self) -> Result<Option<(u32, PathBuf)>, Failure> {
         let Some(text) = &self.rank_of else { return Ok(None) };
         let wrong = || Failure::wrong(format!("rank-of `{text}` is no RANK,FOLDER"));
@@ -67,7 +67,7 @@ impl RankArgs {
         Ok(Some((rank.parse().map_err(|_| wrong())?, folder.into())))
     }
 
-    /// The words of a command that goes over so many ranks in the same way.
+    /// Words of a command that goes over `ranks` ranks in the same way.
     pub(super) fn words(&self, ranks: u32) -> Vec<String> {
         let mut words = vec![format!("--ranks={ranks}"), format!("--partition={}", self.partition)];
         words.extend(self.scheme.map(|scheme| format!("--scheme={scheme}")));

@@ -61,7 +61,7 @@ pub(super) struct TuneArgs {
     #[arg(long, value_name = "N", default_value = "7", value_parser = within("rounds", 3..=1000), allow_negative_numbers = true)]
     rounds: u32,
 
-    /// Begin no tile after so many seconds; 0: try them all
+    /// Begin no tile after this many seconds; 0: try them all
     #[arg(long, value_name = "N", default_value = "20", value_parser = within("seconds", 0..=86400), allow_negative_numbers = true)]
     seconds: u32,
 
@@ -341,7 +341,8 @@ impl<'a> Tiles<'a> {
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
         let Self { backend, stream, options, ref mut call, .. } = *self;
         call.replan(backend, &with_tile(options, tile))?;
-        // The tile before this one has written the same: what this one leaves out is to be seen.
+        // The tile before this one has written equal results, so they are cleared to show what this one
+        // leaves out.
         call.forget_results();
         let mut resident = Resident::place(backend, call.operands(), call.workspace())?;
         let burst = Burst::record(stream, &mut || call.queue(&mut resident, stream))?;

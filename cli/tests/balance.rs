@@ -31,7 +31,7 @@ impl Batch {
         self.keys() * self.heads.1 * HEAD_DIM * 2 * 2
     }
 
-    /// Bytes that so many items read in addition: Q for each of their parts, and lengths, a KiB.
+    /// Bytes that `items` items read in addition: Q for each of their parts, and lengths, a KiB.
     fn bytes_beside(&self, items: u64) -> u64 {
         let rows = u64::from(self.heads.0 * self.tokens) / self.heads.1;
         (items + self.lengths.len() as u64 * self.heads.1) * (rows * HEAD_DIM * 2 + 1024)

@@ -69,7 +69,7 @@ impl Work {
 #[must_use]
 pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
     let MaskBand { lo, hi, sink_columns } = mask.band(seqlen_q, seqlen_k);
-    // Pairs with j < i + diagonal, of the first so many keys.
+    // Pairs with j < i + diagonal, among the first `keys` keys.
     let below = |diagonal: i64, keys: i64| {
         let (all, end) = (i128::from(keys), i128::from(diagonal) + i128::from(seqlen_q));
         let begin = i128::from(diagonal);

@@ -180,8 +180,8 @@ fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others
     assert!(check(&between(0x20000 + 28)).unwrap_err().text.contains("overlaps"));
 }
 
-/// dQ, dK and dV in one buffer, dK and dV so many elements behind dQ; rows of dQ `q_row` elements apart, of the others
-/// `kv_row`.
+/// dQ, dK and dV in one buffer, with dK and dV at these element offsets from dQ. Rows of dQ lie `q_row`
+/// elements apart, rows of dK and dV `kv_row`.
 fn gradients(dims: Dims, [dk, dv]: [usize; 2], [q_row, kv_row]: [i64; 2]) -> Option<String> {
     let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, dims));
     let strides = |row| Strides { batch: 3 * row, seq: row, head: i64::from(dims.head_dim_qk), dim: 1 };

@@ -74,7 +74,7 @@ impl Default for Links {
 }
 
 impl Links {
-    /// Work of a device that has rested in so many seconds, in seconds of one that has not.
+    /// Work that a device that has rested does in `seconds`, in seconds of a device that has not.
     #[must_use]
     pub fn kept_up(&self, seconds: f64) -> f64 {
         seconds + (self.burst - 1.0) * seconds.min(self.burst_seconds)

@@ -246,7 +246,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         while self.row < stop {
             for v in 0..VECTORS {
                 let (low, high) = (self.exp(s, self.row, v), self.exp(s, self.row + 1, v));
-                // SAFETY: half as many rows as there are scores.
+                // SAFETY: there are half as many rows as scores.
                 unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, high)) };
             }
             self.row += 2;

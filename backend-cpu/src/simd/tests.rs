@@ -272,7 +272,7 @@ impl<S: Simd> Op<S> for Widened<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         assert!(self.count <= self.from.len().min(self.to.len()));
-        // SAFETY: as many are there.
+        // SAFETY: `count` elements exist at both ends.
         unsafe { s.widen_bytes(self.to_wide, self.from.as_ptr(), self.to.as_mut_ptr(), self.count) };
     }
 }

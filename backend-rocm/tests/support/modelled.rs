@@ -198,7 +198,7 @@ pub(crate) fn decode_table() -> String {
     text
 }
 
-/// Paged rows of so many elements, as `compiles.rs` has them; 576/512 has V in K.
+/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K.
 fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
@@ -247,7 +247,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     )
 }
 
-/// A line of a table: of a kernel whose workgroups have so many waves.
+/// Line of a table for a kernel whose workgroups have `waves` waves.
 fn figures(arch: Arch, call: &str, code: &[u8], waves: u64) -> String {
     let found = Resources::of(code).unwrap();
     let file = scratch(arch, "co");

@@ -1,5 +1,5 @@
-// Number types by their bits, for code that is to be right everywhere before it is fast. Kernels
-// with conversion instructions use those.
+// Number types by their bits, for code that must be correct everywhere before it is fast. Kernels with conversion
+// instructions use those instead.
 #pragma once
 #include <fmha/spec.h>
 

@@ -13,7 +13,7 @@
 
 namespace fmha::cache {
 
-// An unsigned integer of so many bytes.
+// An unsigned integer of `bytes` bytes.
 template <int32_t bytes>
 struct Unsigned;
 template <>

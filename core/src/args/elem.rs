@@ -126,8 +126,7 @@ impl Told {
     }
 }
 
-/// A Rust type that a slice's elements can have. `u8`, and `u64` where bytes are to be aligned, are
-/// [`ElemType::Bytes`].
+/// A Rust type that a slice's elements can have. `u8`, and `u64` for aligned bytes, are [`ElemType::Bytes`].
 pub trait Elem: NoUninit + sealed::Sealed {
     /// Type of the element at run time.
     const TYPE: ElemType;

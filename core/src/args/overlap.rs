@@ -31,7 +31,7 @@ pub(super) struct Lattice {
     axes: [Axis; 5],
 }
 
-/// Multiples `0 ..= last` of a step of so many bytes.
+/// Multiples `0 ..= last` of a step in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Axis {
     step: u64,

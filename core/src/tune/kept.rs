@@ -157,7 +157,7 @@ mod tests {
     }
     use crate::{DType, Dims, FwdProblem};
 
-    /// The class of calls of so many sequences.
+    /// Class of calls with `batch` sequences.
     fn class(batch: u32) -> TileClass {
         let dims = Dims {
             batch,

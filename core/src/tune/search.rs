@@ -70,7 +70,7 @@ pub fn by_model(
 /// clock that drifts favours neither.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InTurns {
-    /// Seconds of a call with the tile that is to be beaten.
+    /// Seconds of a call with the tile to beat.
     pub incumbent: Vec<f64>,
     /// Seconds of a call with the one that challenges it.
     pub challenger: Vec<f64>,
@@ -399,7 +399,7 @@ mod tests {
         assert_eq!(by_model(&knobs, |_| None).0.len(), 6, "without a model all, in the order of the fields");
     }
 
-    /// A device whose time is up after so many tiles.
+    /// A device whose time is up after a number of tiles.
     struct Limited(Made, std::cell::Cell<u32>);
 
     impl Timer for Limited {

@@ -88,7 +88,7 @@ impl Bench {
         Ok(fastest)
     }
 
-    /// An exchange of so many bytes that all ranks have with their neighbours, behind which none begins before another.
+    /// Exchanges `bytes` bytes between all neighbouring ranks, after which no rank begins before another.
     pub(crate) fn meet(&self, bytes: u64) -> Result<(), AnyError> {
         let (rank, size) = (self.group.rank(), self.group.size());
         if size == 1 {
@@ -191,7 +191,7 @@ impl Bench {
             .fold(0.0, f64::max))
     }
 
-    /// The slowest rank's seconds, and the share of so many times one device's speed.
+    /// Prints the slowest rank's seconds, and its share of N times the speed of one device.
     pub(crate) fn report(
         &self,
         (name, scheme): (&str, Scheme),

@@ -18,7 +18,7 @@ impl Marked {
         Self { group, marks: Mutex::default() }
     }
 
-    /// The marks of gathers since the last time; from here on so many more are marked.
+    /// Takes the marks of gathers since the last call, and sets the number of gathers to mark from now on.
     pub(crate) fn marks(&self, device: &Device, count: usize) -> Result<Vec<[Event; 2]>, fmha::Error> {
         let new = (0..count).map(|_| Ok([device.event()?, device.event()?]));
         let new = [Vec::new(), new.collect::<Result<_, fmha::Error>>()?];

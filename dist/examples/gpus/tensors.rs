@@ -31,7 +31,7 @@ pub(crate) fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::E
     Ok(buffer)
 }
 
-/// The first row of documents of unlike lengths, and the end.
+/// First rows of documents of different lengths, and the end.
 pub(crate) fn documents(tokens: u32) -> Vec<u32> {
     let mut ends = vec![0];
     let mut state = 12345u32;

@@ -54,7 +54,7 @@ impl HeldLse {
         self.rows.blocks_of_heads(row, count, heads).into_iter().map(|block| (self.buf, block)).collect()
     }
 
-    /// A piece's rows, of which the first is `row`, of the first so many heads.
+    /// Parts with a piece's rows, the first of which is `row`, for each of `heads` heads.
     pub(super) fn parts(&self, q: &Piece, row: u32, heads: u32) -> Vec<Part> {
         self.rows.blocks(row, q.rows(), &(0..heads)).into_iter().map(|block| (self.buf, block)).collect()
     }

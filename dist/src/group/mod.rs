@@ -106,7 +106,7 @@ impl Exchange {
         self.sends.iter().filter(|parcel| parcel.peer != rank).map(|parcel| parcel.block.bytes()).sum()
     }
 
-    /// Whether every parcel's rank is one of so many, and its block lies in its buffer.
+    /// Checks that every parcel's rank is below the number of ranks, and that its block lies in its buffer.
     ///
     /// # Errors
     /// The first of which that is not so, as a fault of `rank`.
@@ -138,7 +138,7 @@ impl Exchange {
     }
 }
 
-/// Whether so many stretches lie in a buffer.
+/// Checks that a stretch for each rank lies in a buffer.
 ///
 /// # Errors
 /// Both sizes, as a fault of `rank`.

@@ -161,7 +161,7 @@ impl Whole {
         LseRows { batch, heads: self.fwd.dims.num_heads_q, rows }
     }
 
-    /// The LSE that one device would have, with so many heads.
+    /// LSE of one device with all rows, with `heads` heads.
     pub(crate) fn lse_of_all(&self, heads: u32) -> LseRows {
         LseRows { batch: self.q.tensor_batch(), heads, rows: self.q.partition.rows() }
     }

@@ -86,14 +86,15 @@ pub(crate) enum Step {
     Fill { sinks: [Buf; 2] },
     /// Allows the next run to send again, because the arrived keys have been read.
     Release { sinks: Vec<Buf> },
-    /// dK and dV that no later kernel changes go to where their owners add them, behind so many kernels.
+    /// Sends dK and dV that no later kernel changes to their owners, which add them. `step` is the number of
+    /// kernels before.
     SendHome { step: usize, sources: [Buf; 2] },
     /// Waits until the gradients of this rank's keys have arrived.
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
-    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in
-    /// those of the others.
+    /// Gathers each rank's stretch of a buffer on all ranks. `own` lie in this rank's stretch of `bytes`
+    /// bytes, `others` in the others'.
     AllGather { all: Buf, bytes: u64, own: Vec<Buf>, others: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },

@@ -210,7 +210,7 @@ impl Keys {
     }
 }
 
-/// Whether hosts of so many ranks make a ring.
+/// Whether hosts of this many ranks make a ring.
 pub(super) fn takes_hosts(whole: &Whole) -> Result<()> {
     let (size, ranks) = (whole.ranks_per_host, whole.ranks);
     if size > 1 && size < ranks && ranks.is_multiple_of(size) {

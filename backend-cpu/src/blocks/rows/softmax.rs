@@ -22,8 +22,8 @@ impl RowSums {
         if self.row_max == f32::NEG_INFINITY { 0.0 } else { self.row_max }
     }
 
-    /// Raises the maximum to a block's. What was summed before is to be multiplied by `e` to the power of
-    /// what this gives, 0 where the maximum was as large already.
+    /// Raises the maximum to a block's. Returns the exponent: earlier sums must be multiplied by `e` to that
+    /// power. It is 0 if the maximum was as large already.
     #[inline(always)]
     fn raise_to(&mut self, most: f32) -> f32 {
         let old = self.row_max;
@@ -76,7 +76,7 @@ pub(crate) struct SoftmaxRows<'a> {
     /// One for each row, of which there is room for a multiple of sixteen.
     pub(crate) alpha: *mut f32,
     pub(crate) round: DType,
-    /// Steps in which they are to be done, what of a row is due, and how many are done.
+    /// Number of steps, the work due for each row, and the number of steps done.
     steps: usize,
     due: usize,
     done: usize,
@@ -87,7 +87,7 @@ impl<'a> SoftmaxRows<'a> {
         Self { scores, sums, alpha, round, steps: 1, due: 0, done: 0 }
     }
 
-    /// Maxima, and what was summed before is to be multiplied by.
+    /// Updates the maxima and the factors of the earlier sums.
     #[inline(always)]
     pub(super) fn begin<S: Simd>(&mut self, s: S, steps: usize) {
         self.steps = steps.max(1);

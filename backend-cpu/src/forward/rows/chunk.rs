@@ -261,7 +261,7 @@ impl<'a> Shared<'a> {
         if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtypes.v }
     }
 
-    /// P of a block in the place of S, and what of it is to be dropped.
+    /// Computes P of a block in the place of S, and applies dropout.
     fn weigh<S: Simd>(
         &self,
         s: S,

@@ -39,7 +39,7 @@ impl Seen {
         &self.partial[..self.num_partial]
     }
 
-    /// Every key, by so many rows.
+    /// Block of which `rows` rows see every key.
     pub(super) fn by_all(rows: usize) -> Self {
         let mut all = Self { num_live: rows, num_whole: rows, ..Self::NOTHING };
         for (row, (live, whole)) in all.live.iter_mut().zip(&mut all.whole).enumerate().take(rows) {

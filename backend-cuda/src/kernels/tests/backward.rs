@@ -128,8 +128,8 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
 #[test]
 fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // 8 blocks of keys: as many parts as there are heads, and two of each head's query blocks are still less
-    // than a round.
+    // 8 blocks of keys: one part per head, and two parts of each head's query blocks, still give less than a
+    // round.
     let choice = backward(&few, &tile("")).unwrap();
     let shared = detail(&choice, "query heads").unwrap();
     assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");

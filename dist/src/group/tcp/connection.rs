@@ -16,7 +16,7 @@ use crate::group::host::{Frame, Link, Mailbox};
 /// Time after which a rank may leave although another rank takes nothing of what is sent to it.
 const STANDSTILL: Duration = Duration::from_secs(5);
 
-/// Bytes that are written at once: a rank that has taken so many more stands not still.
+/// Bytes of one write: a rank that has taken that many more makes progress.
 const CHUNK: usize = 1 << 16;
 
 /// Connections to all other ranks, by rank; none to this one.

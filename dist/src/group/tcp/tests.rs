@@ -171,7 +171,7 @@ fn a_root_that_sends_a_byte_now_and_then_holds_no_rank_beyond_its_timeout() {
     drips.join().unwrap();
 }
 
-/// A root of the protocol that announces so many bytes of a list is not read to their end.
+/// A root that announces a list longer than the ranks need is not read to the end.
 #[test]
 fn a_list_is_as_long_as_the_ranks_need() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

@@ -17,7 +17,7 @@ fn left(end: Instant) -> io::Result<Duration> {
     Ok(left.max(Duration::from_micros(10)))
 }
 
-/// Whether a call is to be made again: it was interrupted, or its timeout is over and the instant may not be.
+/// Whether a call must be made again: it was interrupted, or its timeout is over and the instant may not be.
 fn is_again(error: &io::Error) -> bool {
     use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
     matches!(error.kind(), Interrupted | TimedOut | WouldBlock)

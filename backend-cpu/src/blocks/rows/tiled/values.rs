@@ -27,7 +27,7 @@ const WEIGHTS_LEN: usize = ROWS * BLOCK_KEYS;
 /// Columns that are taken together where V lies: four tiles across.
 const SPAN: usize = 4 * DEPTH;
 
-/// f32 of the packed weights of so many rows of a head.
+/// f32 of the packed weights of `rows` rows of a head.
 pub(crate) const fn packed_len(rows: usize) -> usize {
     rows.div_ceil(GROUP) * WEIGHTS_LEN
 }
