@@ -1,4 +1,4 @@
-//! From nothing to a checked output: `cargo run --release --example attend`.
+//! A first call with a checked output: `cargo run --release --example attend`.
 
 use fmha::{Attention, Dims, MaskSpec, bf16};
 

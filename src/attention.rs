@@ -9,16 +9,16 @@ use crate::memory::{Input, Output, zeros};
 use crate::registry::{Backend, Device};
 use crate::view::{Element, TensorView, TensorViewMut};
 
-/// What to compute. [`Attention::new`] has every option off; the setters turn them on.
+/// Problem of [`attention`]. [`Attention::new`] has every option off; the setters turn them on.
 ///
-/// This is the common part of what there is: for packed sequences, bias, sinks, strides, FP8 and
-/// gradients build an [`FwdProblem`] and plan it on a backend.
+/// [`Attention`] covers common calls. For packed sequences, bias, sinks, strides, FP8 and gradients build an
+/// [`FwdProblem`] and plan it on a backend.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Attention {
     /// The sizes.
     pub dims: Dims,
-    /// Which keys a query sees: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
+    /// Mask: the keys that a query sees. [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
     pub mask: MaskSpec,
     /// Multiplies `Q K^T`; `None` = `1 / sqrt(head_dim_qk)`.
     pub softmax_scale: Option<f32>,
@@ -26,13 +26,13 @@ pub struct Attention {
     pub softcap: Option<f32>,
     /// Probability that a `P` is dropped.
     pub p_drop: f32,
-    /// Where the dropout generator stands; a call with `p_drop` above 0 names it.
+    /// Position of the dropout generator; a call with `p_drop` above 0 names it.
     pub dropout: Option<DropoutSeed>,
     /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
     /// none takes f32 on a GPU. On: a first call is to give numbers on every machine. Off: such a problem is refused
     /// with every kernel's reason, as a plan refuses it by default.
     pub allow_fallback: bool,
-    /// Which backend [`attention`] runs on: its device is opened once and kept.
+    /// Backend of [`attention`]: its device is opened once and kept.
     pub backend: Backend,
 }
 
@@ -66,7 +66,7 @@ impl Attention {
         })
     }
 
-    /// Which keys a query sees: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
+    /// Sets the mask: [`MaskSpec::CAUSAL`], or parsed from text such as `b:128,0`.
     #[must_use]
     pub fn mask(mut self, mask: MaskSpec) -> Self {
         self.mask = mask;
@@ -101,7 +101,7 @@ impl Attention {
         self
     }
 
-    /// Which backend [`attention`] runs on.
+    /// Sets the backend of [`attention`].
     #[must_use]
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -120,7 +120,7 @@ impl Attention {
     }
 }
 
-/// What [`attention`] computes.
+/// Result of [`attention`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionOutput<T> {
     /// O `[batch, seqlen_q, num_heads_q, head_dim_v]`, contiguous.
@@ -146,7 +146,7 @@ pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> 
     attention_on(&device, q, k, v, options)
 }
 
-/// As [`attention`], on a device that is already open; `options.backend` plays no part.
+/// Computes [`attention`] on a device that is already open; `options.backend` plays no part.
 ///
 /// # Errors
 /// As [`attention`].
@@ -183,8 +183,8 @@ pub fn attention_on<T: Element>(
     Ok(AttentionOutput { o: elems, lse })
 }
 
-/// As [`attention`], on tensors with strides of their own, in host memory or in that of the device that runs the call, and
-/// into the caller's O. Gives LSE `[batch, num_heads_q, seqlen_q]`.
+/// Computes [`attention`] on tensors with strides of their own, in host memory or in that of the device that
+/// runs the call, into the caller's O. Returns LSE `[batch, num_heads_q, seqlen_q]`.
 ///
 /// Tensors in the memory of the backend are worked on where they lie; those in host memory are copied to a device and
 /// back. A V whose sequence stride is 1 and whose dim stride is not is column-major. K has the type of Q; V and O may have
@@ -204,7 +204,7 @@ pub fn attention_into(
     attention_into_on(&device, q, k, v, o, options)
 }
 
-/// As [`attention_into`], on a device that is already open; `options.backend` plays no part.
+/// Computes [`attention_into`] on a device that is already open; `options.backend` plays no part.
 ///
 /// # Errors
 /// As [`attention_into`].

@@ -2,7 +2,7 @@
 
 use fmha_core::{DevBuffer, DevSlice, DevSliceMut, DeviceMemory, ElemType, Error, MemorySpace, Result};
 
-/// What a call reads.
+/// Input of a call.
 pub(crate) enum Input<'a> {
     Given(DevSlice<'a>),
     Copied(DevBuffer, ElemType),
@@ -29,7 +29,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// What a call writes.
+/// Output of a call.
 pub(crate) struct Output<'a> {
     given: DevSliceMut<'a>,
     copied: Option<DevBuffer>,

@@ -1,4 +1,4 @@
-//! Where backends plug in: one arm each, or a name that a third party registers.
+//! Registry of backends: one arm each, or a name that a third party registers.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,8 +10,8 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use fmha_core::fork::PerProcess;
 use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
 
-/// Which backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names that were given
-/// to [`register`].
+/// Backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names given to
+/// [`register`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// The best device that is present; the CPU if there is no other.
@@ -21,23 +21,23 @@ pub enum Backend {
     Cpu,
     /// An NVIDIA device.
     Cuda {
-        /// Which of them, from 0.
+        /// Index of the device, from 0.
         ordinal: u32,
         /// Interpret kernels for this architecture (`sm_90a`) instead of running them on a device.
         emulate: Option<String>,
     },
     /// An AMD device.
     Rocm {
-        /// Which of them, from 0.
+        /// Index of the device, from 0.
         ordinal: u32,
         /// Interpret kernels for this architecture (`gfx942`) instead of running them on a device.
         emulate: Option<String>,
     },
     /// A device of a backend that was [registered](register).
     Registered {
-        /// Its name.
+        /// Name of the registered backend.
         name: String,
-        /// Which of its devices, from 0.
+        /// Index of the device among those of the backend, from 0.
         ordinal: u32,
     },
 }
@@ -48,8 +48,8 @@ impl Backend {
     /// The first AMD device.
     pub const ROCM: Self = Self::Rocm { ordinal: 0, emulate: None };
 
-    /// The same backend, but its kernels for `arch` interpreted on this machine's processor: correct,
-    /// slow, and called emulated wherever it is reported.
+    /// Backend whose kernels for `arch` are interpreted on this machine's processor: correct and slow. Every
+    /// report says that it is emulated.
     ///
     /// # Errors
     /// [`Error::NoDevice`] for an architecture of another vendor's, and for a choice that names no vendor's backend.
@@ -122,9 +122,9 @@ impl FromStr for Backend {
 /// A backend that `auto` would have preferred, and why it is not there.
 #[derive(Clone, Debug)]
 pub struct PassedOver {
-    /// What was tried.
+    /// Backend that was tried.
     pub backend: Backend,
-    /// Why it did not open.
+    /// Reason why it did not open.
     pub reason: Error,
 }
 
@@ -216,7 +216,7 @@ impl Device {
         }
     }
 
-    /// What `auto` tried before it; empty for an explicit choice.
+    /// Backends that `auto` tried before; empty for an explicit choice.
     #[must_use]
     pub fn passed_over(&self) -> &[PassedOver] {
         &self.passed_over
@@ -244,13 +244,14 @@ fn kept() -> MutexGuard<'static, Vec<(Backend, Device)>> {
     KEPT.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What third parties have registered, by name.
+/// Backends that third parties have registered, by name.
 fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
     static REGISTERED: LazyLock<Mutex<HashMap<String, Open>>> = LazyLock::new(Mutex::default);
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls a third party's opener. A panic in it is its device's absence, and nobody else's.
+/// Calls the opener of a third-party backend. A panic in it means that this device is absent, and has no
+/// other effect.
 fn opened(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
     panic::catch_unwind(AssertUnwindSafe(|| open(ordinal))).unwrap_or_else(|payload| {
         let said = payload.downcast_ref::<&str>().copied();
@@ -296,7 +297,7 @@ pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync +
 
 /// A device that there is, or that there could be.
 pub struct Found {
-    /// What opens it.
+    /// Backend that opens the device.
     pub backend: Backend,
     /// The device, or why it is absent.
     pub device: Result<Device>,
@@ -381,9 +382,9 @@ fn rocm(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 
-/// What the last launches (at most 64) on this process's emulated GPU did: a JSON array, oldest first, of `kernel`, `grid`,
-/// `block`, `counters` and `instructions`. Asking forgets them; an AMD device's are counted from the first asking on. `None`
-/// where no device is emulated.
+/// Launches of this process's emulated GPU since the last call (at most 64): a JSON array, oldest first, of
+/// `kernel`, `grid`, `block`, `counters` and `instructions`. The call clears them; an AMD device counts from
+/// the first call on. `None` if no device is emulated.
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     #[cfg(feature = "cuda")]

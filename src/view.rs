@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 /// A Rust type that a tensor's elements can have: `f32`, `f16`, `bf16`.
 pub trait Element: Elem + AnyBitPattern + Default + sealed::Sealed {
-    /// Its [`DType`].
+    /// [`DType`] of the element.
     const DTYPE: DType;
 }
 
@@ -28,9 +28,9 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 
 /// A borrowed tensor `[batch, seq, head, dim]` that a call reads, in host or device memory.
 ///
-/// Its fields are what ndarray, candle, DLPack and torch give of a tensor: a pointer, a type, a shape, and strides in
-/// elements. The axes are logical, in this order whatever the order in memory, so a tensor stored b·h·s·d has
-/// [`Strides::bhsd`]. From host slices it is made by safe functions:
+/// The fields are what ndarray, candle, DLPack and torch give of a tensor: a pointer, a type, a shape, and
+/// strides in elements. The axes are logical and keep this order, whatever the order in memory: a tensor
+/// stored b·h·s·d has [`Strides::bhsd`]. Safe functions make the view from host slices:
 ///
 /// ```
 /// use fmha::{Attention, MaskSpec, Shape, Strides, TensorView, TensorViewMut};
@@ -52,26 +52,26 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 /// From a pointer of another library ([`from_raw`](Self::from_raw)) it takes that library's word for the memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
-    /// From the first element to the last, at least; it may be longer.
+    /// Memory from the first element to the last, at least; it may be longer.
     pub data: DevSlice<'a>,
-    /// The type of its elements.
+    /// Type of the elements.
     pub dtype: DType,
-    /// Its extents.
+    /// Extents of the axes.
     pub shape: Shape,
-    /// From element to element along each axis, in elements; 0 repeats an element along an axis.
+    /// Strides between elements along each axis, in elements; 0 repeats an element along an axis.
     pub strides: Strides,
 }
 
 /// A borrowed tensor that a call writes, as [`TensorView`] is one that it reads. No two of its elements share an address.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
-    /// From the first element to the last, at least. What lies between its elements stays as it is.
+    /// Memory from the first element to the last, at least. Bytes between its elements stay as they are.
     pub data: DevSliceMut<'a>,
-    /// The type of its elements.
+    /// Type of the elements.
     pub dtype: DType,
-    /// Its extents.
+    /// Extents of the axes.
     pub shape: Shape,
-    /// From element to element along each axis, in elements.
+    /// Strides between elements along each axis, in elements.
     pub strides: Strides,
 }
 
@@ -150,13 +150,13 @@ impl<'a> TensorViewMut<'a> {
         Self { data, dtype, shape, strides }
     }
 
-    /// The same tensor as an input of a later call.
+    /// Input of a later call with the same tensor.
     #[must_use]
     pub fn as_view(&self) -> TensorView<'_> {
         TensorView { data: self.data.as_input(), dtype: self.dtype, shape: self.shape, strides: self.strides }
     }
 
-    /// As [`TensorView::check`], and that no two elements share an address.
+    /// Checks as [`TensorView::check`] does, and that no two elements share an address.
     ///
     /// # Errors
     /// As there, or the strides.

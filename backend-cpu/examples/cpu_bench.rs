@@ -2,9 +2,9 @@
 //! clock and the processor seconds of the calling thread (all of them where there is one thread).
 //!
 //! `cpu_bench fwd|bwd SEQLEN f32|f16|bf16 causal|full REPEAT [HEADS] [HEAD_DIM] [BLOCK_M] [BLOCK_N]`,
-//! at batch 1, b·h·s·d in memory; `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply. Reads a line from
-//! standard input before each repetition, so that a script can take turns with a peer. Ends with the
-//! bytes of the tensors and the process' peak of resident memory (Linux only).
+//! at batch 1, b·h·s·d in memory; `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply. Reads a line from standard
+//! input before each repetition, so that a script can alternate it with a peer. Ends with the bytes of the
+//! tensors and the process' peak of resident memory (Linux only).
 
 use std::io::{BufRead, Write};
 use std::time::Instant;

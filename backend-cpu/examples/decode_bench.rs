@@ -1,11 +1,13 @@
-//! Times decode of the CPU backend beside the machine's own read bandwidth, in turns: a query a sequence over a long
-//! cache, whose K and V are to be read once.
+//! Times decode on the CPU backend in alternation with the machine's own read bandwidth: one query per
+//! sequence over a long cache, whose K and V must be read once.
 //!
-//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is f32, f16 or
-//! bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and `FMHA_CPU_ISA` apply to
-//! both. Reads are those of as many threads, which wait for their turn, with lines asked for ahead and without. Tensors begin on a cache line, as PyTorch's do. Beside them stand reads of a line at once, where there is
-//! AVX-512, in the order in which the cache lies: in pages that of the block table, some lines of later pages asked for or none. Prints
-//! the best of each over the turns, and the ratios; by the clock, and with one thread by processor time too, which other programs do not lengthen.
+//! `decode_bench SEQLEN_K BATCH HEADS_Q HEADS_KV HEAD_DIM TYPE PAGE_SIZE(0: strided) TURNS`, where TYPE is
+//! f32, f16 or bf16, or two types: `bf16/fp8` is queries of bf16 over a cache of FP8. `FMHA_NUM_THREADS` and
+//! `FMHA_CPU_ISA` apply to both. The plain reads use as many threads, with and without prefetch. Tensors
+//! begin on a cache line, as PyTorch's do. With AVX-512 a third measurement reads whole lines in the order of
+//! the cache: for pages in the order of the block table, with and without prefetch of lines of later pages.
+//! Prints the best of each over the repetitions, and the ratios, by the clock. With one thread it also prints
+//! processor time, which other programs do not lengthen.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Barrier, Mutex};
@@ -37,7 +39,7 @@ fn timed(work: impl FnOnce()) -> (f64, f64) {
     (start.elapsed().as_secs_f64(), thread_seconds() - start_cpu)
 }
 
-/// How far ahead of a read its line is asked for.
+/// Distance of the prefetch from the read, in lines.
 const AHEAD_LINES: usize = 128;
 
 fn prefetch(line: *const Line) {
@@ -50,7 +52,7 @@ fn prefetch(line: *const Line) {
     let _ = line;
 }
 
-/// The sum of a part of the memory, with lines asked for ahead or left to the processor's own prefetchers.
+/// Sums a part of the memory, with software prefetch or with the processor's own alone.
 fn sum(part: &[Line], asks: bool) -> u64 {
     let mut sums = [0u64; 8];
     for line in part {
@@ -64,7 +66,7 @@ fn sum(part: &[Line], asks: bool) -> u64 {
     sums.iter().fold(0u64, |sum, &x| sum.wrapping_add(x))
 }
 
-/// So, a line at once in four sums: what one core can.
+/// Sums a part of the memory, a whole line at a time in four sums: the limit of one core.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn sum_of_whole_lines(part: &[Line], asks: bool) -> u64 {
@@ -104,8 +106,8 @@ fn sum_by_lines(part: &[Line], asks: bool) -> u64 {
 struct Pages<'a>(&'a [i32], usize);
 
 impl Pages<'_> {
-    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the processor goes ahead by
-    /// itself to the end of a page of the system.
+    /// Their sum. Asked for are the first lines of a piece of a page some pieces ahead, from which on the
+    /// processor goes ahead by itself to the end of a page of the system.
     fn sum(self, memory: &[Line], asks: bool) -> u64 {
         const PIECE_LINES: usize = 4096 / 64;
         const AHEAD_PIECES: usize = 4;
@@ -129,14 +131,14 @@ impl Pages<'_> {
     }
 }
 
-/// How memory is read, and whether lines are asked for ahead.
+/// Way in which memory is read, and whether lines are prefetched.
 #[derive(Clone, Copy)]
 enum Way {
     Plain { asks: bool },
     ByLines { asks: bool },
 }
 
-/// Threads that read memory whenever they are told to, each a part of it.
+/// Threads that read memory on request, each a part of it.
 struct Readers<'a> {
     memory: [&'a [Line]; 2],
     pages: Option<Pages<'a>>,
@@ -172,7 +174,7 @@ impl<'a> Readers<'a> {
         }
     }
 
-    /// What every thread but the caller's does.
+    /// Loop of every thread except the caller's.
     fn serve(&self, thread: usize) {
         loop {
             self.start.wait();
@@ -234,7 +236,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             dtype.write(f64::from(state >> 8) / f64::from(1 << 23) - 1.0, element);
         }
-        // Over and over: to make up so many numbers takes longer than the measurement.
+        // Copies of the first part: random numbers for all of it would take longer than the measurement.
         for part in rest.chunks_mut(first.len()) {
             part.copy_from_slice(&first[..part.len()]);
         }

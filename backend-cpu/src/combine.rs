@@ -22,7 +22,7 @@ pub(crate) struct Combine<'a> {
 /// Rows of a task.
 const ROWS: usize = 64;
 
-/// Those of the task of this number, of `rows` altogether.
+/// Rows of task number `task`, of `rows` in total.
 fn rows_of(task: usize, rows: usize) -> Range<usize> {
     task * ROWS..rows.min((task + 1) * ROWS)
 }
@@ -62,7 +62,8 @@ impl Combine<'_> {
                     if problem.merge == Merge::AddTo {
                         let before = held.matrix(i_batch, i_head, i);
                         for (d, out) in out.iter_mut().enumerate() {
-                            // SAFETY: the argument check measured O; this row is read before it is written, by this task.
+                            // SAFETY: the argument check measured O; this row is read before it is written,
+                            // by this task.
                             *out = unsafe { before.get(0, d) };
                         }
                     }

@@ -1,4 +1,4 @@
-//! What this processor could reach: measured once, at first use.
+//! Upper bound of this processor's speed, measured once, at first use.
 
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -8,7 +8,7 @@ use fmha_core::Roofline;
 use crate::isa::{Engine, Kernels};
 use crate::tasks::Threads;
 
-/// The peak rate, measured when it is first asked for.
+/// Peak rate, measured at first use.
 #[derive(Default)]
 pub(crate) struct Measured(OnceLock<Roofline>);
 

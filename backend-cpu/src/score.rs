@@ -1,4 +1,4 @@
-//! What happens to a panel of scores between `Q K^T` and the softmax.
+//! Steps on a panel of scores between `Q K^T` and the softmax.
 
 use fmha_core::dropout::{KeepMask, keep_scale};
 use fmha_core::{Bias, BlockClass, DevSlice, FwdProblem, MaskBand, ScoreArgs, SeqSpan};
@@ -30,7 +30,7 @@ impl<'a> ScoreInputs<'a> {
         self.bias.is_some()
     }
 
-    /// Those of one sequence and query head.
+    /// Score steps of one sequence and query head.
     pub(crate) fn head(&self, span: SeqSpan, i_head: u32) -> HeadScore {
         let (problem, args) = (self.problem, &self.args);
         let dims = problem.dims;
@@ -145,7 +145,7 @@ impl Panel {
     }
 }
 
-/// Which pairs of a tile are seen, for products with what is not finite.
+/// Visible pairs of a tile, for products with numbers that are not finite.
 #[derive(Clone, Copy)]
 pub(crate) struct Visible {
     band: MaskBand,
@@ -161,7 +161,7 @@ impl Visible {
 }
 
 impl HeadScore {
-    /// Which pairs it sees.
+    /// Pairs that the mask shows.
     pub(crate) fn visible(&self) -> Visible {
         Visible { band: self.band, coded: self.coded }
     }
@@ -177,7 +177,7 @@ impl HeadScore {
         panel.edge || self.changes()
     }
 
-    /// What `ALiBi` adds to the score of (i, j).
+    /// ALiBi term of the score of (i, j).
     pub(crate) fn alibi_term(&self, i: u32, j: u32) -> Option<f32> {
         let (slope, diag) = self.alibi?;
         Some(-slope * (i64::from(i) + diag - i64::from(j)).abs() as f32)
@@ -196,7 +196,7 @@ impl HeadScore {
         score
     }
 
-    /// The same, not rounded.
+    /// ALiBi term of the score, without rounding; `None` without ALiBi.
     pub(crate) fn alibi_exact(&self, i: u32, j: u32) -> Option<f64> {
         let (slope, diag) = self.alibi?;
         Some(-f64::from(slope) * (i64::from(i) + diag - i64::from(j)).abs() as f64)
@@ -215,7 +215,7 @@ pub(crate) struct Adjust<'a> {
     pub(crate) scores: *mut f32,
     /// Scratch of the panel's size, used with an elementwise bias.
     pub(crate) bias: *mut f32,
-    /// Where the cap's slope `1 - tanh^2` goes, if it is wanted.
+    /// Output for the cap's slope `1 - tanh^2`, if it is needed.
     pub(crate) slope: Option<*mut f32>,
 }
 

@@ -1,5 +1,6 @@
-//! The battery's forward cases of bf16 on instruction sets in software: what surrounds dot products and tiles keeps the contract
-//! on a machine whose processor has neither. Not what only the instructions do: AMX takes subnormal numbers for 0.
+//! The battery's forward cases of bf16 on instruction sets in software: what surrounds dot products and tiles
+//! keeps the contract on a machine whose processor has neither. Not what only the instructions do: AMX takes
+//! subnormal numbers for 0.
 
 use fmha_conformance::Regex;
 use fmha_conformance::case::{Case, matching};
@@ -61,7 +62,7 @@ unsafe impl<S: Simd + 'static> FmhaBackend for Soft<S> {
     }
 }
 
-/// Cases of bf16 of some families, by their seeds one in so many from one of them on.
+/// Cases of bf16 of some families: one in `count` by their seeds, from number `index` on.
 fn part(families: &str, index: u64, count: u64) -> impl Iterator<Item = Case> {
     let filter = Regex::new(&format!("^({families})/.*bf16")).unwrap();
     let mut cases = matching(Some(&filter));
@@ -80,7 +81,7 @@ fn keeps_the_contract<S: Simd>(s: S, isa: Isa, cases: impl Iterator<Item = Case>
     assert_eq!((report.summary.failed, report.summary.refused), (0, 0));
 }
 
-// What is around them is the same code for the most part, so each has half of the cases that both take.
+// Most of the code around them is shared, so each has half of the cases that both take.
 
 #[test]
 fn dot_products_in_software_keep_the_contract() {

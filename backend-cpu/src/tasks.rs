@@ -13,7 +13,8 @@ pub(crate) struct Threads {
     count: usize,
 }
 
-/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when it computes.
+/// A backend's threads, of each process its own: a forked child has none of its parent's, and makes them when
+/// it computes.
 pub(crate) struct Pool {
     count: usize,
     threads: PerProcess<Threads>,
@@ -28,7 +29,7 @@ impl Pool {
         self.count
     }
 
-    /// This process's.
+    /// Threads of this process.
     ///
     /// # Errors
     /// [`Error::System`] where the system refuses a child's threads.
@@ -60,7 +61,7 @@ impl Threads {
         self.count
     }
 
-    /// How many of the threads a call of `tasks` tasks uses.
+    /// Number of threads that a call of `tasks` tasks uses.
     pub(crate) fn used(&self, tasks: usize) -> usize {
         self.count.min(tasks).max(1)
     }

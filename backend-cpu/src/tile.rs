@@ -6,24 +6,25 @@
 //! across, so that a row's softmax is a lane's and needs no sum across lanes. Where rows of K or V
 //! are A, they lie densely.
 //!
-//! A micro-tile keeps `R x VECTORS` accumulators (6 x 2 of AVX2's 16 registers, 12 x 2 of 32) in registers; each step loads one row of B and
-//! broadcasts R elements of A. Every element of the result is one chain of FMAs in the order of the
-//! reduction, whatever R and the tile's place: results do not depend on how work was cut.
+//! A micro-tile keeps `R x VECTORS` accumulators (6 x 2 of AVX2's 16 registers, 12 x 2 of 32) in registers;
+//! each step loads one row of B and broadcasts R elements of A. Every element of the result is one chain of
+//! FMAs in the order of the reduction, whatever R and the tile's place: results do not depend on how work was
+//! cut.
 
 use crate::simd::Simd;
 
-/// Where A's elements lie: element (r, t) of the tile at `base + r * row + (t / segment) * jump +
-/// (t % segment) * step`.
+/// Layout of A's elements: element (r, t) of the tile at `base + r * row + (t / segment) * jump + (t %
+/// segment) * step`.
 #[derive(Clone, Copy)]
 pub(crate) struct Left {
     pub(crate) base: *const f32,
-    /// From row to row of the tile.
+    /// Stride between rows of the tile.
     pub(crate) row: usize,
-    /// From step to step of the reduction.
+    /// Stride between steps of the reduction.
     pub(crate) step: usize,
     /// Steps until `jump`.
     pub(crate) segment: usize,
-    /// From one segment's first step to the next one's.
+    /// Stride between the first steps of two segments.
     pub(crate) jump: usize,
 }
 
@@ -48,15 +49,15 @@ impl Left {
     }
 }
 
-/// Where B's rows and C's rows lie.
+/// Layout of B's rows and C's rows.
 #[derive(Clone, Copy)]
 pub(crate) struct Right {
     pub(crate) base: *const f32,
-    /// From row to row.
+    /// Stride between rows.
     pub(crate) step: usize,
 }
 
-/// What becomes of C.
+/// Treatment of C's old content.
 #[derive(Clone, Copy)]
 pub(crate) enum Store {
     /// `C = factor * A B`.

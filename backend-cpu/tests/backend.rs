@@ -1,4 +1,4 @@
-//! What a backend says of itself and of its plans, and the memory that it lends.
+//! Texts of a backend and of its plans, and the memory that it lends.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use fmha_core::{
@@ -92,7 +92,7 @@ fn memory_takes_and_gives_back_what_fits() {
     assert!(text.contains("from has 8 bytes, fewer than the 9"), "{text}");
 }
 
-/// The bytes of whoever had the memory before are nobody's to read.
+/// New memory does not show the bytes of its previous owner.
 #[test]
 fn new_memory_is_zeros_and_aligned_whatever_lay_there() {
     let backend = backend(1);
@@ -132,7 +132,7 @@ fn more_threads_than_a_processor_can_use_are_not_made_and_nonsense_is_refused() 
 #[test]
 fn memory_that_is_called_a_devices_is_neither_read_nor_written() {
     let backend = backend(1);
-    // SAFETY: nobody reads or writes it.
+    // SAFETY: nothing reads or writes the memory.
     let mut foreign =
         unsafe { DevBuffer::from_raw(MemorySpace::Device, 0x1000 as *mut u8, 8, Box::new(|_| ())) };
     for (name, error) in [
@@ -214,7 +214,7 @@ fn a_plan_whose_running_maximum_may_lag_says_fast_and_is_exact_on_request() {
         let backend = Device::new(CpuBackend::with(Config { threads: Some(1), isa: Some(isa) }).unwrap());
         for (dtype, batch_invariant) in [(DType::Bf16, false), (DType::Bf16, true), (DType::F16, false)] {
             let fwd = FwdProblem::batch(dtype, dims).validate().unwrap();
-            // In tiles of bf16 alone, and sequences that are taken in rows do without them.
+            // Only matrix tiles of bf16 let the maximum lag, and sequences in the row path do not use them.
             let lags = isa == Isa::Amx && dtype == DType::Bf16 && !batch_invariant;
             for accuracy in [Accuracy::Fast, Accuracy::Exact] {
                 let options = PlanOptions::default().accuracy(accuracy).batch_invariant(batch_invariant);
@@ -240,7 +240,8 @@ fn a_combine_plan_has_no_tile_to_set() {
     }
 }
 
-/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component of tile data.
+/// Whether the system gives this process tiles: `ARCH_REQ_XCOMP_PERM` of `arch_prctl(2)`, for the component
+/// of tile data.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn tiles_are_permitted() -> bool {
     // SAFETY: the call changes nothing but the permission.

@@ -27,7 +27,7 @@ fn noise(count: u64, seed: u64) -> Vec<f32> {
 
 /// Memory of what functions capture.
 struct Memory {
-    /// As wide words, so that every type is aligned.
+    /// Tensors in wide words, so that every type is aligned.
     tensors: Vec<(CapturedTensor, Vec<u64>)>,
     numbers: Vec<Number>,
 }
@@ -226,7 +226,7 @@ fn causal_as_code_has_the_bits_of_the_built_in() {
     assert_eq!(run(FwdProblem::batch(DType::F32, DIMS).mask_code(code)), built_in);
 }
 
-/// What a mask hides may hold NaN, in each tensor, and so may the slope of its soft-cap.
+/// Plants NaN in each tensor where a mask hides it, and in the slope of its soft-cap.
 #[test]
 fn a_nan_that_code_hides_reaches_nothing() {
     hidden_nan_reaches_nothing(None);

@@ -107,7 +107,7 @@ fn run_on(backend: &Device, inputs: &Inputs, table: Option<(&[i32], u32)>) -> (V
     (o.bytes, lse)
 }
 
-/// The same cache in pages, the last ones first.
+/// Runs the call of `strided` on a paged cache with the same keys and values. The pages are in reverse order.
 fn run_on_pages(backend: &Device, strided: &Inputs, page_size: u32) -> (Vec<u64>, Vec<f32>) {
     let (dtype, dims) = (strided.problem.stored_k(), strided.problem.dims);
     let max_pages = dims.seqlen_k.div_ceil(page_size);
@@ -154,7 +154,7 @@ fn narrow_and_wide(
     let dims = narrow.problem.dims;
     narrow.problem.cache.dtype = Some(dtype_cache);
     (narrow.problem.scales.descale_k, narrow.problem.scales.descale_v) = (kind, kind);
-    // Alike and unlike ones.
+    // Equal and different descales.
     let descales = descales.map(|descale| {
         let count = kind.num_elems(dims.batch, dims.num_heads_kv) as usize;
         [1.0, 0.5, 1.0, -1.5].into_iter().cycle().take(count).map(|x| x * descale).collect::<Vec<f32>>()
@@ -211,7 +211,7 @@ fn an_fp8_cache_is_its_values_in_the_type_of_q() {
     }
 }
 
-/// As few queries do, more than eight meet a cache by tiles.
+/// Caches in pages and of FP8 give the bits of the strided one, for few queries and, in tiles, for many.
 #[test]
 fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for_many() {
     for (isa, backend) in backends() {
@@ -248,7 +248,7 @@ fn small_caches_in_pages_and_of_fp8_are_the_strided_ones_for_few_queries_and_for
     }
 }
 
-/// Of two sequences with unlike numbers of rows in the cache before.
+/// Two sequences with different numbers of rows in the cache before the call.
 #[test]
 fn new_rows_are_written_turned_and_queries_are_turned_to_their_positions() {
     const BEFORE: [u32; 2] = [20, 33];

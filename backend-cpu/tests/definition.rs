@@ -146,7 +146,7 @@ fn backward_keeps_the_accuracy_promise() {
     }
 }
 
-/// What the long ones above have too, in little: a mutant of a step is found at once.
+/// Small versions of the long problems above: an error in a step is found at once.
 #[test]
 fn small_problems_keep_the_accuracy_promise() {
     let small = |dtype, seqlens: (u32, u32), mask: &str| {
@@ -177,7 +177,7 @@ fn small_problems_keep_the_accuracy_promise() {
     }
 }
 
-/// Of sequences that end amid a tile, and that share a bias.
+/// Sequences that end inside a tile share a bias.
 #[test]
 fn dbias_of_several_tiles_keeps_the_accuracy_promise() {
     for (isa, backend) in backends() {

@@ -1,4 +1,5 @@
-//! A child of fork has one thread, whatever its parent had: a backend that the parent used serves it all the same.
+//! A forked child has one thread, however many its parent had. A backend that the parent has used still works
+//! in it.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]

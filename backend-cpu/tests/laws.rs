@@ -298,7 +298,7 @@ fn combined_halves_are_the_whole() {
     }
 }
 
-/// The same with an f32 bias of every head's in place of its mask and bias.
+/// Copy of the inputs with an f32 bias for each head in place of the mask and the bias.
 fn biased(inputs: &Inputs, value: impl Fn(u32, u32, u32) -> f64) -> Inputs {
     let mut with = inputs.clone();
     let broadcast = BiasBroadcast::OneHead;
@@ -416,7 +416,7 @@ fn an_infinite_column_of_queries_leaves_the_other_columns_of_dk_their_bits() {
     }
 }
 
-/// Its rows lie further apart than they are long, and are longer than a tile.
+/// dBias has rows with a stride larger than their length, and longer than a tile.
 #[test]
 fn nothing_is_written_beside_the_rows_of_dbias() {
     for isa in available() {
@@ -561,7 +561,8 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     let maker = backend(Isa::Portable, 1);
     let plan = maker.plan_fwd(&problem, &PlanOptions::default().tile(tile)).unwrap();
     let mut args = fmha_core::FwdArgs::new(q, q, q, DevSliceMut::host(&mut o));
-    // Of another instruction set, where that tile corrupts memory; and of the same configuration.
+    // Streams of devices with another instruction set, where this tile would write outside its buffers, and
+    // of another device with the same configuration.
     let others = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 1));
     for other in others {
         let error = plan.run(&mut args, &other.default_stream()).unwrap_err().to_string();
@@ -571,9 +572,9 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     assert!(o.iter().all(|&o| o == 0.5));
 }
 
-/// A product is an f32 number before `softmax_scale` multiplies it. Beyond f32 (here 2^128) its row is right where the scale has
-/// been multiplied into Q; else it is an infinity, which the scale does not bring back: a key far below is as if hidden, one far
-/// above makes NaN of its row. Other rows see nothing of it.
+/// A product is an f32 number before `softmax_scale` multiplies it. Beyond f32 (here 2^128) its row is right
+/// where the scale has been multiplied into Q; else it is an infinity, which the scale does not bring back: a
+/// key far below is as if hidden, one far above makes NaN of its row. Other rows see nothing of it.
 #[test]
 fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
     let far_key = 2u32;

@@ -1,5 +1,6 @@
-//! How long the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the driver; and beside it the
-//! driver alone, which launches an empty kernel with as many bytes of parameters.
+//! Time that the host takes to issue a call, forward and backward: checks, arguments, tensor maps, the
+//! driver. For comparison, the driver alone, which launches an empty kernel with equally many bytes of
+//! parameters.
 //!
 //! `cargo run --release -p fmha-cuda --example issue_time`, on a machine with a device.
 
@@ -15,11 +16,11 @@ use fmha_core::{
 use fmha_cuda::own::OwnKernels;
 
 const CALLS: usize = 4000;
-/// Calls before the host waits for the device: fewer than a stream queues.
+/// Calls before the host waits for the device: fewer than a stream can queue.
 const BURST: usize = 200;
-/// As an engine issues them, which waits for a step's tokens.
+/// Calls before the host waits, as in an engine that waits for the tokens of each step.
 const SHORT_BURST: usize = 8;
-/// Of a forward launch, bytes.
+/// Bytes of the parameters of a forward launch.
 const PARAMETERS: usize = 1024;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -55,7 +56,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let timed = Issued::of(&stream, || plan.run(&mut args, &stream))?;
         println!("{name} ({}): {timed}", plan.kernel());
     }
-    // Without a mask a launch more than before far queries had their gradients: the one that repairs.
+    // A backward without a mask has one launch more, which repairs far queries.
     for (name, mask) in [("backward", MaskSpec::NONE), ("backward, causal", MaskSpec::CAUSAL)] {
         let fwd = FwdProblem::batch(DType::Bf16, dims(64, 4, 64)).mask(mask);
         let problem = BwdProblem::new(fwd).validate()?;
@@ -95,15 +96,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// What a call took, over all of them.
+/// Times of a call, over all calls.
 struct Issued {
-    /// Least, middle, and that of 9 in 10 calls, in us, with up to so many calls queued before the host waits.
+    /// Least, median and 90th percentile of the calls in us, each with the number of calls queued before the
+    /// host waits.
     by_burst: [(usize, [f64; 3]); 2],
     on_device: f64,
 }
 
 impl Issued {
-    /// Of [`CALLS`] calls.
+    /// Times of [`CALLS`] calls.
     fn of(stream: &Stream, mut call: impl FnMut() -> Result<()>) -> Result<Self> {
         let mut by_burst = [(BURST, [0.0; 3]), (SHORT_BURST, [0.0; 3])];
         for (burst, figures) in &mut by_burst {

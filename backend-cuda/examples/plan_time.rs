@@ -1,8 +1,8 @@
-//! How long a plan takes whose kernels are loaded already, and beside it what naming its kernels by their text takes:
-//! headers rendered and hashed, as where a kernel is looked for in a bundle, on the disk or by the compiler.
+//! Time to make a plan whose kernels are loaded already. For comparison, the time to name its kernels by
+//! their text: headers are rendered and hashed, as in a search in a bundle, on disk or before a compilation.
 //!
-//! `cargo run --release -p fmha-cuda --example plan_time [sm_90a]`: on a device, or on an emulated one, whose library lies in
-//! `FMHA_EMULATOR_DIR`.
+//! `cargo run --release -p fmha-cuda --example plan_time [sm_90a]`: on a device, or on an emulated one, whose
+//! library lies in `FMHA_EMULATOR_DIR`.
 
 use std::time::Instant;
 

@@ -60,7 +60,7 @@ pub(crate) struct Device {
     pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,
-    /// What it says of itself.
+    /// Properties of the device, from the driver.
     pub(crate) info: DeviceInfo,
     /// The version of CUDA that the driver is for.
     pub(crate) driver_version: (i32, i32),
@@ -115,14 +115,14 @@ pub(crate) fn open(ordinal: usize, emulated: bool) -> Result<Device> {
     })
 }
 
-/// Of 12080, as the driver counts, 12.8.
+/// Splits the driver's version number: 12080 is 12.8.
 fn parts_of_version(version: i32) -> (i32, i32) {
     (version / 1000, version % 1000 / 10)
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // At the process's end the driver may be gone already; there is nobody to tell.
+        // The driver may be unloaded when the process ends. There is no caller to report an error to.
         let _ = call!(cuDevicePrimaryCtxRelease_v2(self.handle));
     }
 }
@@ -130,14 +130,14 @@ impl Drop for Device {
 /// A device's context is this thread's until this is dropped; then the caller's own is again.
 #[must_use = "the context is the caller's again at once"]
 pub(crate) struct Entered {
-    /// None where it was the device's already.
+    /// Context of the caller; `None` if the device's own was current.
     callers: Option<sys::Handle>,
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
         if let Some(callers) = self.callers {
-            // It was current a moment ago; if it was destroyed since, there is nothing to give back.
+            // The context was current a moment ago. If it was destroyed since, there is nothing to restore.
             let _ = call!(cuCtxSetCurrent(callers));
         }
     }
@@ -203,11 +203,12 @@ impl Drop for Kernel {
 }
 
 impl Kernel {
-    /// Queues the kernel, in the calling thread's context: a run has entered it for all of its launches.
+    /// Queues the kernel in the calling thread's context. A run has entered the context for all of its
+    /// launches.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types, and the device
-    /// memory they name is what the kernel's contract asks for.
+    /// `arguments` point to the kernel's parameters, in order and of the right types, and the device memory
+    /// that they name is as large as the kernel's contract asks for.
     pub(crate) unsafe fn launch(&self, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
         let mut dependent = sys::LaunchAttribute {
             id: sys::LAUNCH_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -232,7 +233,7 @@ impl Kernel {
     }
 }
 
-/// As wide as a row of the box.
+/// Swizzle as wide as a row of the box.
 fn swizzle<const AXES: usize, const STRIDES: usize>(facts: &TensorMapFacts<AXES, STRIDES>) -> c_int {
     match facts.row_bytes() {
         32 => sys::tensor_map::SWIZZLE_32B,
@@ -265,9 +266,10 @@ impl EncodeTensorMap for Device {
             element_strides.as_ptr(),
             t::INTERLEAVE_NONE,
             swizzle(facts),
-            // A box asks for whole rows of 64 or 128 bytes. Promoted to 256 the L2 reads more than was asked for: of the
-            // forward at B64 H16 S256 D 128 causal 13.6 in place of 11.9 million sectors, and 219 in place of 225 TFLOP/s
-            // (an H200; none and 128 bytes 224). Long rows, FP8 and backward are level.
+            // A box reads whole rows of 64 or 128 bytes. With promotion to 256 the L2 reads more than that:
+            // 13.6 instead of 11.9 million sectors and 219 instead of 225 TFLOP/s for the forward at B64 H16
+            // S256 D128 causal on an H200 (224 with no promotion and with 128 bytes). Long rows, FP8 and
+            // backward do not change.
             t::L2_PROMOTION_L2_64B,
             t::FLOAT_OOB_FILL_NONE,
         ))

@@ -1,8 +1,8 @@
 //! The emulated device: a test double of the driver's library, put in the real one's place.
 //!
-//! The double is opened by path and bears the driver's own soname, so that whoever asks the loader
-//! for the driver afterwards, as `driver::sys` does, is given the double. A process has one driver: a real
-//! device and an emulated one do not go together.
+//! The double is opened by path and has the soname of the driver, so a later search of the loader for the
+//! driver, as in `driver::sys`, finds the double. A process has one driver: it cannot use a real device and
+//! an emulated one together.
 
 use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
@@ -82,8 +82,9 @@ pub(crate) fn is_installed() -> bool {
     DOUBLE.get().is_some()
 }
 
-/// What the last launches (at most 64) on the double did, as a JSON array, oldest first: `kernel`, `grid`, `block`,
-/// `counters` and `instructions` by name. Asking forgets them. `None` where this process runs on no double.
+/// Launches on the double since the last call (at most 64), as a JSON array, oldest first: `kernel`, `grid`,
+/// `block`, `counters` and `instructions` by name. The call clears them. `None` if this process uses no
+/// double.
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     let (library, _) = DOUBLE.get()?;
@@ -94,6 +95,6 @@ pub fn emulated_launches() -> Option<String> {
             library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmha_emu_forget\0").ok()?,
         )
     };
-    // SAFETY: the double gives a string that lives until it is told to forget it.
+    // SAFETY: the double gives a string that lives until `forget` is called with it.
     Some(unsafe { launches_of(*launches, *forget) })
 }

@@ -1,8 +1,9 @@
 //! The CUDA backend of `fmha`: finds the driver and NVRTC at run time, and has recipes for NVIDIA's devices.
 //!
-//! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an architecture
-//! without any. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is the seat that they have here. The driver's
-//! functions are called in `driver` alone. All else is `fmha-gpu`'s. [`own`] compiles and launches a caller's own kernels.
+//! [`open`] takes a device of the machine, or an emulated one; [`pretend`] plans and compiles for an
+//! architecture without any. Kernels and the recipes that choose them are `fmha-kernels-cuda`'s; `kernels` is
+//! the seat that they have here. The driver's functions are called in `driver` alone. All else is
+//! `fmha-gpu`'s. [`own`] compiles and launches a caller's own kernels.
 
 mod driver;
 mod emulated;

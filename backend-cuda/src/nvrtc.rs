@@ -1,7 +1,8 @@
 //! NVRTC, found at run time: never linked, never a panic.
 //!
-//! The first that is found (`search.rs`) and whose machine code the driver takes is used. Its companion `libnvrtc-builtins` is opened
-//! first by path where it lies beside: NVRTC 13.0 looks for it on the loader's path alone.
+//! The first library that is found (`search.rs`) and whose machine code the driver accepts is used. Its
+//! companion `libnvrtc-builtins`, if it lies next to it, is opened first by path: NVRTC 13.0 searches the
+//! loader's path alone.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -34,13 +35,13 @@ pub struct Nvrtc {
     log: Output,
     cubin: Output,
     ptx: Output,
-    /// Its version.
+    /// Version of NVRTC.
     pub version: Version,
-    /// The architectures that it compiles for, as `90`; empty where it does not say.
+    /// Architectures that this NVRTC compiles for, such as `90`; empty if it does not say.
     archs: Vec<i32>,
-    /// Where it was found.
+    /// Path of the library.
     pub path: PathBuf,
-    // Last: the functions above are its.
+    // Last field, dropped last: the functions above belong to this library.
     _library: Library,
     _builtins: Option<Library>,
 }
@@ -93,14 +94,14 @@ fn suits(
         ));
     }
     let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
-    // A library too old to list its architectures is asked to compile.
+    // A library too old to list its architectures tries to compile.
     if !archs.is_empty() && digits.parse().is_ok_and(|number| !archs.contains(&number)) {
         return Err(format!("NVRTC {major}.{minor} does not know {arch}"));
     }
     Ok(())
 }
 
-/// What came of opening a library.
+/// Result of opening a library.
 type Opened = std::result::Result<&'static Nvrtc, String>;
 
 /// The first compiler that `serves`. A library is opened once, and stays.
@@ -202,11 +203,12 @@ fn builtins_beside(path: &Path) -> Option<Library> {
     unsafe { Library::new(beside.path()) }.ok()
 }
 
-/// What every job is compiled with besides: ptxas says what a kernel takes of the device.
+/// Flag added to every compilation: ptxas reports the resources of the kernel.
 const OWN_FLAGS: [&str; 1] = ["--ptxas-options=-v"];
 
 impl Compiler for Nvrtc {
-    /// Its version has two numbers; the file's size tells the builds of one version apart.
+    /// Name of the compiler: two numbers of the version, and the size of the file, which differs between
+    /// builds of one version.
     fn identity(&self) -> String {
         let (major, minor) = self.version;
         match std::fs::metadata(&self.path) {
@@ -228,7 +230,7 @@ impl Compiler for Nvrtc {
     }
 }
 
-/// What ptxas says of the one kernel in a log.
+/// Resources that ptxas reports for the one kernel in a log.
 fn resources(log: &str) -> ResourceUsage {
     let before = |words: &str| {
         let number = log[..log.rfind(words)?].rsplit(|c: char| !c.is_ascii_digit()).next()?;
@@ -246,8 +248,8 @@ fn resources(log: &str) -> ResourceUsage {
 }
 
 impl Nvrtc {
-    /// The log as `Err`. A kernel of which ptxas says that it spills, that wgmma is serialised or setmaxnreg ignored is slower,
-    /// and right: the log, which a plan's explanation quotes, has the words.
+    /// The log as `Err`. A kernel of which ptxas says that it spills, that wgmma is serialised or setmaxnreg
+    /// ignored is slower, and right: the log, which a plan's explanation quotes, has the words.
     fn run(&self, job: &KernelJob) -> std::result::Result<CompilerOutput, String> {
         let source = &job.source;
         let text = |text: &str| CString::new(text).map_err(|error| error.to_string());
@@ -257,7 +259,7 @@ impl Nvrtc {
         let name_pointers: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
         let text_pointers: Vec<_> = texts.iter().map(|text| text.as_ptr()).collect();
         let mut options = job.flags.iter().map(|o| text(o)).collect::<std::result::Result<Vec<_>, _>>()?;
-        // The virtual architecture has no machine code: ptxas, who takes half of the time, is not asked.
+        // A virtual architecture produces no machine code and skips ptxas, which takes half of the time.
         let arch = match job.image {
             ImageKind::Machine => job.arch.clone(),
             ImageKind::Assembly => job.arch.replacen("sm_", "compute_", 1),
@@ -312,7 +314,7 @@ impl Nvrtc {
         // SAFETY: the program is there.
         self.check(unsafe { (output.size)(program, &raw mut size) })?;
         let mut bytes = vec![0u8; size];
-        // SAFETY: `bytes` has the size that was asked for.
+        // SAFETY: `bytes` has the size that NVRTC gave.
         self.check(unsafe { (output.get)(program, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }

@@ -1,5 +1,5 @@
-//! Kernels of a caller's own beside the library's: compiled by the same NVRTC, kept in the same cache, launched on the same
-//! device. For examples and measurements; what a kernel does with its arguments nobody checks.
+//! A caller's own kernels: compiled by the library's NVRTC, kept in its cache, launched on its device. For
+//! examples and measurements. The arguments of a kernel are not checked.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub struct OwnKernels {
 pub struct OwnKernel {
     kernel: Kernel,
     threads: u32,
-    /// What it takes of the device, as the compiler said.
+    /// Resources of the kernel, as the compiler reports them.
     pub resources: ResourceUsage,
 }
 
@@ -39,7 +39,7 @@ pub struct OwnKernel {
 pub struct TensorBox {
     /// f16 or bf16.
     pub dtype: DType,
-    /// Where it begins, on the device: a multiple of 16.
+    /// Address of the buffer on the device: a multiple of 16.
     pub address: u64,
     /// Extents, from axis 0.
     pub dims: [u64; 4],
@@ -75,8 +75,8 @@ impl OwnKernels {
         self.device.info.smem_bytes
     }
 
-    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of dynamic shared
-    /// memory.
+    /// Compiles a source, or finds it compiled, to be launched with `threads` to a CTA and `smem_bytes` of
+    /// dynamic shared memory.
     ///
     /// # Errors
     /// What the compiler said, or that there is none; more shared memory than a CTA may have; what the driver said.
@@ -112,7 +112,7 @@ impl OwnKernels {
         Ok(OwnKernel { kernel, threads, resources: compiled.resources })
     }
 
-    /// What a kernel reads a tensor by, as a parameter of its own.
+    /// Tensor map of a tensor, as a parameter of the caller's kernel.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -1,6 +1,6 @@
-//! Where those of NVIDIA's libraries are looked for that no driver brings: `CUDA_HOME`, the `nvidia` packages that PyTorch's
-//! wheels bring along (of the virtual environment, of each Python on the path, of the user and the system), and last the
-//! loader's path. `FMHA_NVRTC` is NVRTC's path.
+//! Search for NVIDIA's libraries that no driver brings: in `CUDA_HOME`, in the `nvidia` packages of PyTorch's
+//! wheels (of the virtual environment, of each Python on the path, of the user and the system), and last on
+//! the loader's path. `FMHA_NVRTC` is NVRTC's path.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ fn installed(names: &[&str], variable: &dyn Fn(&str) -> Option<OsString>, root: 
     }
     for prefix in python_prefixes(variable, root) {
         folders.extend(site_folders(&prefix).iter().flat_map(|site| packages(site)));
-        // Where conda's own packages put theirs.
+        // Folder of conda's own packages.
         folders.push(prefix.join("lib"));
     }
     let paths = variable("PYTHONPATH").unwrap_or_default();
@@ -82,7 +82,7 @@ fn packages(site: &Path) -> Vec<PathBuf> {
     subfolders(&site.join("nvidia")).into_iter().map(|package| package.join("lib")).collect()
 }
 
-/// What a folder has in it, by name; nothing where there is no such folder.
+/// Subfolders of a folder, by name; empty if there is no such folder.
 fn subfolders(folder: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> =
         std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();

@@ -1,4 +1,4 @@
-//! What a backend keeps of tiles that were measured, and whether it measures.
+//! Measured tiles in a backend, and whether it can measure.
 
 use fmha_core::tune::{TileClass, Tune as _, TunedTile, TunedTiles};
 use fmha_core::{
@@ -68,7 +68,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         let tile = pretend(arch).default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
         tile.into_iter().find_map(|(name, value)| (name == knob).then_some(value))
     };
-    // A knob of Hopper's tile, and one of Blackwell's, whose later part alone loads maxima.
+    // `ping_pong` is a tile field of Hopper, `load_max` one of Blackwell; sm_103a alone sets it.
     assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("at_issue"));
     assert_eq!(value("sm_100a", "ping_pong"), None);
     let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
@@ -99,7 +99,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
     assert_eq!(of(&set), of(&options));
     assert!(hopper.plan_bwd(&bwd, &set).is_err());
 
-    // No kernel with tiles has such a head dimension.
+    // A head dimension that no kernel with tiles takes.
     let wide = Dims { head_dim_qk: 584, ..DIMS };
     let wide = FwdProblem::batch(DType::Bf16, wide).validate().unwrap();
     for arch in ["sm_90a", "sm_100a"] {

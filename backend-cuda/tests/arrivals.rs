@@ -1,6 +1,6 @@
-//! Kernels that wait for keys which come while they run, on the test double of the driver: with all flags set their bits are
-//! those of the kernels that do not wait, and of a flag that is never set they say so and end. Needs NVRTC; where there is
-//! none, a test says `absent` and checks nothing.
+//! Kernels that wait for keys which come while they run, on the test double of the driver: with all flags set
+//! their bits are those of the kernels that do not wait, and of a flag that is never set they say so and end.
+//! Needs NVRTC; where there is none, a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -68,7 +68,7 @@ fn noise(device: &Device, seed: u64, rows: u32, heads: u32) -> DevBuffer {
 /// O and LSE; the flags afterwards. `None`: all keys are there.
 fn forward(device: &Device, flags: Option<([u32; 4], u64)>) -> ([Vec<u8>; 2], Vec<u32>) {
     let arrivals = if flags.is_some() { 3 } else { 0 };
-    // As many parts of the keys as the plan without flags has of so few queries: none.
+    // The plan without flags does not split the keys for so few queries.
     let options = PlanOptions::default().kernel("sm90").tile([("split_keys", "0")]);
     let plan = device.plan_fwd(&problem(arrivals).validate().unwrap(), &options).unwrap();
     let (q, k, v) = (noise(device, 1, QUERIES, 2), noise(device, 2, KEYS, 1), noise(device, 3, KEYS, 1));

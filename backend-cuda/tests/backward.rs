@@ -143,7 +143,7 @@ impl Host {
         self.run_in(backend, options, bf16::NAN)
     }
 
-    /// The same of a type of elements that is the problem's `dtype_grad`.
+    /// Runs the kernel with gradients of type `T`, which is the problem's `dtype_grad`.
     fn run_in<T: bytemuck::Pod>(&self, backend: &Device, options: &PlanOptions, before: T) -> [Vec<T>; 3] {
         let plan = backend.plan_bwd(&self.problem.clone().validate().unwrap(), options).unwrap();
         let memory = backend.memory();
@@ -247,7 +247,7 @@ fn every_order_of_products_keeps_the_rule_under_every_kind_of_mask() {
     let Some(backend) = device() else { return };
     let wide = Dims { head_dim_qk: 128, head_dim_v: 72, seqlen_q: 70, ..DIMS };
     let split = Dims { head_dim_qk: 136, head_dim_v: 200, seqlen_q: 100, ..DIMS };
-    // The last two but one show nobody anything, or sink columns alone, though blocks meet the band.
+    // The last two but one show no pair, or sink columns alone, though blocks touch the band.
     let narrow = Dims { seqlen_q: 20, ..DIMS };
     let masks = [
         ("0", DIMS),
@@ -304,8 +304,9 @@ fn packed_sequences_are_apart_and_rows_of_empty_ones_are_zeros() {
     }
 }
 
-/// Kv heads have as many parts as a sequence's own queries give (`num_head_parts`): the first one here one, the second two, and
-/// the last, which both have beside them, four. Their sums have bits of their own, and so has the order of heads.
+/// Each kv head is split into as many parts as the sequence's queries give (`num_head_parts`): one in the
+/// first sequence here, two in the second, four in the last. Beside the others, each sequence keeps the bits
+/// of its own number of parts and of the order of heads.
 #[test]
 fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
     let Some(backend) = device() else { return };
@@ -322,7 +323,7 @@ fn a_deterministic_packed_sequence_has_the_same_bits_beside_a_long_one() {
         let fwd = FwdProblem::group(DType::Bf16, dims).mask("b".parse().unwrap()).write_lse(true);
         let host =
             Host::new(BwdProblem::new(fwd).dtype_grad(DType::F32), Packed { lengths }, |[q, k, _, _]| {
-                // Sums of unlike numbers, whose order shows.
+                // Larger numbers make sums that show their order.
                 q.iter_mut().chain(k).for_each(|x| *x = bf16::from_f32(x.to_f32() * 3.0));
             });
         let options = PlanOptions::default().kernel("sm90").deterministic(true);

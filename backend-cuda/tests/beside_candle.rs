@@ -1,11 +1,12 @@
-//! A program that has candle's cudarc beside this crate: Cargo unites the features that the two ask for.
+//! A program with both candle's cudarc and this crate: Cargo unites the features that the two request.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::path::Path;
 use std::process::Command;
 
-/// With cudarc's `dynamic-loading` among this crate's dependencies, as it once was, cudarc's build script panics here.
+/// Guards against cudarc's `dynamic-loading` among this crate's dependencies, with which cudarc's build
+/// script panics here.
 #[test]
 fn a_program_with_candles_features_of_cudarc_builds() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -14,7 +15,7 @@ fn a_program_with_candles_features_of_cudarc_builds() {
         command.args([verb, "--manifest-path"]);
         command.arg(root.join("tests/beside_candle/Cargo.toml"));
         command.env("CARGO_TARGET_DIR", root.join("target/beside_candle"));
-        // In place of an installed nvcc, which cudarc would ask.
+        // Version for cudarc, which would otherwise run an installed nvcc.
         command.env("CUDARC_CUDA_VERSION", "12080");
         command.output().unwrap()
     };

@@ -1,6 +1,6 @@
-//! The Blackwell kernel on the test double of the driver, step by step as it was asked for: lengths, heads, one kv head for
-//! all by stride 0, one token on a cache, segments merged by their LSE. `FMHA_EMULATE_MODE=hb` holds each of its
-//! accesses to happens-before as well. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! The Blackwell kernel on the test double of the driver, by features: lengths, heads, one kv head for all by
+//! stride 0, one token on a cache, segments merged by their LSE. `FMHA_EMULATE_MODE=hb` also checks each
+//! access for happens-before. Needs NVRTC; without it a test prints `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -93,8 +93,8 @@ fn one_token_reads_a_cache() {
     }
 }
 
-/// A cache long enough to be read in parts of 256 keys: beside masks of which a part sees nothing, lengths that end
-/// before a part, sinks, packed heads, wider rows, FP8; hidden keys may hold NaN.
+/// A cache long enough to be read in parts of 256 keys, with masks that hide all of a part, lengths that end
+/// before a part, sinks, packed heads, wider rows, and FP8. Hidden keys may hold NaN.
 #[test]
 fn a_long_cache_is_read_in_parts_that_are_merged() {
     let Some(backend) = device() else { return };
@@ -119,7 +119,7 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
     }
 }
 
-/// Parts end where the sequence's own length says: beside other sequences the bits are the same.
+/// Parts end by the sequence's own length: the bits do not change beside other sequences.
 #[test]
 fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let Some(backend) = device() else { return };
@@ -230,12 +230,13 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
     }
 }
 
-/// A row's bits depend on the row alone where a plan promises so: one token, or the same token as the last of many, beside other sequences or not.
+/// Plans that promise batch invariance: the bits of a row depend on the row alone. One token alone and the
+/// last of many have equal bits, beside other sequences or not.
 #[test]
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // So many keys that one token's would be split.
+    // Enough keys that one token's would be split.
     let (tokens, keys, heads, dim) = (130, 520, 2, 128);
     let row = (heads * dim) as usize;
     let q = filled(tokens * row as u64, 1);
@@ -266,7 +267,7 @@ fn with_tile(words: &[(&str, &str)]) -> PlanOptions {
 #[test]
 fn pairs_of_ctas_compute_as_one() {
     let Some(backend) = device() else { return };
-    // Of themselves without a mask, or where there are many keys.
+    // The kernel chooses pairs without a mask, and with many keys.
     for (mask, keys, pairs) in
         [("0", 300, true), ("b", 300, false), ("b", 8192, true), ("b:100,0", 8192, false)]
     {
@@ -295,7 +296,7 @@ fn pairs_of_ctas_compute_as_one() {
     passes("packed", packed, Lengths::packed(&sequences), Plant::HiddenKeys);
 }
 
-/// The same bits from pairs as from single CTAs with as many keys a block.
+/// A pair of CTAs and single CTAs with equal blocks of keys give equal bits.
 #[test]
 fn a_pair_of_ctas_gives_the_bits_of_single_ones() {
     let Some(backend) = device() else { return };

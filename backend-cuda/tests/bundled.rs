@@ -1,5 +1,6 @@
-//! A process that has a bundle of the tables' kernels and no compiler, nor anything that one has made: the only test of this program,
-//! since the environment is read by all of them. The bundle's kernels are their keys alone: nothing is compiled.
+//! A process that has a bundle of the tables' kernels and no compiler, nor anything that one has made: the
+//! only test of this program, since the environment is read by all of them. The bundle's kernels are their
+//! keys alone: nothing is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -17,7 +18,7 @@ fn is_asked_for(name: &str) -> bool {
     name.contains("bf16/") && name.contains("/batch/lse/")
 }
 
-/// What `fmha bundle --backward` has of them, each kernel an image of one byte.
+/// Bundle of these kernels as `fmha bundle --backward` makes it, each kernel an image of one byte.
 fn bundle(of: &Device) -> Bundle {
     let precompiler = of.precompiler().unwrap();
     let mut jobs = BTreeMap::new();
@@ -51,7 +52,8 @@ fn bundle(of: &Device) -> Bundle {
     Bundle::new("tables", kernels)
 }
 
-/// What a machine without a compiler lacks, how many plans there were, and how many have another tile than with one.
+/// Kernels that a machine without a compiler lacks, the number of plans, and the number of plans with another
+/// tile than with a compiler.
 #[derive(Default)]
 struct Found {
     lacking: BTreeSet<String>,

@@ -60,7 +60,7 @@ struct Call {
 }
 
 impl Call {
-    /// Causal f16 attention of more tiles than the device has multiprocessors: some are claimed from a counter.
+    /// Causal f16 attention with more tiles than multiprocessors: some tile indices come from a counter.
     fn new(backend: &Device) -> Self {
         let dims = Dims {
             batch: 35,
@@ -173,7 +173,7 @@ fn a_plan_reads_each_call_where_it_lies_and_each_operand_by_itself() {
 fn a_plan_runs_on_the_device_that_made_it_alone() {
     let Some(maker) = device() else { return };
     let mut call = Call::new(&maker);
-    // The same device, the same configuration.
+    // A second handle of this device, with an equal configuration.
     let twin = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     let mut args = FwdArgs::new(call.q.slice(), call.k.slice(), call.v.slice(), call.o.slice_mut());
     args.lse = Some(call.lse.slice_mut());

@@ -1,4 +1,4 @@
-//! What the backend leaves of the calling thread's state, and what is done when its calls return, on the
+//! State of the calling thread after a call of the backend, and completion of work when calls return, on the
 //! test double of the driver. No compiler is needed.
 
 #![cfg(unix)]
@@ -43,7 +43,7 @@ fn set_current(context: Handle) {
 fn the_threads_context_is_the_callers_again_after_each_call() {
     let backend = device();
     let memory = backend.memory();
-    // No context at all, and another device's.
+    // Context of the caller: none, and another device's.
     for callers in [0, 0xabc0] {
         set_current(callers);
         let still = |what: &str| assert_eq!(current(), callers, "after {what}");
@@ -100,13 +100,13 @@ fn a_buffer_is_made_zeros_to_its_last_byte() {
         assert_eq!(seen, vec![0; bytes as usize]);
     }
     let nothing = std::ptr::NonNull::dangling().as_ptr();
-    // SAFETY: 0 bytes, which nobody frees.
+    // SAFETY: 0 bytes, which are never freed.
     let mut of_the_host = unsafe { DevBuffer::from_raw(MemorySpace::Host, nothing, 0, Box::new(|_| ())) };
     let refused = memory.zero(&mut of_the_host).unwrap_err().to_string();
     assert!(refused.contains("host memory"), "{refused}");
 }
 
-/// What other processes have left in a device's memory is nobody's to read.
+/// New device memory does not show what other processes have left there.
 #[test]
 fn new_memory_is_zeros_and_scratch_is_not_read() {
     let backend = device();

@@ -1,5 +1,5 @@
-//! Which kernels a run launches, on the test double of the driver: of tensors without rows none that has nothing to do,
-//! and of operands that the chosen kernel does not take the fallback's. Needs NVRTC; where there is none, a test says
+//! Launches of a run, on the test double of the driver. Tensors without rows launch no kernel without work;
+//! operands that the chosen kernel does not take launch the fallback. Needs NVRTC; without it a test prints
 //! `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
@@ -12,7 +12,7 @@ use fmha_core::{
 };
 use fmha_cuda::emulated_launches;
 
-/// The emulated device, one test's at a time: the double tells of all launches.
+/// The emulated device, for one test at a time: the double reports the launches of all tests.
 fn device() -> Option<(Device, MutexGuard<'static, ()>)> {
     static ONE: Mutex<()> = Mutex::new(());
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
@@ -114,7 +114,7 @@ fn launches_of(backend: &Device, plan: &BwdPlan, off: u64) -> usize {
     count()
 }
 
-/// Launches since somebody asked.
+/// Number of launches since the last call.
 fn count() -> usize {
     emulated_launches().unwrap().matches("\"kernel\"").count()
 }
@@ -139,7 +139,7 @@ fn a_backward_launches_what_has_rows_to_work_on() {
     }
 }
 
-/// It is the fallback's plan but for the tile, which that kernel has not.
+/// The plan equals the fallback's, except for the tile, which the fallback does not have.
 #[test]
 fn operands_that_lie_where_the_kernel_does_not_take_them_are_the_fallbacks() {
     let Some((backend, _turn)) = device() else { return };

@@ -115,8 +115,8 @@ fn the_jobs_of_no_sequence_are_those_of_one_and_of_code_there_are_none() {
     assert!(error.contains("sm90") && error.contains("mask"), "{error}");
 }
 
-/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths and heads is among
-/// what is compiled ahead for the tables' few lengths.
+/// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths
+/// and heads is among what is compiled ahead for the tables' few lengths.
 #[test]
 fn a_bundle_has_the_tiles_of_lengths_that_its_table_lacks() {
     let hopper = pretend("sm_90a");
@@ -203,7 +203,7 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");
 }
 
-/// Where a promise leaves one shape, what the others would cost was no choice.
+/// A promise that leaves one shape leaves no choice, so other shapes have no price.
 #[test]
 fn shapes_that_a_promise_leaves_no_choice_of_are_not_priced() {
     let dims = Dims { seqlen_q: 300, seqlen_k: 300, num_heads_q: 8, num_heads_kv: 8, ..DIMS };

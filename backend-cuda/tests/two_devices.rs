@@ -53,7 +53,7 @@ fn two_devices_of_one_process_have_memory_streams_and_kernels_of_their_own() {
 
     let streams = backends.each_ref().map(|backend| backend.stream().unwrap());
     let absent = fmha_cuda::nvrtc::nvrtc().err();
-    // In turns, so that each call finds the other's context behind it.
+    // Calls alternate, so that each one finds the context of the other device current.
     let mut outputs = Vec::new();
     for salt in [1, 50] {
         for (at, backend) in backends.iter().enumerate() {

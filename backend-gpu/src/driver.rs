@@ -1,4 +1,4 @@
-//! What a vendor's libraries do.
+//! Operations of a vendor's libraries.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub unsafe trait Driver: Queues + 'static {
     /// A loaded kernel; it is unloaded when it is dropped.
     type Kernel: Send + Sync;
 
-    /// What a recipe keeps of a step from call to call: tensor maps, or nothing.
+    /// State that a recipe keeps for a step from call to call: tensor maps, or nothing.
     type Kept: Default + Send + Sync;
 
     /// While it lives the device is the calling thread's; then the caller's own is again.
@@ -25,10 +25,10 @@ pub unsafe trait Driver: Queues + 'static {
     where
         Self: 'a;
 
-    /// Whether it is a test double, whose times and bounds are no device's.
+    /// Whether the driver is a test double, whose times and bounds are those of no device.
     fn is_emulated(&self) -> bool;
 
-    /// Its part in memory that processes of a host share, if it has one.
+    /// Operations on memory that processes of a host share; `None` where the driver has none.
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }
@@ -45,10 +45,10 @@ pub unsafe trait Driver: Queues + 'static {
     /// What the driver said, with the size.
     fn alloc(&self, bytes: u64) -> Result<u64>;
 
-    /// Gives memory back; what the driver says then has nobody left to hear it.
+    /// Frees memory. Errors are dropped: no caller is left to report them to.
     ///
     /// # Safety
-    /// [`alloc`](Self::alloc) gave it, and nobody uses it any more.
+    /// [`alloc`](Self::alloc) gave the memory, and nothing uses it any more.
     unsafe fn free(&self, address: u64);
 
     /// Copies, and waits until the bytes are there for every stream.
@@ -60,8 +60,9 @@ pub unsafe trait Driver: Queues + 'static {
     /// What the driver said.
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()>;
 
-    /// Memory that ends or begins beside unmapped addresses, if the driver can map any: as
-    /// [`DeviceMemory::alloc_at_edge`](fmha_core::DeviceMemory::alloc_at_edge).
+    /// Allocates memory that ends or begins next to unmapped addresses, as
+    /// [`DeviceMemory::alloc_at_edge`](fmha_core::DeviceMemory::alloc_at_edge); `None` if the driver cannot
+    /// map any.
     ///
     /// # Errors
     /// What the driver said.
@@ -78,8 +79,8 @@ pub unsafe trait Driver: Queues + 'static {
     /// Queues a kernel; the calling thread has [entered](Self::enter) its device.
     ///
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types, and the device memory that they name is
-    /// what the kernel's contract asks for. The stream is live.
+    /// `arguments` point to the kernel's parameters, in order and of the right types. The device memory that
+    /// they name has the size that the kernel's contract asks for. The stream is live.
     ///
     /// # Errors
     /// What the driver said.
@@ -91,7 +92,7 @@ pub unsafe trait Driver: Queues + 'static {
     ) -> Result<()>;
 }
 
-/// Where a vendor's compiler is found.
+/// Search for a vendor's compiler.
 pub trait Toolchain: Send + Sync + 'static {
     /// The compiler, looked for when the first kernel wants it.
     ///

@@ -1,4 +1,4 @@
-//! What every GPU backend of `fmha` has in common, whichever vendor's.
+//! Code that all GPU backends of `fmha` share, for any vendor.
 //!
 //! ```text
 //!  Vendor        a vendor's seat: its driver, the facts of its devices, its recipes best first, its ranges

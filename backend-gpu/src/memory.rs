@@ -1,4 +1,4 @@
-//! Device memory for callers who have none of their own.
+//! Device memory for callers that have none of their own.
 
 use std::sync::Arc;
 

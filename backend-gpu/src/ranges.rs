@@ -1,5 +1,5 @@
-//! Named ranges of the calling thread, which a profiler shows beside what the device does: around each plan, each run,
-//! and each launch of a run. The replay of a graph launches nothing here, and has no range.
+//! Named ranges of the calling thread, which a profiler shows next to the device's work: one for each plan,
+//! each run, and each launch of a run. The replay of a graph launches nothing on the host and has no range.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fmt::Arguments;
@@ -75,7 +75,7 @@ impl Ranges {
 pub(crate) struct Range(Option<(Functions, CString)>);
 
 impl Range {
-    /// Opens it until the result is dropped, whichever way the scope ends.
+    /// Opens the range until the result is dropped.
     pub(crate) fn open(&self) -> Open {
         let functions = self.0.as_ref().map(|(functions, name)| {
             // SAFETY: a text with its NUL; whoever gave the function promised what it does.

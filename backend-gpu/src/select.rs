@@ -1,4 +1,4 @@
-//! Which recipe of a family takes a problem.
+//! Selection of the recipe of a family that takes a problem.
 
 use fmha_core::backend::unsupported;
 use fmha_core::{PlanOptions, Refusal, Result};

@@ -14,13 +14,13 @@ use crate::recipe::{GpuProblem, Planned, Vendor};
 
 /// One launch.
 pub struct Step<D: Driver> {
-    /// What it does for the plan.
+    /// Purpose of the step in the plan.
     pub stage: Stage,
     /// Absent, for the reason that is said, where there was no compiler.
     pub(crate) module: Result<Arc<Module<D::Kernel>>, String>,
     pub(crate) grid: Grid,
     pub(crate) range: Range,
-    /// What the recipe keeps of it from call to call.
+    /// State that the recipe keeps for the step from call to call.
     pub kept: D::Kept,
 }
 
@@ -96,30 +96,30 @@ pub(crate) struct Ready<P: GpuProblem, V: Vendor> {
     pub(crate) range: Range,
 }
 
-/// What a plan launches.
+/// Launches of a plan.
 pub(crate) struct Handle<P: GpuProblem, V: Vendor> {
     pub(crate) driver: Option<Arc<V::Driver>>,
     pub(crate) chosen: Ready<P, V>,
-    /// What serves operands whose addresses the chosen kernel does not take, if the caller allows it.
+    /// Plan for operands whose addresses the chosen kernel does not take, if the caller allows a fallback.
     pub(crate) fallback: Option<Ready<P, V>>,
 }
 
 impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
-        // The fallback takes them all, and `launch` asks which of the two it is.
+        // The fallback takes all addresses, and `launch` chooses between the two plans.
         if self.fallback.is_some() { Ok(()) } else { self.chosen.planned.takes_addresses(call) }
     }
 
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {
-        // For all of the run: what a recipe asks of the driver needs the device too.
+        // Stays entered for the whole run: the driver calls of a recipe need the device too.
         let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
         let Ready { planned, steps, range } = match &self.fallback {
             Some(fallback) if self.chosen.planned.takes_addresses(call).is_err() => fallback,
             _ => &self.chosen,
         };
         let _range = range.open();
-        // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or just now, and the
-        // device is entered.
+        // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or
+        // just now, and the device is entered.
         unsafe { planned.kernel.launch(steps, call) }
     }
 }

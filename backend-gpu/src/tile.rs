@@ -1,21 +1,21 @@
-//! Whose tile a plan has: the user's, a measured one, or the kernel's own.
+//! Source of a plan's tile: the user, a measurement, or the kernel's own table.
 
 use fmha_core::PlanOptions;
 use fmha_core::tune::TileOptions;
 
 use crate::recipe::{Facts, Tiles};
 
-/// Where a plan's tile comes from.
+/// Source of a plan's tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileFrom {
-    /// The kernel's own choice, and what the user sets of it.
+    /// The kernel's own choice, with the fields that the user sets.
     Table,
-    /// What `fmha tune` has kept.
+    /// A tile that `fmha tune` has measured and kept.
     Tuned,
 }
 
 impl TileFrom {
-    /// As a plan tells it.
+    /// Name and text of this line in a plan.
     #[must_use]
     pub fn detail(self) -> (&'static str, String) {
         let words = match self {

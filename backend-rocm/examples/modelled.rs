@@ -1,5 +1,6 @@
-//! Writes `docs/kernels/cdna-fwd.tsv`, `cdna-bwd.tsv`, `rdna-bwd.tsv` and `cdna-decode.tsv`: registers, occupancy and the modelled passes of
-//! the main loops. `modelled fwd`, `modelled bwd` and `modelled decode` write one of them.
+//! Writes `docs/kernels/cdna-fwd.tsv`, `cdna-bwd.tsv`, `rdna-bwd.tsv` and `cdna-decode.tsv`: registers,
+//! occupancy and the modelled passes of the main loops. `modelled fwd`, `modelled bwd` and `modelled decode`
+//! write one of them.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -1,4 +1,4 @@
-//! From an entry's text to a code object: an installed clang, or hipRTC.
+//! Compilation of an entry's text to a code object, by an installed clang or by hipRTC.
 
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use crate::driver::{owned, search, sys::Handle, sys::Hiprtc};
 use crate::resources::Resources;
 
-/// What compiles.
+/// Kinds of compiler.
 pub(crate) enum Compiler {
     /// A clang that knows AMDGPU. It needs neither ROCm's headers nor its device library.
     Clang { path: PathBuf, version: String },
@@ -25,7 +25,7 @@ pub(crate) enum Compiler {
 /// Names tried when `FMHA_HIP_CLANG` says nothing; ROCm's own clang is under `llvm/bin`.
 const CLANGS: [&str; 4] = ["clang-22", "clang", "/opt/rocm/llvm/bin/clang", "clang-21"];
 
-/// Flags beside the architecture. `-fuse-cuid=none`: else equal text gives unequal bytes.
+/// Flags in addition to the architecture. Without `-fuse-cuid=none` equal text gives unequal bytes.
 const CLANG_FLAGS: [&str; 8] = [
     "-x",
     "hip",
@@ -38,11 +38,11 @@ const CLANG_FLAGS: [&str; 8] = [
     "-gline-tables-only",
 ];
 
-/// What either compiler is told of the code.
+/// Options of the code for both compilers.
 pub(crate) const COMPILE_OPTIONS: [&str; 2] = ["-O3", "-std=c++20"];
 
-/// What either compiler is told of an architecture alone. On gfx1100 LLVM gives half registers numbers of their own
-/// ("true16"), which no kernel here gains by and which the emulator does not read.
+/// Options of both compilers for one architecture alone. On gfx1100 LLVM gives half registers their own
+/// numbers ("true16"); no kernel here gains by that, and the emulator does not read it.
 pub(crate) const fn options_of(arch: Arch) -> &'static [&'static str] {
     match arch {
         Arch::Gfx1100 => &["-Xclang", "-target-feature", "-Xclang", "-real-true16"],
@@ -84,7 +84,7 @@ impl Compiler {
 }
 
 impl cache::Compiler for Compiler {
-    /// A clang is told by its path too: a script may stand in for it.
+    /// The identity of a clang contains its path, because a script may take its place.
     fn identity(&self) -> String {
         match self {
             Compiler::Clang { path, version } => format!("{version} ({})", path.display()),
@@ -223,7 +223,7 @@ fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {
             (rtc.hiprtcGetProgramLogSize)(program.handle, &raw mut bytes)
         })?;
         let mut log = vec![0u8; bytes];
-        // SAFETY: the buffer has the size that hipRTC asked for.
+        // SAFETY: the buffer has the size that hipRTC gave.
         check("hiprtcGetProgramLog", unsafe {
             (rtc.hiprtcGetProgramLog)(program.handle, log.as_mut_ptr().cast())
         })?;
@@ -234,7 +234,7 @@ fn with_hiprtc(rtc: &Hiprtc, job: &KernelJob) -> Result<Vec<u8>> {
     // SAFETY: the program was compiled.
     check("hiprtcGetCodeSize", unsafe { (rtc.hiprtcGetCodeSize)(program.handle, &raw mut bytes) })?;
     let mut code = vec![0u8; bytes];
-    // SAFETY: the buffer has the size that hipRTC asked for.
+    // SAFETY: the buffer has the size that hipRTC gave.
     check("hiprtcGetCode", unsafe { (rtc.hiprtcGetCode)(program.handle, code.as_mut_ptr().cast()) })?;
     Ok(code)
 }

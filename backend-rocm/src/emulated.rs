@@ -19,8 +19,8 @@ static DOUBLE: OnceLock<PathBuf> = OnceLock::new();
 /// The `ordinal`-th device of `arch` among those of the double.
 ///
 /// # Errors
-/// [`Error::NoDevice`](fmha_core::Error::NoDevice) where the double's file is not found or does not open, or has no such
-/// device.
+/// [`Error::NoDevice`](fmha_core::Error::NoDevice) where the double's file is not found or does not open, or
+/// has no such device.
 pub(crate) fn open(arch: Arch, ordinal: usize) -> Result<Driver> {
     let path = HIP.find()?;
     let mut driver = Driver::open(search::hip_at(std::slice::from_ref(&path))?, 0, true)?;
@@ -37,9 +37,9 @@ pub(crate) fn open(arch: Arch, ordinal: usize) -> Result<Driver> {
     }
 }
 
-/// What the launches on the double did since this was last asked (of the first time none, for counting begins with it), as a
-/// JSON array, oldest first, of 64 at most: `kernel`, `grid`, `block`, `counters` and `instructions` by name. `None` where
-/// this process runs on no double.
+/// Launches on the double since the last call (none at the first call, which starts the count), as a JSON
+/// array, oldest first, at most 64: `kernel`, `grid`, `block`, `counters` and `instructions` by name. `None`
+/// if this process uses no double.
 #[must_use]
 pub fn emulated_launches() -> Option<String> {
     let path = DOUBLE.get()?;
@@ -52,6 +52,6 @@ pub fn emulated_launches() -> Option<String> {
             library.get::<unsafe extern "C" fn(*mut c_char)>(b"fmhaEmulatorForget\0").ok()?,
         )
     };
-    // SAFETY: the double gives a string that lives until it is told to forget it.
+    // SAFETY: the double gives a string that lives until `forget` is called with it.
     Some(unsafe { launches_of(*launches, *forget) })
 }

@@ -34,7 +34,7 @@ impl Vendor for Rocm {
     }
 }
 
-/// ROCTx's functions, by which rocprofv3 is told; rocprof's own library of older ROCm has them too.
+/// Functions of ROCTx, which rocprofv3 reads; rocprof's own library of older ROCm has them too.
 fn roctx() -> Ranges {
     // SAFETY: ROCTx's functions of these names take a text, or nothing, and return an int.
     unsafe { Ranges::open(search::roctx(), c"roctxRangePushA", c"roctxRangePop") }

@@ -27,13 +27,12 @@ use crate::driver::{Driver, search};
 use crate::kernels::Rocm;
 use fmha_kernels_hip::DeviceFacts;
 
-/// Device `ordinal` of the machine, or with `emulate` of the architectures of [`Arch`] of the
-/// emulator, whose driver library lies in `FMHA_EMULATOR_DIR` or beside the program.
+/// Opens device `ordinal` of the machine, or with `emulate` a device of the emulator, for the architectures
+/// of [`Arch`]. The emulator's driver library lies in `FMHA_EMULATOR_DIR` or next to the program.
 ///
 /// # Errors
-/// [`Error::NoDevice`](fmha_core::Error::NoDevice) with every library that was tried, or the driver's words; a bundle
-/// of
-/// `FMHA_BUNDLE` that is not whole.
+/// [`Error::NoDevice`](fmha_core::Error::NoDevice) with every library that was tried, or the driver's text; a
+/// bundle of `FMHA_BUNDLE` that is not complete.
 pub fn open(ordinal: usize, emulate: Option<&str>) -> Result<Device> {
     let driver = match emulate {
         None => Driver::open(search::hip()?, ordinal, false)?,
@@ -68,7 +67,7 @@ fn backend(name: String, facts: DeviceFacts, driver: Option<Driver>) -> Result<D
     Ok(Device::new(backend))
 }
 
-/// A clang or hipRTC, whichever is installed.
+/// The compiler that is installed: a clang or hipRTC.
 #[derive(Default)]
 struct Installed(OnceLock<Compiler>);
 

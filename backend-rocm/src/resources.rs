@@ -1,4 +1,4 @@
-//! What a code object says of its one kernel.
+//! Resources in a code object of one kernel.
 
 use fmha_core::ResourceUsage;
 
@@ -82,7 +82,7 @@ mod tests {
         [&head, key.as_bytes()].concat()
     }
 
-    /// What stands before and behind the pair is not of it.
+    /// Makes an object with bytes before and after the pairs that do not belong to them.
     fn object(pairs: &[(&str, &[u8])]) -> Vec<u8> {
         let mut bytes = b"\x7fELF of no size".to_vec();
         for (key, number) in pairs {

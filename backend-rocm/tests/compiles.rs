@@ -75,14 +75,14 @@ fn problems(fp8: DType, fp8_wide: DType) -> Vec<(String, FwdProblem)> {
     all
 }
 
-/// Each problem on one architecture, in turn: a kernel takes seconds to compile.
+/// Compiles each problem for one architecture, in rotation: a kernel takes seconds to compile.
 #[test]
 fn every_branch_of_the_contract_compiles_somewhere_without_spills() {
     none_spills(|problem, name, arch| problem % Arch::CDNA.len() == arch && !has_a_twin(name));
 }
 
-/// Whether another problem differs in which 16-bit type, or which of the architecture's two FP8 types: in the products' mnemonic
-/// and in conversions, which takes as many registers. Of each type one is not called so.
+/// Whether another problem differs in which 16-bit type, or which of the architecture's two FP8 types: in the
+/// products' mnemonic and in conversions, which takes as many registers. Of each type one is not called so.
 fn has_a_twin(name: &str) -> bool {
     (name.starts_with("f16/") || name.starts_with("e5m2")) && !name.ends_with("d128x128")
 }
@@ -93,7 +93,8 @@ fn every_branch_of_the_contract_compiles_everywhere_without_spills() {
     none_spills(|_, _, _| true);
 }
 
-/// On RDNA: a few of the problems, the widest rows that have the fewest registers to spare among them.
+/// Compiles a few of the problems for RDNA, among them those with the widest rows that have the fewest
+/// registers to spare.
 #[test]
 fn branches_of_the_contract_compile_on_rdna_without_spills() {
     if !support::clang_is_there() {
@@ -159,7 +160,7 @@ fn spilled_on(arch: Arch, compiles: &dyn Fn(usize, &str) -> bool) -> Vec<String>
     spilled
 }
 
-/// What a decode kernel is compiled for, in every branch.
+/// Problems for every branch of a decode kernel.
 fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
     let paged = |dtype, (head_dim_qk, head_dim_v)| {
         let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..DIMS };

@@ -226,7 +226,7 @@ fn a_graph_of_decoding_replays_with_any_lengths() {
             if state >> 30 == 0 { 0 } else { 1 + (state >> 8) as usize % longest }
         };
         for replay in 0..12 {
-            // All and none of the keys among them.
+            // Lengths with all keys and with none among them.
             let lengths: [usize; 4] = match replay {
                 0 => [BOUND; 4],
                 1 => [0; 4],
@@ -342,7 +342,7 @@ fn workgroups_that_walk_over_tiles_write_the_bits_of_those_that_have_one() {
         let run = |tile: &[(&str, &str)]| {
             let options = PlanOptions::default().tile(tile.iter().copied());
             let plan = backend.plan_fwd(&problem, &options).unwrap();
-            // What no workgroup writes differs from what was there.
+            // Output that no workgroup writes keeps these bytes.
             let mut o = upload(&backend, &vec![0x5a; q.bytes() as usize]);
             let mut lse = upload(&backend, &vec![0x5a; extents.lse_elems as usize * 4]);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice_mut());
@@ -381,7 +381,7 @@ fn a_plan_runs_on_the_device_that_made_it_alone() {
     );
     let error = plan.run(&mut args, &twin.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("stream is of the device"), "{error}");
-    // Its maker goes on to the arguments.
+    // A stream of the maker passes this check; the next one refuses the arguments.
     let error = plan.run(&mut args, &maker.default_stream()).unwrap_err().to_string();
     assert!(error.starts_with("q is in Host memory"), "{error}");
 }

@@ -62,7 +62,7 @@ fn two_devices_of_one_process_have_memory_streams_and_events_of_their_own() {
     let backends = [one, two];
     let buffers = [upload(&backends[0], 3), upload(&backends[1], 9)];
     let streams = backends.each_ref().map(|backend| backend.stream().unwrap());
-    // In turns, so that each call finds the other's device behind it.
+    // Calls alternate, so that each one finds the other device current.
     for _ in 0..2 {
         for (at, backend) in backends.iter().enumerate() {
             assert_eq!(download(backend, &buffers[at]), [[3; 64], [9; 64]][at]);
@@ -200,7 +200,7 @@ fn a_stream_that_was_ended_is_refused_and_the_default_one_goes_on() {
     }
 }
 
-/// The double's events tell the host's time, so that what the host measures around them is more.
+/// Events of the double have the host's time, so the host measures more around them.
 #[test]
 fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() {
     const WAIT: Duration = Duration::from_millis(2);
@@ -211,7 +211,7 @@ fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() 
         Ok(())
     };
     let seconds = backend.default_stream().seconds(wait).unwrap();
-    // The driver tells milliseconds in an f32.
+    // The driver gives milliseconds in an f32.
     let (least, most) = (WAIT.as_secs_f64() * (1.0 - 1e-6), around.elapsed().as_secs_f64() * (1.0 + 1e-6));
     assert!(least <= seconds && seconds <= most, "{seconds} is not from {least} to {most}");
     let (start, stop) = (backend.event().unwrap(), backend.event().unwrap());
@@ -220,7 +220,7 @@ fn a_span_lies_between_the_wait_in_it_and_the_time_around_it_and_has_two_ends() 
     assert!(error.starts_with("hipEventElapsedTime failed"), "{error}");
 }
 
-/// What other processes have left in a device's memory is nobody's to read.
+/// New device memory does not show what other processes have left there.
 #[test]
 fn new_memory_is_zeros_and_scratch_is_not_read() {
     let Some(backend) = device("gfx942") else { return };

@@ -1,4 +1,4 @@
-//! Which calls share a kernel. Nothing is compiled.
+//! Calls that share a kernel. Nothing is compiled.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +18,7 @@ fn bf16(dims: Dims) -> FwdProblem {
     FwdProblem::batch(DType::Bf16, dims)
 }
 
-/// What would be compiled.
+/// Source of the kernel for a problem.
 fn kernel(problem: &FwdProblem) -> String {
     let backend = fmha_rocm::pretend("gfx942").unwrap();
     let jobs = backend
@@ -35,7 +35,7 @@ const LENGTHS: [u32; 9] = [1, 64, 65, 128, 129, 256, 257, 1000, 10000];
 /// Name, problem.
 type Calls = Vec<(&'static str, FwdProblem)>;
 
-/// What the main loop does not meet: each of it would multiply the kernels.
+/// Changes that the main loop does not depend on: each would otherwise multiply the kernels.
 fn changes_of_numbers(base: &FwdProblem) -> Calls {
     let with = |change: &dyn Fn(&mut FwdProblem)| {
         let mut problem = base.clone();
@@ -118,7 +118,7 @@ fn rows_of_odd_addresses_share_a_kernel() {
     assert_ne!(kernel(&plain), kernel(&bf16(DIMS)));
 }
 
-/// What the products of a backward call would be compiled from.
+/// Sources of the products of a backward call.
 fn products(problem: BwdProblem) -> Vec<String> {
     let backend = fmha_rocm::pretend("gfx942").unwrap();
     let problem = problem.validate().unwrap();
@@ -128,7 +128,7 @@ fn products(problem: BwdProblem) -> Vec<String> {
     entries.filter(|entry| entry.contains("kTile")).collect()
 }
 
-/// All but the launches before and behind, which go row by row.
+/// Tests the products alone, without the launches before and after, which go row by row.
 #[test]
 fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
     for mask in ["0", "b"] {
@@ -148,7 +148,7 @@ fn what_the_backwards_products_do_not_meet_asks_for_no_other_kernels() {
     assert_ne!(products(softcap), products(BwdProblem::new(bf16(DIMS))));
 }
 
-/// What would be compiled for a problem's gradients.
+/// Source of the kernels for a problem's gradients.
 fn gradients(compiler: &dyn Precompile, problem: &ValidBwd) -> Vec<String> {
     let jobs = compiler.jobs(AnyProblem::Backward(problem), &PlanOptions::default()).unwrap();
     jobs.into_iter().map(|job| job.source.entry).collect()

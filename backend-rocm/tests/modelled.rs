@@ -38,7 +38,7 @@ fn rows_are_current(dtypes: fn(DType) -> bool) {
     assert!(committed.len() > 10);
 }
 
-/// Of WMMA the narrowest rows; the others with `--all`.
+/// Rows with the smallest head dimension; `--all` checks the other rows.
 #[test]
 fn rows_of_the_committed_table_of_the_backward_on_wmma_are_current() {
     rows_on_wmma_are_current(|_, head_dim| head_dim == 64);

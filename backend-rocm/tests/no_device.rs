@@ -1,4 +1,4 @@
-//! Where there is no AMD GPU: what a user is told, by the real library if it is installed.
+//! Messages to a user without an AMD GPU, from the real library if it is installed.
 
 use fmha_core::Error;
 

@@ -1,4 +1,4 @@
-//! What plans say, and refusals. Most are made in a process that finds no compiler: a plan is whole without code.
+//! Texts of plans and refusals. Most are made in a process that finds no compiler: a plan needs no code.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -222,7 +222,7 @@ fn a_process_that_plans_backward_and_combine() {
     assert_eq!(refusals(backend.plan_combine(&combine(), &asking("simt"))), [unknown]);
 }
 
-/// Where it would be launched, a plan without code is none.
+/// A plan without code is refused where it would be launched.
 #[test]
 fn a_device_without_a_compiler_has_no_plan() {
     without_a_compiler("a_process_that_plans_for_a_device");
@@ -315,7 +315,7 @@ fn rdna_sums_gradients_on_wmma() {
     }
 }
 
-/// What the forward on WMMA refuses by name, decode takes: no fallback is asked for.
+/// Decode takes the problems that the forward on WMMA refuses by name, without a fallback.
 #[test]
 fn rdna_decodes_pages_appends_and_parts_of_the_keys() {
     let short = Dims { seqlen_q: 1, ..DIMS };

@@ -1,11 +1,12 @@
-//! The C library under a prefix, as a package manager wants it: header, shared and static library with the links that a
-//! linker and a loader ask for, and what pkg-config reads. `cargo xtask c-install` and the tests share it.
+//! The C library under a prefix, for a package manager: the header, the shared and static library with the
+//! links that a linker and a loader need, and the file for pkg-config. `cargo xtask c-install` and the tests
+//! share this file.
 
 use std::fs;
 use std::io::{Error, ErrorKind, Result};
 use std::path::Path;
 
-/// What the static library needs besides itself: `rustc --print native-static-libs` on Linux.
+/// Libraries that the static library needs: `rustc --print native-static-libs` on Linux.
 const STATIC_LIBRARIES: &str = "-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc";
 
 /// The numbers of a version that a program is bound to: before 1.0 the minor one too.
@@ -15,7 +16,7 @@ fn abi(version: &str) -> Option<&str> {
     Some(if major == "0" { &version[..major.len() + 1 + minor.len()] } else { major })
 }
 
-/// The library's version, whichever crate this file is part of: the workspace's.
+/// Version of the workspace, for any crate that includes this file.
 fn version(source: &Path) -> Result<String> {
     let manifest = source.join("../../Cargo.toml");
     let text = fs::read_to_string(&manifest).map_err(|error| at(&manifest, &error))?;

@@ -63,7 +63,7 @@ struct Wanted<'a> {
 
 impl BundleArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
-        // Compiling takes minutes: whether its result can be kept is asked first.
+        // Compiling takes minutes, so the output path is checked first.
         target::check("out", &self.out, &[])?;
         let backends = self.arch.iter().map(|arch| Device::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
         let mut wanted = BTreeMap::new();

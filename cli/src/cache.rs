@@ -6,24 +6,24 @@ use fmha::{Append, DType, Dims, FwdProblem, KvLayout, Rotary, RotaryPairs};
 use crate::failure::Failure;
 use crate::options::{at_least_0, at_least_1, dtype};
 
-/// What happens to a KV cache besides reading it in place.
+/// Options for a KV cache, apart from reading it in place.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "KV cache (made-up data, --mode 0)")]
 pub(super) struct CacheOptions {
-    /// K and V lie in pages of so many rows, scattered; 0 = they do not
+    /// Rows of a page: K and V lie in scattered pages; 0 = they do not
     #[arg(long, visible_alias = "page_block_size", value_name = "N", default_value = "0", value_parser = at_least_0("page_size"), allow_negative_numbers = true)]
     page_size: u32,
 
-    /// New rows of each sequence, written to the cache first; it has seqlen_k minus so many before,
+    /// New rows of each sequence, written to the cache first; the cache has seqlen_k minus this many before,
     /// or --seqused-k; 0 = none
     #[arg(long, visible_alias = "s_knew", value_name = "N", default_value = "0", value_parser = at_least_0("append"), allow_negative_numbers = true)]
     append: u32,
 
-    /// Leading elements of Q's and the new keys' rows that turn by their positions; 0 = none
+    /// Number of leading elements of Q's and the new keys' rows that are rotated by their positions; 0 = none
     #[arg(long = "rotary", visible_alias = "rotary_dim", value_name = "DIM", default_value = "0", value_parser = at_least_0("rotary_dim"), allow_negative_numbers = true)]
     rotary_dim: u32,
 
-    /// They turn in pairs of neighbours (GPT-J), not i with i + DIM / 2 (GPT-NeoX)
+    /// Rotate pairs of neighbours (GPT-J), not i with i + DIM / 2 (GPT-NeoX)
     #[arg(long, visible_alias = "rotary_interleaved")]
     interleaved: bool,
 
@@ -31,7 +31,7 @@ pub(super) struct CacheOptions {
     #[arg(long, value_name = "N", value_parser = at_least_1("max_pos"), allow_negative_numbers = true)]
     max_pos: Option<u32>,
 
-    /// FP8 type of the cache beside 16-bit queries, with the factors of --qscale: fp8, bf8, ...
+    /// FP8 type of the cache with 16-bit queries, with the factors of --qscale: fp8, bf8, ...
     #[arg(long = "cache-type", value_name = "TYPE", value_parser = dtype("cache_type"))]
     dtype_cache: Option<DType>,
 
@@ -86,7 +86,7 @@ impl CacheOptions {
         Ok(())
     }
 
-    /// How K and V lie.
+    /// Layout of K and V.
     pub(super) fn kv_layout(&self) -> KvLayout {
         match self.page_size {
             0 => KvLayout::Strided,
@@ -99,12 +99,12 @@ impl CacheOptions {
         self.dtype_cache.unwrap_or(dtype)
     }
 
-    /// Whether each sequence's length in the cache is to be said.
+    /// Whether the problem needs the length of each sequence in the cache.
     pub(super) fn wants_lengths(&self) -> bool {
         self.append > 0 || self.rotary_dim > 0
     }
 
-    /// That length, where the user says none.
+    /// Length of each sequence in the cache, if the user gives none.
     pub(super) fn length_before(&self, seqlen_k: u32) -> Result<u32, Failure> {
         seqlen_k
             .checked_sub(self.append)
@@ -131,7 +131,7 @@ impl CacheOptions {
         Ok(places)
     }
 
-    /// The problem with what is asked for.
+    /// Sets the options in a problem.
     pub(super) fn apply(&self, problem: &mut FwdProblem) {
         (problem.cache.dtype, problem.cache.v_in_k, problem.cache.tree_mask) =
             (self.dtype_cache, self.v_in_k, self.tree);

@@ -1,4 +1,4 @@
-//! A result against f64, or against what the user says it is to be.
+//! Comparison of a result with f64, or with values from the user.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use crate::files::Tensor;
 use crate::job::Call;
 use crate::progress::Progress;
 
-/// How much is compared with the reference.
+/// Extent of the comparison with the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verify {
     None,
-    /// All where that takes a moment, else a sample.
+    /// All of it if that takes a moment, otherwise a sample.
     Auto,
     Full,
     Sample,
@@ -48,12 +48,12 @@ pub(super) fn verify(text: &str) -> Result<Verify, String> {
 const AUTO_BUDGET: f64 = 5e9;
 const SAMPLE_BUDGET: f64 = 4e8;
 
-/// What was compared, and what came of it.
+/// Comparison and its result.
 #[derive(Debug, Default)]
 pub(super) struct Checked {
     verdict: Verdict,
     expected: Option<Expected>,
-    /// How much, for people; empty where nothing was compared with the reference.
+    /// Extent as text; empty if nothing was compared with the reference.
     extent: String,
 }
 
@@ -83,7 +83,7 @@ impl Checked {
         })
     }
 
-    /// What is to be told, a line each.
+    /// Lines of the report.
     pub(super) fn lines(&self) -> Vec<String> {
         let mut lines: Vec<String> = self.verdict.tensors.iter().map(ToString::to_string).collect();
         lines.extend(self.verdict.faults.iter().cloned());
@@ -99,7 +99,7 @@ impl fmt::Display for Expected {
     }
 }
 
-/// Everything that was asked to be compared. Results are on the host.
+/// Makes all requested comparisons. Results are on the host.
 pub(super) fn check(
     call: &Call,
     verify: Verify,
@@ -160,7 +160,7 @@ fn meaningful(verdict: Verdict) -> Result<Verdict, Failure> {
     Ok(verdict)
 }
 
-/// How much of a result was compared.
+/// Text for the compared part of a result.
 fn extent(selection: &Selection, pairs: usize, of_pairs: &str, of_rows: &str) -> String {
     if !selection.is_partial() {
         return "every element compared".to_owned();

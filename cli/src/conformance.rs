@@ -41,11 +41,11 @@ pub(super) struct ConformanceArgs {
     #[arg(long, value_name = "REGEX", value_parser = regex)]
     filter: Option<Regex>,
 
-    /// In place of the battery's, COUNT cases (1000 where it is left out) that SEED decides
+    /// Run COUNT cases (1000 by default) that SEED decides, in place of the battery's
     #[arg(long, value_name = "SEED[:COUNT]", allow_hyphen_values = true)]
     drawn: Option<Drawn>,
 
-    /// Of their kernels only part I of N, with all cases that each of those serves
+    /// Only part I of N of the cases' kernels, each with all cases that it serves
     #[arg(long, value_name = "I/N", allow_hyphen_values = true)]
     deal: Option<Deal>,
 
@@ -79,7 +79,7 @@ impl ConformanceArgs {
             let filter = self.filter.map(|filter| filter.to_string()).unwrap_or_default();
             return Err(Failure::wrong(format!("filter `{filter}` finds 0 of {count} cases")));
         }
-        // Which kernels a case needs is the backend's to say; names alone need none.
+        // The backend says which kernels a case needs; a list of names needs none.
         if self.list && self.deal.is_none() {
             return list(out, &cases);
         }
@@ -93,7 +93,7 @@ impl ConformanceArgs {
             let known = known.join(", ");
             return Err(Failure::wrong(format!("kernel `{kernel}` is none of {}: {known}", backend.name())));
         }
-        // Any kernel that is right will do, unless it is one kernel that is asked about.
+        // Any correct kernel will do, unless the user has named one.
         plan.allow_fallback |= plan.kernel.is_none();
         let cases = match self.deal {
             Some(deal) => deal.of(cases, &backend, &plan),
@@ -123,14 +123,14 @@ impl ConformanceArgs {
                     progress.at(done, total);
                     let text = (case.outcome == Outcome::Failed)
                         .then(|| format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
-                    // Nobody is told any more where a write has failed.
+                    // After a failed write there is no reader left.
                     if tell.send(text).is_err() || !failure::is_read() {
                         return ControlFlow::Break(());
                     }
                     ControlFlow::Continue(())
                 })
             });
-            // As they are found: a run may take hours.
+            // Prints cases as they end: a run may take hours.
             for text in told.into_iter().flatten() {
                 if !self.json {
                     progress.beside(|| writeln!(out, "{text}").and_then(|()| out.flush()))?;

@@ -21,11 +21,11 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE|NAME")]
     q: Option<String>,
 
-    /// K: likewise
+    /// K: as Q
     #[arg(long, value_name = "FILE|NAME")]
     k: Option<String>,
 
-    /// V: likewise; with --vlayout c, [batch, dim, heads, seq] or (--iperm) [batch, heads, dim, seq]
+    /// V: as Q; with --vlayout c, [batch, dim, heads, seq] or (--iperm) [batch, heads, dim, seq]
     #[arg(long, value_name = "FILE|NAME")]
     v: Option<String>,
 
@@ -42,16 +42,16 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE")]
     export: Option<PathBuf>,
 
-    /// Where O goes: .npy, or .safetensors (which takes LSE, or the gradients, too); rows beyond a
-    /// sequence's length are NaN
+    /// File for O: .npy, or .safetensors (which takes LSE, or the gradients, too); rows beyond a sequence's
+    /// length are NaN
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 
-    /// Where LSE goes: .npy
+    /// File for LSE: .npy
     #[arg(long, value_name = "FILE")]
     out_lse: Option<PathBuf>,
 
-    /// What O is to be: a .npy file, or with --input a tensor's name
+    /// Expected O: a .npy file, or with --input a tensor's name
     #[arg(long, value_name = "FILE|NAME")]
     expect: Option<String>,
 }
@@ -63,13 +63,13 @@ pub(super) struct OwnData {
     pub(super) k: Tensor,
     pub(super) v: Tensor,
     archive: Option<Archive>,
-    /// Where the other operands come from, as far as the user has said.
+    /// Sources of the other operands, as far as the user has given them.
     chosen: Vec<(&'static str, String)>,
     /// A bias is read early: its type makes the problem.
     bias: Option<Tensor>,
 }
 
-/// An input beside Q, K and V that a problem has: what its tensor must be.
+/// Requirements on the tensor of an input other than Q, K and V.
 pub(super) struct Wanted {
     pub(super) name: &'static str,
     pub(super) operand: Operand,
@@ -91,7 +91,7 @@ fn operand(text: &str) -> Result<(&'static str, String), String> {
     }
 }
 
-/// What a problem reads beside Q, K, V and lengths.
+/// Inputs of a problem other than Q, K, V and lengths.
 pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
     let fwd = &setup.fwd;
     let dims = fwd.dims;
@@ -138,7 +138,7 @@ pub(super) fn operands_of(setup: &Setup) -> Vec<Wanted> {
 }
 
 impl OwnData {
-    /// The tensor of an operand; one that the user did not bring is not made up beside tensors of theirs.
+    /// Tensor of an operand. It is not made up if the user has brought other tensors and not this one.
     pub(super) fn operand(&self, wanted: &Wanted) -> Result<Tensor, Failure> {
         let Wanted { name, dtype, ref shape, .. } = *wanted;
         let tensor = if name == "bias" && self.bias.is_some() {
@@ -271,7 +271,7 @@ impl DataArgs {
         Ok(Some(OwnData { given, q, k, v, archive, chosen, bias }))
     }
 
-    /// Where results go; refuses what could not be written, before anything is computed.
+    /// Files for results. Refuses those that could not be written, before anything is computed.
     pub(super) fn outputs(&self, setup: &Setup) -> Result<Outputs, Failure> {
         if let Some(path) = &self.out_lse {
             if !setup.fwd.write_lse || setup.bwd.is_some() {
@@ -330,7 +330,7 @@ impl DataArgs {
         stage_safetensors(path, &inputs())?.publish().map(Some)
     }
 
-    /// What O is to be, if the user says so, with O's shape.
+    /// Expected O with O's shape, if the user gives one.
     pub(super) fn expected(&self, setup: &Setup, own: Option<&OwnData>) -> Result<Option<Tensor>, Failure> {
         let Some(name) = &self.expect else { return Ok(None) };
         if setup.bwd.is_some() {
@@ -383,7 +383,7 @@ pub(super) fn file_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u
     of_batch(batch, rows, layout)
 }
 
-/// The same for a column-major V.
+/// Shape of a file with a column-major V.
 pub(super) fn col_major_shape(shape: Shape, permuted: bool, layout: QLayout) -> Vec<u64> {
     let [batch, seq, head, dim] = [shape.batch, shape.seq, shape.head, shape.dim].map(u64::from);
     let rows = if permuted { vec![head, dim, seq] } else { vec![dim, head, seq] };
@@ -407,7 +407,7 @@ pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
     }
 }
 
-/// Where results go.
+/// Files for results.
 pub(super) struct Outputs {
     o: Option<PathBuf>,
     lse: Option<PathBuf>,
@@ -416,7 +416,7 @@ pub(super) struct Outputs {
 }
 
 impl Outputs {
-    /// Writes what was asked for, all of it or nothing; `tensor` gives a result by its name.
+    /// Writes the requested files, all of them or none; `tensor` gives a result by its name.
     pub(super) fn write(
         &self,
         mut tensor: impl FnMut(&'static str) -> Result<Option<Tensor>, Failure>,

@@ -34,7 +34,8 @@ pub(super) struct ExplainArgs {
     #[command(flatten)]
     backend: BackendArgs,
 
-    /// Plan for this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100) with no device: nothing is opened, nothing runs
+    /// Plan for this architecture (sm_80, sm_90a, sm_100a, gfx942, gfx1100) with no device: nothing is
+    /// opened, nothing runs
     #[arg(long, value_name = "ARCH", conflicts_with_all = ["backend", "emulate"])]
     arch: Option<String>,
 
@@ -136,7 +137,7 @@ impl ExplainArgs {
     }
 }
 
-/// What a time can be modelled from: a slow kernel's has nothing to do with the device's peaks.
+/// Facts for a model of the time; `None` for a slow kernel, whose time does not follow the device's peaks.
 pub(super) fn model_of<P: Problem>(plan: &Plan<P>) -> Option<Explain> {
     (!plan.is_fallback()).then(|| plan.explain().clone())
 }

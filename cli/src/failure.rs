@@ -1,12 +1,12 @@
-//! How a command ends when it does not end well.
+//! Failures of a command.
 
 use std::io;
 use std::path::Path;
 
-/// Why the command stopped.
+/// Reason why the command stopped.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// Whoever read our output has gone: nothing to say, nobody to say it to.
+    /// The reader of our output is gone: there is nothing to print.
     Pipe,
     /// One line for the user.
     Wrong(String),
@@ -17,7 +17,7 @@ impl Failure {
         Self::Wrong(line.into())
     }
 
-    /// This failure, of the option or the operand that it comes from.
+    /// Adds the option or the operand that the failure comes from.
     pub(super) fn of(self, field: &str) -> Self {
         match self {
             Self::Pipe => Self::Pipe,
@@ -25,14 +25,14 @@ impl Failure {
         }
     }
 
-    /// What the system said of a file.
+    /// Failure for a system error on a file.
     pub(super) fn file(path: &Path, error: &io::Error) -> Self {
         Self::Wrong(format!("{}: {error}", path.display()))
     }
 }
 
-/// Whether somebody may still read standard output, asked between pieces of long work: a write would tell only where there is
-/// something to write.
+/// Whether standard output still has a reader, checked between pieces of long work: without a write there is
+/// no other sign.
 #[cfg(unix)]
 pub(super) fn is_read() -> bool {
     let mut output = libc::pollfd { fd: libc::STDOUT_FILENO, events: 0, revents: 0 };
@@ -41,7 +41,7 @@ pub(super) fn is_read() -> bool {
     told != 1 || output.revents & (libc::POLLERR | libc::POLLHUP) == 0
 }
 
-/// Whether somebody may still read standard output: a write will tell.
+/// Whether standard output still has a reader: a write will show it.
 #[cfg(not(unix))]
 pub(super) fn is_read() -> bool {
     true
@@ -53,7 +53,7 @@ impl From<fmha::Error> for Failure {
     }
 }
 
-/// Of a group's rank.
+/// Failure of a rank of a group.
 impl From<fmha_dist::Error> for Failure {
     fn from(error: fmha_dist::Error) -> Self {
         Self::Wrong(error.to_string())
@@ -66,7 +66,7 @@ impl From<fmha::ProblemError> for Failure {
     }
 }
 
-/// Of writing to standard output; files go through [`Failure::file`].
+/// Failure to write to standard output; files go through [`Failure::file`].
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {

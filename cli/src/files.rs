@@ -19,7 +19,7 @@ pub(super) struct Tensor {
 }
 
 impl Tensor {
-    /// As f64, in memory order.
+    /// Values as f64, in memory order.
     pub(super) fn values(&self) -> impl Iterator<Item = f64> + '_ {
         self.bytes.chunks_exact(self.dtype.size_bytes() as usize).map(|elem| self.dtype.read(elem))
     }

@@ -15,7 +15,7 @@ use crate::options::ProblemArgs;
 use crate::report::describe;
 use crate::{Action, Command, one_line};
 
-/// As many cases as a second does, times the seconds that are asked for.
+/// Number of cases: those that a second allows, times the seconds of the run.
 pub(crate) fn config(cases_per_second: u32) -> ProptestConfig {
     let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds: u32 = seconds.map_or(1, |seconds| seconds.parse().unwrap());
@@ -225,7 +225,7 @@ proptest! {
         }
     }
 
-    /// A header of any offsets and extents: a tensor of the size that it claims, or a refusal.
+    /// A header of any offsets and extents gives a tensor of the stated size, or a refusal.
     #[test]
     fn any_safetensors_are_tensors_or_a_refusal(
         extents in prop::collection::vec(prop_oneof![0u64..5, any::<u64>()], 0..5),

@@ -1,5 +1,5 @@
-//! What memory there is, asked before it is taken: what does not fit is an error with its number, and not
-//! an abort somewhere later.
+//! Available memory, checked before it is used: a problem that does not fit is an error with its number, and
+//! not an abort later.
 
 use std::fmt;
 
@@ -17,8 +17,8 @@ pub(super) fn room_for(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failu
     reservable(what, bytes)
 }
 
-/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be needed, as that
-/// of stacks.
+/// Refuses `bytes` of address space that this process' limits do not have. The memory itself may never be
+/// needed, as that of stacks.
 pub(super) fn reservable(what: &dyn fmt::Display, bytes: u128) -> Result<(), Failure> {
     let probe = usize::try_from(bytes).map_err(|error| lack_of(what, bytes, error.to_string()))?;
     // A limit of the process shows at the reservation; given back at once.
@@ -29,8 +29,8 @@ fn lack_of(what: &dyn fmt::Display, bytes: u128, text: String) -> Failure {
     Error::System { what: format!("memory for {what}, {bytes} bytes"), text }.into()
 }
 
-/// What Linux says is free or can be freed, for the machine and for the control group; unknown elsewhere.
-/// It grants more than it has, and kills who believes it.
+/// Bytes that Linux reports as free or can free, for the machine and for the control group; unknown on other
+/// systems. Linux grants more than it has, and kills processes that use it.
 fn available_bytes() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let group = number("/sys/fs/cgroup/memory.max")

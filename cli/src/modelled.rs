@@ -1,4 +1,5 @@
-//! What a kernel asks of each unit of a multiprocessor, counted in the emulator; the times that follow are modelled.
+//! Work of a kernel for each unit of a multiprocessor, counted in the emulator, and the times modelled from
+//! it.
 
 use std::io::Write;
 
@@ -12,7 +13,7 @@ use crate::job::{Job, Source};
 use crate::options::{Lengths, OrSame, ProblemArgs};
 use crate::setup::Setup;
 
-/// What a multiprocessor does in a cycle, and who says so.
+/// Rates of a multiprocessor per cycle, and their source.
 struct Rates {
     /// Multiply-adds of 16-bit numbers.
     tensor_macs: f64,
@@ -76,11 +77,11 @@ const RTX_BLACKWELL: Rates = Rates {
 /// A unit of a multiprocessor and what it does in a cycle.
 struct Unit {
     name: &'static str,
-    /// What it works on, from the counters of a launch.
+    /// Amount of work, from the counters of a launch.
     work: fn(&Counted) -> f64,
     unit: &'static str,
     a_cycle: fn(&Rates) -> f64,
-    /// Of the multiprocessor itself: what lies in the L2 cache costs the memory nothing.
+    /// Whether the unit belongs to the multiprocessor. What lies in the L2 cache costs the memory nothing.
     inside: bool,
 }
 
@@ -133,7 +134,7 @@ const UNITS: &[Unit] = &[
     },
     Unit {
         name: "shared memory",
-        // A pass moves up to 128 bytes whatever it is asked for.
+        // A pass moves up to 128 bytes, even if less is used.
         work: |c| {
             128.0 * c.counter("shared_passes") + c.counter("shared_matrix_bytes") + c.counter("bulk_bytes")
         },
@@ -168,8 +169,8 @@ impl Counted {
     }
 }
 
-/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator counts nothing,
-/// or there is nothing to run.
+/// Runs a part of the problem in the emulator and writes what its kernel did. Nothing where the emulator
+/// counts nothing, or there is nothing to run.
 pub(super) fn write(
     out: &mut dyn Write,
     problem: &ProblemArgs,
@@ -233,7 +234,7 @@ pub(super) fn write(
     } else if name.contains("sm_100a") {
         shares(out, &counted, &BLACKWELL)?;
     } else if name.contains("sm_103a") {
-        // Its special-function unit has twice the exponentials.
+        // The special-function unit of sm_103a has twice the rate of exponentials.
         shares(out, &counted, &Rates { special: 32.0, ..BLACKWELL })?;
     }
     Ok(())
@@ -294,7 +295,7 @@ fn tiles(plan: &FwdPlan, launch: &Value) -> f64 {
     number.unwrap_or_else(ctas).max(1.0)
 }
 
-/// Of the last run's launches, one a step of the plan, that of the kernel that the plan is named after.
+/// Launch of the kernel that names the plan, among the launches of the last run, one per step of the plan.
 fn launch_of(plan: &FwdPlan, launches: &str) -> Option<Value> {
     let steps = plan.steps();
     let behind = steps.iter().rev().position(|step| step.kernel == plan.kernel())?;

@@ -21,7 +21,7 @@ impl Progress {
 
     /// `done` of `total` steps are behind us.
     pub(super) fn at(&self, done: u64, total: u64) {
-        // Short work draws nothing: it would only flicker.
+        // Short work prints nothing: it would only flicker.
         if self.0.elapsed() > Duration::from_millis(500) {
             self.0.set_length(total);
             self.0.set_position(done);

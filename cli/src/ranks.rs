@@ -35,9 +35,9 @@ pub(super) struct RankArgs {
     #[arg(long, value_name = "HOW", default_value = "zig-zag", value_parser = ["contiguous", "zig-zag"])]
     partition: String,
 
-    /// What links and kernels do: lines NAME = NUMBER of bytes_per_second, latency, queueing,
-    /// fwd_flops, bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory,
-    /// ranks_per_host, host_bytes_per_second, host_latency
+    /// Speeds of links and kernels: lines NAME = NUMBER of bytes_per_second, latency, queueing, fwd_flops,
+    /// bwd_flops, burst, burst_seconds, processors, memory_bytes_per_second, memory, ranks_per_host,
+    /// host_bytes_per_second, host_latency
     #[arg(long, value_name = "FILE", requires = "ranks")]
     links: Option<PathBuf>,
 
@@ -49,17 +49,17 @@ pub(super) struct RankArgs {
 /// Each has a connection and two threads for each other one.
 const MAX_PROCESSES: u32 = 64;
 
-/// How long a rank may be late.
+/// Time by which a rank may be late.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How long the others may take to hear of a rank that has failed.
+/// Time in which the other ranks must get the error of a rank that has failed.
 const MOMENT: Duration = Duration::from_secs(3);
 
 const FORWARD: &[Operand] = &[Operand::O, Operand::Lse];
 const GRADIENTS: &[Operand] = &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink];
 
 impl RankArgs {
-    /// The rank that this process is to be, and the folder of its group.
+    /// Rank of this process, and the folder of its group.
     pub(super) fn rank(&self) -> Result<Option<(u32, PathBuf)>, Failure> {
         let Some(text) = &self.rank_of else { return Ok(None) };
         let wrong = || Failure::wrong(format!("rank-of `{text}` is no RANK,FOLDER"));
@@ -67,7 +67,7 @@ impl RankArgs {
         Ok(Some((rank.parse().map_err(|_| wrong())?, folder.into())))
     }
 
-    /// The words of a command that goes over so many ranks in the same way.
+    /// Words of a command that goes over `ranks` ranks in the same way.
     pub(super) fn words(&self, ranks: u32) -> Vec<String> {
         let mut words = vec![format!("--ranks={ranks}"), format!("--partition={}", self.partition)];
         words.extend(self.scheme.map(|scheme| format!("--scheme={scheme}")));
@@ -82,7 +82,7 @@ impl RankArgs {
         }
     }
 
-    /// The whole, and who has what of it.
+    /// The whole problem, and the rows of each rank.
     pub(super) fn problem(&self, setup: &Setup, ranks: u32) -> Problem {
         let fwd = setup.fwd.clone().write_lse(true);
         let total = |offsets: &Option<Vec<i32>>, rows: u32| {
@@ -111,7 +111,7 @@ impl RankArgs {
         Ok(Options::default().scheme(self.scheme).kernels(kernels).links(links))
     }
 
-    /// Which scheme so many ranks would take, and what each would cost, by the model of kernels and links.
+    /// Scheme for this number of ranks, and the cost of each scheme, by the model of kernels and links.
     pub(super) fn explain(&self, setup: &Setup, ranks: u32, kernels: PlanOptions) -> Result<String, Failure> {
         if ranks > MAX_RANKS {
             return Err(Failure::wrong(format!("ranks {ranks} are more than the {MAX_RANKS} of a group")));
@@ -121,8 +121,8 @@ impl RankArgs {
         Ok(choice?.to_string())
     }
 
-    /// What is wrong by the words of the command alone: before anything is computed. A bias and gradients of LSE too, which a
-    /// program that cuts its own tensors may have.
+    /// Refuses words of the command that do not fit, before anything is computed. This includes a bias and
+    /// gradients of LSE, which a program that splits its own tensors may have.
     pub(super) fn check(&self, setup: &Setup, kernels: PlanOptions) -> Result<(), Failure> {
         let Some(ranks) = self.ranks else { return Ok(()) };
         if ranks > MAX_PROCESSES {
@@ -255,7 +255,7 @@ impl RankArgs {
             child
                 .args(std::env::args_os().skip(1))
                 .arg(format!("--rank-of={rank},{}", folder.path().display()));
-            // Of as many GPUs as there are ranks, one each.
+            // One GPU for each rank.
             for name in ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] {
                 let among = std::env::var(name).unwrap_or_default();
                 let own = among.split(',').filter(|device| !device.is_empty()).nth(rank as usize);
@@ -269,7 +269,7 @@ impl RankArgs {
         let failed = ended(&mut children)?;
         let read = |rank: u32, end: &str| std::fs::read(folder.path().join(format!("{rank}.{end}")));
         let (mut slowest, mut explained) = (0f64, String::new());
-        // Who failed first knows why; the others may only have waited for it.
+        // The rank that failed first has the cause; the other ranks may only have waited for it.
         for rank in failed.map(|(rank, _)| rank as u32).into_iter().chain(0..ranks) {
             if let Ok(error) = read(rank, "err") {
                 return Err(Failure::wrong(String::from_utf8_lossy(&error)));
@@ -311,8 +311,8 @@ impl RankArgs {
     }
 }
 
-/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on: what failed before it met
-/// them they would wait for until their timeout.
+/// Waits for all ranks: which one failed first, if one did, and how. The others have a moment from there on:
+/// what failed before it met them they would wait for until their timeout.
 fn ended(ranks: &mut [Child]) -> Result<Option<(usize, ExitStatus)>, Failure> {
     let mut failed: Option<(usize, ExitStatus, Instant)> = None;
     loop {
@@ -361,7 +361,7 @@ fn fastest(
     Ok(fastest)
 }
 
-/// What this command hands to ranks besides rows of Q, K, V and O: operands that all have whole.
+/// Refuses problems with operands or gradients that this command does not split over ranks.
 fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
     let refuse = |what: &str| Err(Failure::wrong(format!("ranks {ranks}: {what}")));
     if matches!(setup.fwd.score.bias, Bias::Elementwise(_)) {
@@ -375,7 +375,7 @@ fn cuts(setup: &Setup, ranks: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Of tensors, those that are contiguous.
+/// Refuses a call whose tensors are not contiguous.
 fn takes(problem: &Problem, call: &Call) -> Result<(), Failure> {
     let refuse = |what: &str| Err(Failure::wrong(format!("ranks {}: {what}", problem.q.ranks())));
     for operand in [Operand::Q, Operand::K, Operand::V, Operand::O] {
@@ -389,7 +389,7 @@ fn takes(problem: &Problem, call: &Call) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How an operand's rows are cut.
+/// Place of an operand's rows in the whole.
 struct Place<'a> {
     partition: &'a Partition,
     batch: u32,
@@ -435,7 +435,8 @@ fn lse_bytes(problem: &Problem, rank: u32) -> usize {
 mod tests {
     use super::*;
 
-    /// As of more ranks than there are GPUs: the last one ends before it meets the others, which wait for it.
+    /// Starts more ranks than there are GPUs: the last one ends before it meets the others, which wait for
+    /// it.
     #[test]
     fn a_rank_that_fails_before_it_meets_the_others_is_the_one_that_is_named_and_soon() {
         let start = Instant::now();

@@ -66,7 +66,7 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "KIND", default_value = "nf", value_parser = init, help_heading = "Data")]
     init: Init,
 
-    /// The same seed gives the same data
+    /// Seed of made-up data; equal seeds give equal data
     #[arg(long, value_name = "N", default_value = "11939", value_parser = word("seed"), allow_negative_numbers = true, help_heading = "Data")]
     seed: u64,
 
@@ -180,7 +180,8 @@ impl RunArgs {
         Ok(if passed { Verdict::Right } else { Verdict::Wrong })
     }
 
-    /// The same over ranks, whose results take the place of the job's: what is to be reported of it.
+    /// Runs the problem over ranks, whose results replace those of the job. Returns what the report says of
+    /// it.
     fn over_ranks(&self, setup: &Setup, job: &mut Job<'_>, out: &mut dyn Write) -> Result<Value, Failure> {
         let Some(ranks) = self.ranks.ranks else { return Ok(Value::Null) };
         let alone = job.results()?;

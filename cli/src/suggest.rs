@@ -17,10 +17,10 @@ const ELSEWHERE: &[(&str, &str)] = &[
     ("window_size", "--mask b:LEFT,RIGHT"),
 ];
 
-/// As alike as two words have to be, from 0 to 1: `bf61` and `bf16` are, `int8` and `bf16` are not.
+/// Least similarity of two words, from 0 to 1: `bf61` and `bf16` reach it, `int8` and `bf16` do not.
 const ALIKE: f64 = 0.85;
 
-/// What to add to the refusal of an option or a command: `; did you mean --mask?`, or nothing.
+/// Addition to the refusal of an option or a command: `; did you mean --mask?`, or nothing.
 pub(super) fn option(error: &clap::Error) -> String {
     let given = text(error, ContextKind::InvalidArg).unwrap_or_default();
     let name = given.trim_start_matches('-').replace('-', "_");
@@ -31,14 +31,14 @@ pub(super) fn option(error: &clap::Error) -> String {
     kinds.into_iter().find_map(|kind| text(error, kind)).map_or_else(String::new, |word| meant(&word))
 }
 
-/// What to add to `said`, the refusal of a value, which lists those that there are.
+/// Addition to `said`, the refusal of a value, which lists the valid ones.
 pub(super) fn value(error: &clap::Error, said: &str) -> String {
     let Some(given) = text(error, ContextKind::InvalidValue) else { return String::new() };
     let listed = said.split_once(&format!("`{given}`")).map_or("", |(_, rest)| rest);
     nearest(&given, listed).map_or_else(String::new, meant)
 }
 
-/// The word in a list that is most like `given`, where one is alike.
+/// Word in a list that is most similar to `given`, if one is similar enough.
 fn nearest<'a>(given: &str, listed: &'a str) -> Option<&'a str> {
     let words = listed.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '-'));
     words
@@ -53,7 +53,7 @@ fn meant(word: &str) -> String {
     format!("; did you mean {word}?")
 }
 
-/// A word of an error's context; the most alike, which clap has last, where there are several.
+/// Word of an error's context; of several, clap puts the most similar last.
 fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
     match error.get(kind)? {
         ContextValue::String(word) => Some(word.clone()),

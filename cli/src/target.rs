@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     Ok(bytes)
 }
 
-/// As [`read`], for text.
+/// Reads a file as [`read`] does, as text.
 pub(super) fn read_text(path: &Path) -> Result<String, Failure> {
     String::from_utf8(read(path)?).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
@@ -82,7 +82,7 @@ fn folder(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file that is written whole, beside the path where it is to appear.
+/// A file that is written completely next to its path, and then moved there.
 pub(super) struct Staged {
     file: tempfile::NamedTempFile,
     path: PathBuf,
@@ -129,7 +129,7 @@ pub(super) fn publish(all: Vec<Staged>) -> Result<Vec<PathBuf>, Failure> {
                         Some(before) => before.persist(&path).map_err(|error| error.error),
                         None => std::fs::remove_file(&path),
                     };
-                    // The first failure is what is told.
+                    // The first failure is the one to report.
                     drop(undone);
                 }
                 return Err(failure);

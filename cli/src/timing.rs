@@ -1,4 +1,4 @@
-//! How long a call takes: by the device's clock where it has one, else by the host's.
+//! Times of calls: by the device's clock if it has one, otherwise by the host's.
 
 use std::time::{Duration, Instant};
 
@@ -15,14 +15,14 @@ pub(super) struct Timing {
 }
 
 impl Timing {
-    /// At least one time.
+    /// Makes statistics of at least one time.
     pub(super) fn of(times: &[CallTime]) -> Self {
         let mut sorted: Vec<f64> = times.iter().map(|time| time.seconds).collect();
         sorted.sort_unstable_by(f64::total_cmp);
         Self { sorted, on_device: times.iter().all(|time| time.on_device) }
     }
 
-    /// Whose time it is.
+    /// Clock that measured the times.
     pub(super) fn clock(&self) -> &'static str {
         if self.on_device { "device" } else { "host" }
     }
@@ -85,7 +85,8 @@ pub(super) fn back_to_back(call: &mut Call<'_>, seconds: f64) -> Result<Timing, 
     Ok(Timing::of(&times[times.len() / 2..]))
 }
 
-/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an interpreter's then.
+/// Whether the device is emulated: work is queued, and there is no clock to time it by. Seconds are an
+/// interpreter's then.
 pub(super) fn is_emulated(device: &Device) -> bool {
     device.has_streams() && !device.has_clock()
 }

@@ -1,4 +1,4 @@
-//! `fmha tune`: the tile of one problem, measured knob by knob on the present device.
+//! `fmha tune`: the tile of one problem, measured field by field on the present device.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -53,7 +53,7 @@ pub(super) struct TuneArgs {
     #[command(flatten)]
     backend: BackendArgs,
 
-    /// Only this knob (may be given again)
+    /// Only this tile field (may be given again)
     #[arg(long, value_name = "NAME")]
     knob: Vec<String>,
 
@@ -61,11 +61,12 @@ pub(super) struct TuneArgs {
     #[arg(long, value_name = "N", default_value = "7", value_parser = within("rounds", 3..=1000), allow_negative_numbers = true)]
     rounds: u32,
 
-    /// Begin no tile after so many seconds; 0: try them all
+    /// Begin no tile after this many seconds; 0: try them all
     #[arg(long, value_name = "N", default_value = "20", value_parser = within("seconds", 0..=86400), allow_negative_numbers = true)]
     seconds: u32,
 
-    /// Compile every tile that is one knob away from the kernel's own, and time none: a later run finds them
+    /// Compile every tile that differs in one field from the kernel's own, and time none: a later run finds
+    /// them
     #[arg(long)]
     compile: bool,
 
@@ -102,7 +103,7 @@ impl TuneArgs {
         let stream = clock(backend)?;
         let mut job =
             Job::new(backend, &setup, &with_tile(&options, &own), Source::made_up(Init::Normal, 0))?;
-        // Of a backward call's inputs O and LSE are what a forward call has left on the device.
+        // O and LSE, inputs of a backward call, are on the device after a forward call.
         job.read_back()?;
         let call = job.into_call();
         let (changes, hopeless) = by_model(&knobs, |change| {
@@ -160,7 +161,7 @@ impl TuneArgs {
         Ok(Verdict::Right)
     }
 
-    /// The knobs to try: all, or those that were named.
+    /// Tile fields to try: all, or those that the user has named.
     fn knobs(
         &self,
         tuner: &dyn Tune,
@@ -212,7 +213,7 @@ fn changed(own: &TileOptions, knob: &str, value: &str) -> TileOptions {
     tile
 }
 
-/// Compiles each tile that is one knob away from `own`, on all cores, and counts.
+/// Compiles each tile that differs in one field from `own`, on all cores, and counts them.
 fn compile(
     backend: &Device,
     problem: AnyProblem<'_>,
@@ -243,8 +244,8 @@ fn compile(
     Ok(Verdict::Right)
 }
 
-/// Compiles the tiles that come next on the cores that the search leaves idle; it finds them on the disk. By the driver nothing is done
-/// here, as what is loaded beside a call that is being recorded would spoil the recording.
+/// Compiles the next tiles on the cores that the search leaves idle; the search finds them on disk. The
+/// driver is not used here: a module that is loaded during a recording would spoil it.
 struct Ahead<'a> {
     compiler: Option<&'a dyn Precompile>,
     problem: AnyProblem<'a>,
@@ -291,7 +292,7 @@ impl<'a> Ahead<'a> {
 
     fn compile(&self, compiler: &dyn Precompile) {
         while let Some(tile) = self.next() {
-            // Why a tile cannot be compiled is told when its turn has come.
+            // A tile that cannot be compiled gives its reason when it is measured.
             let jobs = compiler.jobs(self.problem, &with_tile(self.options, &tile));
             jobs.into_iter().flatten().for_each(|job| drop(compiler.precompile(&job)));
         }
@@ -312,7 +313,7 @@ impl<'a> Ahead<'a> {
         self.changed.notify_all();
     }
 
-    /// What the search has come to is compiled by the search, or is being compiled.
+    /// Leaves out a tile that the search has reached: the search compiles it itself.
     fn leave(&self, tile: &TileOptions) {
         let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
         coming.iter_mut().for_each(|coming| coming.retain(|other| other != tile));
@@ -340,7 +341,8 @@ impl<'a> Tiles<'a> {
     fn record(&mut self, tile: &TileOptions) -> Result<Ready<'a>, Failure> {
         let Self { backend, stream, options, ref mut call, .. } = *self;
         call.replan(backend, &with_tile(options, tile))?;
-        // The tile before this one has written the same: what this one leaves out is to be seen.
+        // The tile before this one has written equal results, so they are cleared to show what this one
+        // leaves out.
         call.forget_results();
         let mut resident = Resident::place(backend, call.operands(), call.workspace())?;
         let burst = Burst::record(stream, &mut || call.queue(&mut resident, stream))?;
@@ -387,7 +389,7 @@ impl<'a> Timer for Tiles<'a> {
     }
 }
 
-/// What was found, and what became of it.
+/// Prints the result of the search, and what was done with it.
 fn conclude(found: &Found, kept: &Result<String, String>, out: &mut dyn Write) -> std::io::Result<()> {
     let tile: Vec<_> = found.tile.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
     writeln!(out, "{:<18} {}", "best", tile.join(" "))?;
@@ -448,7 +450,7 @@ mod tests {
 
     use super::*;
 
-    /// Tells the value of each tile that it is asked to compile.
+    /// Sends the value of each tile that it has to compile.
     struct Heard(Mutex<Sender<String>>);
 
     impl Precompile for Heard {

@@ -10,19 +10,19 @@ use super::{Ran, command, fmha};
 struct Planted {
     fault: &'static str,
     change: Change,
-    /// What `fmha conformance` runs.
+    /// Arguments of `fmha conformance`.
     line: &'static str,
     /// Words of the emulator's, or of the battery's, one of which must be said.
     caught_by: &'static [&'static str],
 }
 
-/// Where and how a kernel is spoilt.
+/// Place and kind of the error that is planted in a kernel.
 enum Change {
-    /// In this header, the first text by the second.
+    /// Header in which the first text is replaced by the second.
     Header(&'static str, &'static str, &'static str),
     /// The first such instruction of the assembly is left out.
     WithoutFirst(&'static str),
-    /// All of them.
+    /// Instruction of which all uses are removed.
     WithoutAny(&'static str),
 }
 
@@ -132,10 +132,10 @@ fn spoiling_compiler(planted: &Planted, clang: &str) -> String {
     };
     match planted.change {
         Change::Header(file, from, to) => {
-            // By index and length: no letter of the text means anything to awk.
+            // Works by index and length: no character of the text has a meaning for awk.
             const REPLACE: &str = "{ at = index($0, from) } at { found = 1; \
                  $0 = substr($0, 1, at - 1) to substr($0, at + length(from)) } { print }";
-            // Of several launches not all reach the header.
+            // Some launches do not use the header.
             let _ = writeln!(script, "[ -f fmha/{file} ] || exec {clang} \"$@\"");
             script += &spoil(REPLACE, from, to, &format!("fmha/{file}"), "spoilt");
             let _ = write!(script, "mv spoilt fmha/{file}\nexec {clang} \"$@\"\n");

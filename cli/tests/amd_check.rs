@@ -32,7 +32,7 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
         "| cdna_bwd | - |",
         "| cdna_decode | - |",
         "3 of 3 rows: emulated: checked against f64, not timed",
-        // Of the backward's launches, counted; and never a speed.
+        // Counters of the backward's launches, without a speed.
         "| row | launches | wave instructions | of the matrix unit | its passes of 4 cycles | LDS instructions |",
         "| bytes of lines touched | work items | bytes that they read | busiest unit by the mean | modelled at",
         "Nothing here was timed.",
@@ -41,7 +41,7 @@ fn one_command_writes_a_report_of_the_battery_and_exits_as_it_went() {
     }
 }
 
-/// With the figures of those that are there beside ours, an owner is told by name which are not.
+/// Figures of some owners beside ours: the report names those that are missing.
 #[test]
 fn the_peers_of_amd_are_named_whether_they_are_there_or_not() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tools/amd-peers.py");

@@ -17,7 +17,7 @@ const DIMS: Dims = Dims {
     head_dim_v: 8,
 };
 
-/// What `spans` says of these offsets, for two packed sequences of at most 4 of 8 rows.
+/// Result of `spans` for these offsets, for two packed sequences of at most 4 of 8 rows.
 fn said_of(cu_seqlens_q: &[i32]) -> String {
     let problem = FwdProblem::group(DType::F32, DIMS);
     let good = [0, 4, 8];

@@ -1,5 +1,5 @@
-//! What `fmha bench --emulate` says of decoding over sequences of unlike lengths: how many work items, how many bytes,
-//! and how evenly. Counted in emulators; workgroups are taken to be dealt to units in turn.
+//! `fmha bench --emulate` for decoding over sequences of different lengths: number of work items, their
+//! bytes, and their balance. Counted in emulators, with workgroups that go to the units in rotation.
 
 use super::{Ran, amd, command, nvidia_check};
 
@@ -31,7 +31,7 @@ impl Batch {
         self.keys() * self.heads.1 * HEAD_DIM * 2 * 2
     }
 
-    /// What so many items read beside: Q for each part that they have, and lengths, a KiB.
+    /// Bytes that `items` items read in addition: Q for each of their parts, and lengths, a KiB.
     fn bytes_beside(&self, items: u64) -> u64 {
         let rows = u64::from(self.heads.0 * self.tokens) / self.heads.1;
         (items + self.lengths.len() as u64 * self.heads.1) * (rows * HEAD_DIM * 2 + 1024)
@@ -49,7 +49,7 @@ impl Batch {
     }
 }
 
-/// As many sequences as have so many keys of all heads together.
+/// Sequences until all heads together have this many keys.
 fn batches(seed: u64, keys_of_heads: u64) -> Vec<Batch> {
     let shapes = [((28, 4), 1), ((24, 3), 3)];
     let batch_of = |(at, (heads, tokens)): (usize, ((u32, u64), u32))| {

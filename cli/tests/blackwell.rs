@@ -10,7 +10,7 @@ fn is_absent(arch: &str) -> bool {
     reason.inspect(|reason| println!("absent: {reason}")).is_some()
 }
 
-/// On sm_103a the loads of S from tensor memory find its maxima (`load_max`): the same number, so the same bits.
+/// Loads of S from tensor memory find its maxima on sm_103a (`load_max`): equal numbers, so equal bits.
 #[test]
 fn maxima_that_the_loads_find_change_no_bit() {
     if is_absent("sm_103a") {

@@ -12,8 +12,8 @@ fn elsewhere(folder: &Path, line: &str) -> Ran {
     Ran::of(command.output().unwrap())
 }
 
-/// Bundles one problem's kernel into `k.fmha`, in both orders of its tiles and in 128 and 64 rows: which is faster depends on how many
-/// there are.
+/// Bundles one problem's kernel into `k.fmha`, in both orders of its tiles and in 128 and 64 rows: which is
+/// faster depends on how many there are.
 fn bundled(folder: &Path) -> bool {
     let ran = fmha_in(folder, "explain --arch sm_90a --json");
     let plan: serde_json::Value = serde_json::from_str(&ran.out).unwrap();

@@ -94,7 +94,7 @@ fn the_command_that_repeats_a_failed_case_says_how_the_case_was_run() {
     assert_eq!(repro(&said), said, "a case that is repeated is run otherwise");
 }
 
-/// `fmha conformance | head -1`: of a hundred thousand cases few are run when nobody reads what becomes of them.
+/// `fmha conformance | head -1` runs few of the hundred thousand cases: it stops when the reader is gone.
 #[test]
 fn a_run_whose_output_nobody_reads_any_more_stops() {
     let folder = tempfile::tempdir().unwrap();

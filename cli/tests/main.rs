@@ -28,7 +28,7 @@ mod wrong_input;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// What a run of the command gave.
+/// Result of a run of the command.
 struct Ran {
     status: i32,
     out: String,

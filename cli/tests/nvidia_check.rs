@@ -1,4 +1,5 @@
-//! `tools/nvidia-check`, the script for an owner of an NVIDIA GPU, against the emulated A100, and what it times peers by.
+//! `tools/nvidia-check`, the script for an owner of an NVIDIA GPU, against the emulated A100, and what it
+//! times peers by.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -33,7 +33,7 @@ fn a_wrong_word_is_refused_with_the_one_that_is_meant() {
 #[test]
 fn causal_is_a_mask_by_its_name() {
     let explain = |mask: &str| fmha(&format!("explain --backend cpu -b 1 -h 2 -s 64 -d 32 --mask {mask}"));
-    // Of 64 rows the i-th sees i keys, in each of two heads.
+    // Row i of 64 sees i keys, in each of two heads.
     let ran = explain("causal");
     assert!(ran.status == 0 && ran.out.contains("4160 visible pairs"), "{}{}", ran.out, ran.err);
 }

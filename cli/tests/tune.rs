@@ -36,7 +36,8 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
 fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
     for (options, wanted) in [
         ("--knob block_m", "1 tiles compiled, 3 refused"),
-        // So short a call finishes dQ by a launch, beside which dQ may be added in each way; sums apart are for an order.
+        // A short call finishes dQ with a launch, for which dQ may be added in every way. Separate sums are
+        // for a fixed order alone.
         ("--knob dq_path", "3 tiles compiled, 1 refused"),
         // Consumers that add dQ themselves add in order too; the first to come is not the first in the order.
         ("--knob dq_path --deterministic", "3 tiles compiled, 1 refused"),

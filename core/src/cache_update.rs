@@ -1,7 +1,8 @@
-//! What a call does to its KV cache before a forward kernel reads it: the launch that writes new keys and values to it and turns
-//! new keys and queries to their positions.
+//! Update of the KV cache by a call, before a forward kernel reads it: one launch writes new keys and values
+//! to the cache and rotates new keys and queries to their positions.
 //!
-//! The forward kernel after it has the lengths and, where they are turned, the queries that this launch leaves in the workspace.
+//! The forward kernel then uses the lengths and, if they are rotated, the queries that this launch leaves in
+//! the workspace.
 
 use crate::RotaryPairs;
 use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, View};
@@ -15,7 +16,7 @@ use crate::spec::KvKind;
 use crate::{abi_spec, abi_struct};
 
 abi_spec! {
-    /// What the launch is compiled for.
+    /// Compile-time properties of the launch.
     pub struct CacheSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -27,11 +28,11 @@ abi_spec! {
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// How Q lies.
+        /// Layout of Q.
         pub q_layout: QLayout,
-        /// How K and V lie.
+        /// Layout of K and V.
         pub kv_layout: KvKind,
-        /// Which axis of V has stride 1.
+        /// Axis of V with stride 1.
         pub v_layout: VLayout,
         /// Whether there are new keys and values.
         pub appends: bool,
@@ -39,9 +40,9 @@ abi_spec! {
         pub packs_new: bool,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
-        /// Elements of a row that turn; 0: none.
+        /// Number of rotated elements of a row; 0: none.
         pub rotary_dim: i32,
-        /// Whether elements 2i and 2i + 1 turn about each other, and not i and i + `rotary_dim` / 2.
+        /// Whether elements 2i and 2i + 1 form a pair for the rotation, and not i and i + `rotary_dim` / 2.
         pub interleaved: bool,
         /// Whether query i stands i rows after the first one.
         pub positions_advance: bool,
@@ -49,19 +50,19 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What the launch reads and writes besides the call's operands.
+    /// Parameters of the launch, apart from the call's operands.
     pub struct CacheUpdate {
         /// New keys, `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
         pub k_new: View,
         /// New values, `[batch, seqlen_new, num_heads_kv, head_dim_v]`, or packed.
         pub v_new: View,
-        /// Where queries that are turned lie afterwards.
+        /// Place of the rotated queries.
         pub q: View,
         /// `[batch + 1]`, first new row of each sequence; null where new rows have a batch axis.
         pub cu_seqlens_new: DevPtr<i32>,
         /// Cosines, `[max_pos, rotary_dim / 2]`.
         pub cos: DevPtr<Untyped>,
-        /// Sines, likewise.
+        /// Sines, laid out as the cosines.
         pub sin: DevPtr<Untyped>,
         /// `[batch]`, written: keys of each sequence, new ones included.
         pub seqused: DevPtr<i32>,
@@ -103,8 +104,8 @@ fn turned_row(problem: &FwdProblem) -> u32 {
     problem.dims.head_dim_qk.next_multiple_of(elems)
 }
 
-/// Where queries that are turned lie: of each sequence as many rows as the longest has, of packed ones too, whose shape
-/// counts two at least.
+/// Strides of the rotated queries. Every sequence has as many rows as the longest one, also if queries are
+/// packed, when the shape counts at least two sequences.
 fn turned_strides(problem: &FwdProblem) -> Strides {
     let shape = Shape { seq: problem.dims.seqlen_q, dim: turned_row(problem), ..problem.shape_q() };
     let strides = Strides::bshd(shape);
@@ -120,12 +121,13 @@ pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     first_query(problem) + if problem.cache.rotary.is_some() { rows.saturating_mul(row) } else { 0 }
 }
 
-/// Rows of Q in the workspace: of packed sequences each has as many as the longest may have, wherever its rows lie in Q.
+/// Rows of Q in the workspace: of packed sequences each has as many as the longest may have, wherever its
+/// rows lie in Q.
 fn turned_rows(problem: &FwdProblem) -> u64 {
     u64::from(problem.dims.batch) * u64::from(problem.dims.seqlen_q)
 }
 
-/// Where the queries begin.
+/// Offset of the queries.
 fn first_query(problem: &FwdProblem) -> u64 {
     (u64::from(problem.dims.batch) * 4).next_multiple_of(256)
 }
@@ -177,7 +179,7 @@ pub fn num_rows(problem: &FwdProblem) -> u64 {
 }
 
 impl CacheSpec {
-    /// What a problem's launch is compiled for.
+    /// Compile-time properties of a problem's launch.
     #[must_use]
     pub fn of(problem: &FwdProblem) -> Self {
         let (append, rotary) = (problem.cache.append, problem.cache.rotary);

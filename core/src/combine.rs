@@ -12,15 +12,16 @@ use crate::layout::{Shape, Strides};
 use crate::problem::{MAX_HEAD_DIM, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::setters::setters;
 
-/// How parts become one.
+/// Way in which parts are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Merge {
-    /// Weighted by their LSE.
+    /// Parts are weighted by their LSE.
     #[default]
     ByLse,
-    /// Added as they are, in f32 and in their order, and rounded once; their LSE is not read. 0 of no parts.
+    /// Parts are added in f32, in their order, and the sum is rounded once. LSE is not read. The sum of no
+    /// parts is 0.
     Sum,
-    /// The same, to what O holds: the first term.
+    /// Parts are added as in [`Sum`](Self::Sum), and O's old content is the first term.
     AddTo,
 }
 
@@ -49,7 +50,7 @@ pub struct CombineProblem {
     pub o: Strides,
     /// Whether the combined LSE is written, f32 `[batch, num_heads_q, seqlen_q]`.
     pub write_lse: bool,
-    /// How parts become one.
+    /// Way in which parts are merged.
     pub merge: Merge,
 }
 
@@ -79,7 +80,7 @@ impl CombineProblem {
         strides_o: Strides => o;
         /// Whether the combined LSE is written.
         write_lse: bool => write_lse;
-        /// How parts become one.
+        /// Way in which parts are merged.
         merge: Merge => merge;
     }
 

@@ -24,7 +24,7 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// Where the generator stands: chosen per call, so that a training step never repeats a mask.
+/// Position of the random generator, chosen per call, so that a training step never repeats a mask.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct DropoutSeed {
     /// The key of the generator.
@@ -34,7 +34,7 @@ pub struct DropoutSeed {
 }
 
 impl ScoreArgs<'_> {
-    /// Where the generator of a call stands; at 0 where nothing is dropped.
+    /// Position of the generator for a call; 0 without dropout.
     ///
     /// # Errors
     /// A problem that drops and names no seed: calls would repeat one mask.
@@ -80,7 +80,7 @@ impl KeepMask {
         }
     }
 
-    /// The same mask where query 0 and key 0 of a call stand at these positions of the sequence.
+    /// Mask of a call whose query 0 and key 0 stand at these positions of the sequence.
     #[must_use]
     pub fn from(self, position_q: u32, position_k: u32) -> Self {
         Self { position_q, position_k, ..self }

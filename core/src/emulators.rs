@@ -1,4 +1,4 @@
-//! The test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they come there.
+//! Test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they are built.
 //!
 //! They are a workspace of their own, `tests/emulators`. A program that was built in a checkout of the repository
 //! builds the double that it opens, and says so; elsewhere the double lies beside the program or where
@@ -17,14 +17,15 @@ use crate::error::{Error, Result};
 pub struct Double {
     /// `lib….so`, a name that no loader takes for a driver's.
     pub file: &'static str,
-    /// In the workspace `tests/emulators`.
+    /// Package in the workspace `tests/emulators`.
     pub package: &'static str,
 }
 
-/// What a double tells of its launches: its own text, copied and given back to it.
+/// Text with the launches of a double: its own memory, copied and then freed by it.
 ///
 /// # Safety
-/// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until `forget` is called with it.
+/// Both are functions of one open double: `launches` gives a string that ends in a zero byte and lives until
+/// `forget` is called with it.
 #[doc(hidden)]
 #[must_use]
 pub unsafe fn launches_of(
@@ -41,9 +42,9 @@ pub unsafe fn launches_of(
 }
 
 impl Double {
-    /// The path of its file: in the folder `FMHA_EMULATOR_DIR`, if that is set; in the source tree that this program
-    /// was built from, built anew where the file is missing or older than its sources; else beside the program, or one
-    /// or two folders up (tests lie in `deps`).
+    /// Path of the double's file: in the folder `FMHA_EMULATOR_DIR`, if set; in the source tree that this
+    /// program was built from, rebuilt if the file is missing or older than its sources; otherwise next to
+    /// the program, or one or two folders up (tests lie in `deps`).
     ///
     /// # Errors
     /// [`Error::NoDevice`] where there is none, with the places and what to do; what `cargo` ended with.
@@ -113,7 +114,7 @@ impl Double {
         if !status.success() || !path.exists() {
             return Err(failed(format!("cargo build ended with {status}")));
         }
-        // Where the stamp cannot be written, the next call asks Cargo again.
+        // If the stamp cannot be written, the next call runs Cargo again.
         let _ = std::fs::File::create(&stamp).and_then(|file| file.set_modified(now));
         Ok(path)
     }

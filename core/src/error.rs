@@ -1,4 +1,4 @@
-//! What can go wrong, and whose fault it is.
+//! Errors, and whose fault they are.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ impl ProblemError {
     }
 }
 
-/// Why one kernel does not take a sound problem.
+/// Reason why one kernel does not take a valid problem.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{kernel}: {reason}")]
 pub struct Refusal {
@@ -47,7 +47,7 @@ pub enum Error {
     /// A sound problem that no kernel here takes, and why each refused.
     #[error("{backend} has no kernel for this problem: {}", list(.refusals))]
     Unsupported {
-        /// The backend that was asked.
+        /// Name of the backend.
         backend: String,
         /// One for each kernel that was considered.
         refusals: Vec<Refusal>,
@@ -59,23 +59,23 @@ pub enum Error {
         kernel: String,
         /// The compiler's words.
         log: String,
-        /// Where the source was written.
+        /// File that holds the source.
         dumped: PathBuf,
     },
     /// The driver said no.
     #[error("{call} failed with {code}: {text}")]
     Driver {
-        /// The driver's function.
+        /// Function of the driver.
         call: &'static str,
-        /// Its return code.
+        /// Return code of the function.
         code: i32,
-        /// The driver's words for the code.
+        /// Error text of the driver for the code.
         text: String,
     },
     /// The system said no: memory, files.
     #[error("{what}: {text}")]
     System {
-        /// What was asked for, with its size or name.
+        /// Name of the request, with its size or path.
         what: String,
         /// The system's words.
         text: String,

@@ -27,13 +27,13 @@ use std::fmt::Write as _;
 
 /// A type of field, whose values have names.
 pub trait FieldValue: Sized {
-    /// Every value's name, of a type that has few; empty for numbers.
+    /// Names of all values, for a type that has few; empty for numbers.
     fn names() -> Vec<String>;
 
-    /// The value of that name.
+    /// Value with that name.
     fn of_name(name: &str) -> Option<Self>;
 
-    /// Its name.
+    /// Name of the value.
     fn name(&self) -> String;
 }
 
@@ -69,7 +69,7 @@ impl FieldValue for i32 {
     }
 }
 
-/// What a field takes from a user, and what tuning tries of it.
+/// Values that a field takes from a user, and those that tuning tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Takes {
     range: Range,
@@ -80,7 +80,7 @@ pub struct Takes {
 enum Range {
     /// Whatever its type has.
     All,
-    /// It follows from the problem.
+    /// No value: the field follows from the problem.
     Nothing,
     Among(&'static [i32]),
     Within {
@@ -110,7 +110,7 @@ impl Takes {
         Self { range: Range::Nothing, tries: Tries::Nothing }
     }
 
-    /// These numbers.
+    /// Takes these numbers.
     #[must_use]
     pub const fn among(numbers: &'static [i32]) -> Self {
         Self { range: Range::Among(numbers), tries: Tries::Nothing }
@@ -169,9 +169,9 @@ impl Takes {
 /// One field.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
-    /// Its name, in Rust, in C++ and to the user.
+    /// Name of the field, in Rust, in C++ and for the user.
     pub name: &'static str,
-    /// What it takes.
+    /// Kind of value that the field takes.
     pub takes: Takes,
     /// [`FieldValue::names`] of its type.
     pub value_names: fn() -> Vec<String>,
@@ -213,10 +213,10 @@ impl Field {
 
 /// A struct of [`abi_spec!`](crate::abi_spec), by its fields' names.
 pub trait Fields {
-    /// Its fields, in order.
+    /// Fields of the struct, in order.
     fn fields() -> &'static [Field];
 
-    /// Every field's name and its value's.
+    /// Name and value of every field, as text.
     fn named_values(&self) -> Vec<(&'static str, String)>;
 
     /// Sets one field from names.
@@ -258,7 +258,7 @@ pub fn knobs<T: Fields>() -> Vec<(&'static str, Vec<String>)> {
     knobs.filter(|(_, values)| !values.is_empty()).collect()
 }
 
-/// A struct's [`knobs`], each with the value that it has.
+/// Tunable fields ([`knobs`]) of a struct, each with its value.
 #[must_use]
 pub fn knob_values<T: Fields>(values: &T) -> Vec<(String, String)> {
     let fields = T::fields().iter().zip(values.named_values());
@@ -292,7 +292,7 @@ mod tests {
             pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3]),
             /// Named values.
             pub order: Order = Takes::all().tuned(),
-            /// A flag that nobody tunes.
+            /// A flag that is not tuned.
             pub flag: bool,
             /// A number without bounds.
             pub number: i32,

@@ -1,5 +1,5 @@
-//! What a forked child cannot take over from its parent: threads, which fork does not copy, and locks that another
-//! thread held in that moment, which nobody will ever release.
+//! State that a forked child cannot take over from its parent: threads, which fork does not copy, and locks
+//! that another thread held at that moment, which are never released.
 
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,8 +9,8 @@ use once_cell::race::OnceBox;
 /// Forks that lie between this process and the one that loaded this library, as far as [`watch`] has counted them.
 static FORKS: AtomicU64 = AtomicU64::new(0);
 
-/// Counts forks from now on. Counted by a handler of fork: a process id comes back when its process is gone, and to
-/// ask for it is a system call.
+/// Starts to count forks, with a handler of fork. A process id cannot replace it: the system reuses ids, and
+/// reading one is a system call.
 fn watch() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if WATCHED.load(Ordering::Acquire) {
@@ -25,7 +25,7 @@ fn watch() {
         // two forks at once makes no difference.
         let refused = unsafe { libc::pthread_atfork(None, None, Some(count)) } != 0;
         if refused {
-            // No memory; the next caller asks again.
+            // Out of memory; the next caller tries again.
             return;
         }
     }
@@ -42,13 +42,13 @@ pub struct PerProcess<T> {
 }
 
 impl<T> PerProcess<T> {
-    /// This process's.
+    /// Value of this process.
     pub fn new(value: T) -> Self {
         watch();
         Self::made_after(FORKS.load(Ordering::Relaxed), value)
     }
 
-    /// That of the process that loads this library, for statics.
+    /// Value of the process that loads this library, for statics.
     pub const fn of_first(value: T) -> Self {
         Self::made_after(0, value)
     }
@@ -57,8 +57,8 @@ impl<T> PerProcess<T> {
         Self { value: ManuallyDrop::new(value), forks, of_child: OnceBox::new() }
     }
 
-    /// The value of the process that asks; `make` makes a child's. Of several threads that ask first each may make one,
-    /// and one is kept.
+    /// Value of the calling process. `make` makes the value of a child. Several threads may each make one at
+    /// first; one is kept.
     pub fn get(&self, make: impl Fn() -> T) -> &T {
         match self.get_or_try(|| Ok::<_, std::convert::Infallible>(make())) {
             Ok(value) => value,
@@ -66,7 +66,7 @@ impl<T> PerProcess<T> {
         }
     }
 
-    /// As [`get`](Self::get).
+    /// Returns the value of the calling process like [`get`](Self::get); `make` may fail.
     ///
     /// # Errors
     /// What `make` said.

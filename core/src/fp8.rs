@@ -3,10 +3,10 @@
 //! E4M3FN and E5M2 are those of the OCP 8-bit Floating Point Specification (revision 1.0, sections
 //! 5.2 and 5.3); the FNUZ forms, with a bias one larger, one NaN and no −0, are those of
 //! Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (arXiv 2206.02915), which
-//! gfx942 computes in. A FNUZ byte read as OCP is off by a factor of two and turns −0 into NaN, so
-//! these are four types and every passage between them is a conversion.
+//! gfx942 computes in. A FNUZ byte read as OCP is off by a factor of two and turns −0 into NaN. So these are
+//! four types, and every passage between them is a conversion.
 
-/// What sets one 8-bit format apart from another.
+/// Parameters of an 8-bit format.
 struct Format {
     mantissa_bits: u32,
     bias: i32,
@@ -95,7 +95,7 @@ macro_rules! fp8_type {
             /// The largest finite value.
             pub const MAX: f32 = Self::FORMAT.max_finite() as f32;
 
-            /// From bits of this format.
+            /// Makes a number from bits of this format.
             #[must_use]
             pub const fn from_bits(bits: u8) -> Self {
                 Self(bits)

@@ -1,5 +1,5 @@
-//! What a call does with a KV cache besides reading it: new keys and values appended, positions rotated
-//! in, a cache that is narrower than its arithmetic.
+//! Use of a KV cache by a call, apart from reading it: the call appends new keys and values, rotates by
+//! position, and widens a cache that is narrower than its arithmetic.
 
 use crate::dtype::DType;
 use crate::layout::{QLayout, Strides};
@@ -20,7 +20,7 @@ pub struct Append {
     pub v_new: Strides,
 }
 
-/// Which elements of a row turn about each other.
+/// Pairs of a row's elements that the rotation combines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RotaryPairs {
     /// 2i and 2i + 1 (GPT-J).
@@ -36,9 +36,9 @@ pub enum RotaryPairs {
 /// at `seqused_k[b] + i` under a causal mask or a window, and at `seqused_k[b]` otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rotary {
-    /// Leading elements of a row that turn: even, at most `head_dim_qk`.
+    /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
     pub dim: u32,
-    /// Which of them together.
+    /// Pairs of these elements.
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,

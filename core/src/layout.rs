@@ -1,4 +1,4 @@
-//! Where a tensor's elements lie: logical axes, strides of each tensor's own.
+//! Layout of a tensor's elements: logical axes, and strides for each tensor.
 
 /// The extents of a tensor over its logical axes `[batch, seq, head, dim]`.
 ///
@@ -20,7 +20,7 @@ impl Shape {
     #[must_use]
     pub fn num_elems(self) -> u64 {
         let extents = self.axes().map(|(_, extent)| u64::from(extent));
-        // In any order: a tensor with an axis of 0 has no elements, however long the others are.
+        // An axis of 0 makes the tensor empty, however long the other axes are.
         if self.is_empty() { 0 } else { extents.into_iter().fold(1, u64::saturating_mul) }
     }
 
@@ -42,13 +42,13 @@ impl Shape {
 /// The stride of an axis of extent 1 is never used and may be anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Strides {
-    /// From sequence to sequence, or page to page; unused when packed.
+    /// Stride between sequences, or between pages; unused when packed.
     pub batch: i64,
-    /// From row to row.
+    /// Stride between rows.
     pub seq: i64,
-    /// From head to head.
+    /// Stride between heads.
     pub head: i64,
-    /// From element to element of a row: 1, except for a column-major V.
+    /// Stride between elements of a row: 1, except for a column-major V.
     pub dim: i64,
 }
 
@@ -149,7 +149,7 @@ impl Strides {
     }
 }
 
-/// How Q and O lie in memory.
+/// Layout of Q and O in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QLayout {
     /// Equal extents, a batch axis.
@@ -160,7 +160,7 @@ pub enum QLayout {
     Packed,
 }
 
-/// How K and V lie in memory, whatever Q does.
+/// Layout of K and V in memory, independent of Q's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvLayout {
     /// Equal extents, a batch axis.
@@ -210,17 +210,17 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Of a problem with a batch axis on both sides.
+    /// Totals of a problem with a batch axis on both sides: none.
     pub const NONE: Self = Self { total_q: None, total_k: None, num_pages: None, total_new: None };
 
-    /// Of a problem that is packed on both sides.
+    /// Totals of a problem that is packed on both sides.
     #[must_use]
     pub const fn packed(total_q: u32, total_k: u32) -> Self {
         Self { total_q: Some(total_q), total_k: Some(total_k), ..Self::NONE }
     }
 }
 
-/// How V is stored.
+/// Storage order of V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum VLayout {
     /// `[.., seqlen_k, head_dim_v]`: the head_dim stride is 1.
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(found(0, 4), None);
         assert_eq!(found(0, -3), Some(("head", -3)));
         assert_eq!(found(-5, -3), Some(("seq", -5)));
-        // Its reach is no number; one row's memory for all rows has one.
+        // A negative stride has no extent; a stride of 0, one row of memory for all rows, has one.
         let reach = |seq| Strides { batch: -7, seq, head: 4, dim: 1 }.extent(shape);
         assert_eq!((reach(-1), reach(0)), (None, Some(12)));
     }

@@ -1,4 +1,4 @@
-//! Which keys a query sees. Every mask is one band `lo <= j - i <= hi`, resolved per sequence, plus
+//! Masks: the keys that a query sees. Every mask is one band `lo <= j - i <= hi`, resolved per sequence, plus
 //! some leading sink columns.
 
 use std::fmt;
@@ -6,16 +6,16 @@ use std::str::FromStr;
 
 use crate::error::ProblemError;
 
-/// Where the diagonal of a causal or window mask starts.
+/// Start of the diagonal of a causal or window mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskAlign {
-    /// At the first key: query 0 stands on key 0.
+    /// The first key: query 0 stands on key 0.
     TopLeft,
-    /// At the last key: the last query stands on the last key.
+    /// The last key: the last query stands on the last key.
     BottomRight,
 }
 
-/// What the user asks for.
+/// Shape of a mask, in the form that the user gives.
 #[doc(alias = "window_size")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskShape {
@@ -30,7 +30,7 @@ pub enum MaskShape {
         left: Option<u32>,
         /// Keys beyond the diagonal; `None` = all.
         right: Option<u32>,
-        /// Where the diagonal starts.
+        /// Start of the diagonal.
         align: MaskAlign,
     },
     /// Generic coordinates, as Composable Kernel's documentation defines them: key j is visible to
@@ -66,7 +66,7 @@ pub struct MaskBounds {
     pub align: MaskAlign,
 }
 
-/// Which bounds are live: what a kernel is compiled for.
+/// Active bounds of a mask, a compile-time property of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MaskKind {
     /// No bound.
@@ -92,14 +92,14 @@ pub struct MaskBand {
     pub sink_columns: i64,
 }
 
-/// How a tile of scores stands to the band.
+/// Relation of a tile of scores to the band.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockClass {
     /// No key is visible to any query: costs nothing.
     Skipped,
     /// Some are: pays for the mask.
     Edge,
-    /// All are: needs no mask.
+    /// All pairs are visible: the tile needs no mask.
     Inside,
 }
 
@@ -127,7 +127,7 @@ impl MaskSpec {
         }
     }
 
-    /// Which bounds a kernel must compile in.
+    /// Bounds that a kernel must compile in.
     #[must_use]
     pub fn kind(self) -> MaskKind {
         match self.bounds() {
@@ -151,7 +151,7 @@ impl MaskSpec {
         }
     }
 
-    /// Where ALiBi measures its distance from: this mask's diagonal, bottom-right where it has none.
+    /// Diagonal that ALiBi measures its distance from: this mask's, or bottom-right if it has none.
     #[must_use]
     pub fn alibi_align(self) -> MaskAlign {
         match self.shape {
@@ -207,7 +207,7 @@ impl MaskBand {
         self.k_range(i..i + 1, seqlen_k)
     }
 
-    /// How the tile `rows` x `keys` (half-open, not empty) stands to the band.
+    /// Relation of the tile `rows` x `keys` (half-open, not empty) to the band.
     #[must_use]
     pub fn block_class(self, rows: std::ops::Range<u32>, keys: std::ops::Range<u32>) -> BlockClass {
         let (i_first, i_last) = (i64::from(rows.start), i64::from(rows.end) - 1);

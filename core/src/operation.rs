@@ -1,4 +1,4 @@
-//! What a plan computes.
+//! Operations of a plan.
 
 use std::fmt;
 use std::str::FromStr;
@@ -57,16 +57,16 @@ impl FromStr for Operation {
 /// A validated problem of any operation.
 #[derive(Clone, Copy, Debug)]
 pub enum AnyProblem<'a> {
-    /// For [`plan_fwd`](crate::FmhaBackend::plan_fwd).
+    /// Problem of [`plan_fwd`](crate::FmhaBackend::plan_fwd).
     Forward(&'a ValidFwd),
-    /// For [`plan_bwd`](crate::FmhaBackend::plan_bwd).
+    /// Problem of [`plan_bwd`](crate::FmhaBackend::plan_bwd).
     Backward(&'a ValidBwd),
-    /// For [`plan_combine`](crate::FmhaBackend::plan_combine).
+    /// Problem of [`plan_combine`](crate::FmhaBackend::plan_combine).
     Combine(&'a ValidCombine),
 }
 
 impl AnyProblem<'_> {
-    /// Which operation's problem it is.
+    /// Operation of the problem.
     #[must_use]
     pub const fn operation(&self) -> Operation {
         match self {

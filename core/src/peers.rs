@@ -1,4 +1,5 @@
-//! What a backend gives ranks of one host: each other's memory, and words in it by which their streams wait for each other.
+//! Services of a backend for ranks of one host: each other's memory, and words in it that their streams wait
+//! for.
 
 use crate::backend::DevBuffer;
 use crate::error::Result;
@@ -7,18 +8,19 @@ use crate::error::Result;
 /// [imported](Peers::import) one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// What the stream has queued before is in memory, for every device; then the word has this value.
+    /// Writes a value to a word, after everything that the stream has queued before is visible to every
+    /// device.
     Write {
         /// The word.
         at: u64,
-        /// Its value.
+        /// Value that the word gets.
         value: u32,
     },
-    /// The stream goes on once the word has this value.
+    /// Holds the stream until the word has this value.
     Await {
         /// The word, in this device's memory.
         at: u64,
-        /// Its value.
+        /// Value that the stream waits for.
         value: u32,
     },
 }

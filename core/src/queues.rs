@@ -1,4 +1,5 @@
-//! What a backend with queues gives core: its driver's streams, events, graphs and copies, by the driver's own handles.
+//! Services of a backend with queues: its driver's streams, events, graphs and copies, by the driver's own
+//! handles.
 
 use crate::error::Result;
 
@@ -71,7 +72,7 @@ pub trait Queues: Send + Sync {
     /// What the driver said.
     unsafe fn record_event(&self, event: u64, stream: u64) -> Result<()>;
 
-    /// What is queued on the stream from here on waits for the event.
+    /// Makes all work queued on the stream from now on wait for the event.
     ///
     /// # Safety
     /// Both are live.

@@ -1,5 +1,5 @@
-//! Records of what is planned, compiled and tuned, behind the feature `log`: the crate `log` hands them to the logger that
-//! the program has installed. Without the feature a record is compiled and never made.
+//! Records of what is planned, compiled and tuned, behind the feature `log`: the crate `log` hands them to
+//! the logger that the program has installed. Without the feature a record is compiled and never made.
 
 use std::fmt;
 

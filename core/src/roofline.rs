@@ -1,4 +1,4 @@
-//! What a device could do at most.
+//! Upper bounds of a device's speed.
 
 /// Peak rates of a device, where they are known; measured or stated, as `source` says.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -7,7 +7,7 @@ pub struct Roofline {
     pub flops_per_second: Option<f64>,
     /// Bytes a second to and from the device's memory.
     pub bytes_per_second: Option<f64>,
-    /// Where the numbers come from.
+    /// Source of the numbers.
     pub source: String,
 }
 

@@ -1,9 +1,9 @@
-//! What happens to a score between `Q K^T` and the softmax, and how FP8 tensors are scaled.
+//! Steps between `Q K^T` and the softmax, and the scales of FP8 tensors.
 
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// What is added to a score after the soft-cap.
+/// Term that is added to a score after the soft-cap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bias {
     /// Nothing.
@@ -27,7 +27,7 @@ pub enum Bias {
 pub struct ElementwiseBias {
     /// f32, or the input's type.
     pub dtype: DType,
-    /// Which axes have extent 1.
+    /// Axes with extent 1.
     pub broadcast: BiasBroadcast,
     /// `batch`, `head`, `seq` (the query) and `dim` (the key, 1). A broadcast axis' stride is unused.
     pub strides: Strides,
@@ -89,7 +89,7 @@ impl BiasBroadcast {
     }
 }
 
-/// What an FP8 tensor's elements are multiplied by: f32 numbers on the device.
+/// Factors of an FP8 tensor's elements: f32 numbers on the device.
 #[doc(alias = "scale_inv")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Descale {
@@ -102,7 +102,7 @@ pub enum Descale {
 }
 
 impl Descale {
-    /// How many f32 numbers there are.
+    /// Number of f32 factors.
     #[must_use]
     pub fn num_elems(self, batch: u32, num_heads_kv: u32) -> u64 {
         match self {
@@ -112,7 +112,7 @@ impl Descale {
         }
     }
 
-    /// Which of them belongs to a (batch, kv head).
+    /// Index of the factor of a (batch, kv head).
     #[must_use]
     pub fn index(self, i_batch: u32, i_head_kv: u32, num_heads_kv: u32) -> usize {
         match self {

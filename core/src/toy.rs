@@ -1,4 +1,4 @@
-//! A backend that computes nothing and writes down what core asks of it.
+//! A backend that computes nothing and records the calls from core.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,7 +25,7 @@ pub(crate) fn problem() -> ValidFwd {
     FwdProblem::batch(DType::F32, dims).validate().expect("a sound problem")
 }
 
-/// What was asked of it, in order.
+/// Calls so far, in order.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -38,7 +38,7 @@ impl Log {
         self.lines().push(line.into());
     }
 
-    /// What was asked since the last time.
+    /// Takes the calls since the last time.
     pub(crate) fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.lines())
     }
@@ -59,7 +59,7 @@ pub(crate) struct Toy {
 }
 
 impl Toy {
-    /// With streams; its memory is the host's by another name.
+    /// Makes a backend with streams. Its device memory is host memory under another name.
     pub(crate) fn on_a_device() -> Self {
         Self {
             space: MemorySpace::Device,

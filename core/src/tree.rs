@@ -4,7 +4,7 @@ use crate::args::{CacheArgs, SeqArgs};
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
-/// Which of a sequence's last keys each of its queries sees, in host memory.
+/// Mask of a sequence's last keys for each of its queries, in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TreeMask<'a> {
     words: &'a [u8],
@@ -15,7 +15,7 @@ pub struct TreeMask<'a> {
 }
 
 impl<'a> TreeMask<'a> {
-    /// That of a call whose arguments have passed the check; `None` where it has none.
+    /// Tree mask of a call whose arguments have passed the check; `None` if the call has none.
     #[must_use]
     pub fn of(problem: &FwdProblem, cache: &CacheArgs<'a>, seq: &SeqArgs<'_>) -> Option<Self> {
         let words = cache.tree_mask.as_ref().filter(|_| problem.cache.tree_mask)?.as_host()?;

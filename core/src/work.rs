@@ -1,4 +1,4 @@
-//! How much a problem is: visible pairs, floating-point operations, bytes.
+//! Size of a problem: visible pairs, floating-point operations, bytes.
 
 use crate::dtype::DType;
 use crate::error::ProblemError;
@@ -13,9 +13,9 @@ pub struct Work {
     pub pairs: u64,
     /// Floating-point operations of the two products forward: `2 (head_dim_qk + head_dim_v)` a pair.
     pub fwd_flops: u64,
-    /// Of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
+    /// Floating-point operations of the five products backward: `2 (3 head_dim_qk + 2 head_dim_v)` a pair.
     pub bwd_flops: u64,
-    /// Q, K, V and O, each logical element once.
+    /// Bytes of Q, K, V and O, each logical element once.
     pub fwd_bytes: u64,
 }
 
@@ -69,7 +69,7 @@ impl Work {
 #[must_use]
 pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
     let MaskBand { lo, hi, sink_columns } = mask.band(seqlen_q, seqlen_k);
-    // Pairs with j < i + diagonal, of the first so many keys.
+    // Pairs with j < i + diagonal, among the first `keys` keys.
     let below = |diagonal: i64, keys: i64| {
         let (all, end) = (i128::from(keys), i128::from(diagonal) + i128::from(seqlen_q));
         let begin = i128::from(diagonal);
@@ -77,7 +77,7 @@ pub fn visible_pairs(mask: MaskSpec, seqlen_q: u32, seqlen_k: u32) -> u64 {
     };
     let keys = i64::from(seqlen_k);
     let left = lo.min(hi + 1);
-    // No row is longer than a sequence: the sum has 64 bits.
+    // The sum fits in 64 bits, because no row is longer than a sequence.
     (below(hi + 1, keys) - below(left, keys) + below(left, sink_columns)) as u64
 }
 

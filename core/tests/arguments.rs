@@ -161,7 +161,7 @@ fn tensors_of_unlike_types_or_batches_do_not_interleave() {
     );
 }
 
-/// A stride that nothing uses keeps nobody from interleaving.
+/// An unused stride does not prevent interleaving.
 #[test]
 fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others() {
     let dims = Dims { batch: 1, seqlen_q: 3, seqlen_k: 3, num_heads_q: 1, num_heads_kv: 1, ..DIMS };
@@ -180,8 +180,8 @@ fn tensors_of_one_head_and_one_sequence_interleave_whatever_steps_between_others
     assert!(check(&between(0x20000 + 28)).unwrap_err().text.contains("overlaps"));
 }
 
-/// dQ, dK and dV in one buffer, dK and dV so many elements behind dQ; rows of dQ `q_row` elements apart, of the others
-/// `kv_row`.
+/// dQ, dK and dV in one buffer, with dK and dV at these element offsets from dQ. Rows of dQ lie `q_row`
+/// elements apart, rows of dK and dV `kv_row`.
 fn gradients(dims: Dims, [dk, dv]: [usize; 2], [q_row, kv_row]: [i64; 2]) -> Option<String> {
     let mut problem = BwdProblem::new(FwdProblem::batch(DType::F32, dims));
     let strides = |row| Strides { batch: 3 * row, seq: row, head: i64::from(dims.head_dim_qk), dim: 1 };
@@ -219,7 +219,7 @@ fn gradients_may_interleave_in_one_packed_buffer_but_not_collide() {
 /// Q, K and V of one buffer: which axes it has from the outermost on, and where K and V begin.
 struct Fused {
     name: &'static str,
-    /// Of Q's gradient; K's and V's but for the batch axis are the same.
+    /// Strides of dQ. Those of dK and dV are equal, apart from the batch axis.
     strides: Strides,
     /// Elements from dQ to dK and to dV.
     places: [usize; 2],
@@ -247,7 +247,7 @@ fn fused(dims: Dims) -> [Fused; 5] {
             strides: strides(all * d, b * all * d, d),
             places: places(hq * d, (hq + hkv) * d),
         },
-        // Where there are as many heads of keys as of queries; else of the first ones.
+        // Layout with equal numbers of heads of queries and keys; otherwise for the first heads.
         Fused {
             name: "[b, s, h, 3, d]",
             strides: strides(s * hq * 3 * d, hq * 3 * d, 3 * d),
@@ -400,7 +400,7 @@ fn totals_are_checked_with_the_tensors_that_have_them() {
     let offsets = [0i32, 3, 6];
     let lengths = DevSlice::host(&offsets);
     let mut group = FwdProblem::group(DType::F32, DIMS);
-    // b·h·s·d of 6 rows: heads are 6 rows apart, whatever the number of rows turns out to be.
+    // b·h·s·d of 6 rows: heads are 6 rows apart, however many rows the call has.
     group.strides.o = Strides { batch: 0, seq: 8, head: 6 * 8, dim: 1 };
     let packed = |totals| {
         let mut args = changed(|args| args.o = output(0x40000, 4000));
@@ -503,7 +503,7 @@ fn a_block_table_has_room_for_the_longest_sequence() {
     assert_eq!(refusal(problem, &paged(3, None)), "block_table is given, but the problem has none");
 }
 
-/// What has a batch axis has no elements then, and is given or not.
+/// A call of no sequences: tensors with a batch axis have no elements, and may be given or not.
 #[test]
 fn of_no_sequences_nothing_is_missing_and_nothing_too_much() {
     let mut problem = FwdProblem::new(
@@ -660,7 +660,7 @@ fn each_count_of_an_argument_is_checked_to_the_element() {
     }
 }
 
-/// Of packed rows the lengths' bounds say nothing: a total may be less, and then a head's rows lie closer together.
+/// Bounds of the lengths do not bound packed rows: a smaller total puts the rows of a head closer together.
 #[test]
 fn heads_before_rows_have_room_for_as_many_rows_as_a_call_has() {
     let cu_seqlens = [0i32, 1, 2];
@@ -834,7 +834,7 @@ fn a_slice_of_another_type_is_refused_by_its_name_and_both_types() {
     assert_eq!(said(q, u32s, &mut o, DevSliceMut::host(&mut lse)), text("seqused_k", "u32", "i32"));
     let mut ints = [0i32; 1];
     assert_eq!(said(q, i32s, &mut o, DevSliceMut::host(&mut ints)), text("lse", "i32", "f32"));
-    // Bytes have no type, until somebody tells it; then it stays, but for the sign of words.
+    // Bytes have no type until a caller sets one. The type then stays, except for the sign of words.
     let bytes = DevSlice::host(&[0u8; 16]);
     assert_eq!(said(bytes, i32s, &mut o, DevSliceMut::host(&mut lse)), Ok(()));
     assert_eq!(said(q, u32s.typed(ElemType::I32), &mut o, DevSliceMut::host(&mut lse)), Ok(()));

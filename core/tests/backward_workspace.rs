@@ -1,4 +1,4 @@
-//! Where a backward call's numbers lie in its workspace, and how many rows are computed one by one.
+//! Layout of a backward call's workspace, and the number of rows that are computed one by one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -44,7 +44,7 @@ fn job() -> KernelJob {
     }
 }
 
-/// What each process of the race does.
+/// Runs one process of the race.
 #[test]
 #[ignore = "a process of the races below, which start it"]
 fn a_process_of_the_race() {

@@ -134,7 +134,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
     for (line, (text, pair, rounded, exact)) in found.lines().zip(wanted) {
         let numbers: Vec<f64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
         for (found, rounded, exact) in [(numbers[0], rounded.0, exact.0), (numbers[1], rounded.1, exact.1)] {
-            // Where f32 and f64 part, at a jump or by size, two ways to f32 may too.
+            // Two ways to compute in f32 may differ where f32 and f64 differ, at a jump or by size.
             if (rounded - exact).abs() <= 1e-4 * exact.abs() && exact.is_finite() {
                 let near = (found - rounded).abs() <= 1e-3 * rounded.abs();
                 assert!(near, "{text} at {pair:?}: {found}, not {rounded}");
@@ -155,7 +155,7 @@ fn slope(
     slopes.eval(pair, captured, rounding)[slopes.score.index()].float()
 }
 
-/// What the program prints; `None`, with a note, where there is no C++ compiler.
+/// Output of the program; `None`, with a note, without a C++ compiler.
 fn run_cpp(program: &str) -> Option<String> {
     let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("device_text");
     std::fs::create_dir_all(&dir).unwrap();

@@ -13,7 +13,7 @@ use fmha_core::cache::{Cache, Compiler, CompilerOutput, ImageKind, KernelJob, du
 use fmha_core::source::KernelSource;
 use fmha_core::{Result, env};
 
-/// What the child below prints.
+/// Prints the value of a variable, as the child process of a test below.
 #[test]
 #[ignore = "a process of the test below, which starts it"]
 fn a_process_with_a_variable() {
@@ -101,7 +101,7 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
         fs::create_dir(folder.path().join(there)).unwrap();
     }
     for (variables, kept) in [
-        // What is asked for by name is made.
+        // A folder that the variable names is created.
         (&[("FMHA_CACHE_DIR", inside("a/a"))][..], "a/a/kernels"),
         (&[("XDG_CACHE_HOME", inside("b")), ("HOME", inside("c"))], "b/fmha/kernels"),
         // The specification has a path that is not absolute ignored.
@@ -120,7 +120,7 @@ fn compiled_kernels_are_kept_where_the_variables_say_and_nowhere_if_they_say_non
     assert!(!none.path().join("none").exists());
 }
 
-/// As root anything can be made: `HOME=/nonexistent` is what accounts of services have.
+/// Root can create any folder: accounts of services have `HOME=/nonexistent`.
 #[test]
 fn a_home_that_is_not_there_is_not_made() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What validates never leaves its extents; what does not is told by field and number.
+//! Valid problems never leave their extents; the refusals of others name the field and the number.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -123,7 +123,7 @@ proptest! {
         prop_assume!(problem.clone().validate().is_ok());
         let Ok(valid) = problem.validate() else { return Ok(()) };
         let dtypes = [valid.dtypes.qk, valid.dtypes.qk, valid.dtypes.v, valid.dtypes.o];
-        // Of packed rows planning knows no number; each call's is checked with its arguments.
+        // Packed rows have no count at planning; each call's count is checked with its arguments.
         let Extents { q, k, v, o, .. } = valid.extents(Totals::packed(2, 2));
         let tensors = [(valid.strides.q, q), (valid.strides.k, k), (valid.strides.v, v), (valid.strides.o, o)];
         for ((strides, shape), dtype) in tensors.into_iter().zip(dtypes) {
@@ -172,7 +172,7 @@ fn named(error: &ProblemError) -> Result<(), TestCaseError> {
     prop_assert!(error.text.starts_with(error.field), "`{}` does not name `{}`", error.text, error.field);
     let number = error.text.chars().any(|c| c.is_ascii_digit());
     let number = number || ["NaN", "inf"].iter().any(|word| error.text.contains(word));
-    // What is absent, or one of two, has its own word.
+    // Absent values and values of two kinds have their own words.
     let number =
         number || ["missing", "true", "false", "elementwise"].iter().any(|word| error.text.contains(word));
     let dtype = error.field.contains("dtype");
@@ -319,7 +319,7 @@ fn appended(problem: &mut FwdProblem, change: fn(&mut Append)) {
     (problem.cache.append, problem.layout.seqused_k) = (Some(append), true);
 }
 
-/// Four elements of a row turn, and what is wrong with that.
+/// Rotates four elements of a row, with a change that makes it invalid.
 fn rotated(problem: &mut FwdProblem, change: fn(&mut Rotary)) {
     let mut rotary = Rotary { dim: 4, pairs: RotaryPairs::Half, max_pos: 16, dtype: DType::F32 };
     change(&mut rotary);
@@ -410,8 +410,8 @@ fn each_update_of_a_cache_is_refused_in_a_kernels_name() {
     }
 }
 
-/// Where a rotary embedding turns query i: i rows after the first under a mask that looks back from it, with the first
-/// under one that shows every query the same keys.
+/// Position to which a rotary embedding rotates query i: i rows after the first under a mask that looks back
+/// from it; the position of the first under a mask that shows every query the same keys.
 #[test]
 fn positions_advance_under_masks_that_look_back_and_under_a_tree() {
     let advances = |text, tree_mask| {

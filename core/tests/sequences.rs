@@ -1,4 +1,5 @@
-//! Where sequences lie: packed, in pages, with rows appended; and which lengths and tables are refused, by number.
+//! Placement of sequences: packed, in pages, with appended rows. Wrong lengths and tables are refused by
+//! number.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -105,7 +106,7 @@ fn new_keys_that_a_packed_cache_has_no_row_for_are_left_out_or_refused() {
     assert_eq!((clamped[1].seqlen_cached, clamped[1].seqlen_k), (1, 3));
 }
 
-/// A GPU's lengths are read by kernels, which nobody waits for: they count the rows that are there.
+/// Kernels read the lengths on a GPU, and the host does not wait for them: kernels count the rows that exist.
 #[test]
 fn lengths_beyond_their_rows_count_as_all_of_them_and_negative_ones_as_none() {
     let lengths = |problem: &FwdProblem, seq: &SeqArgs<'_>| -> Vec<(u32, u32, u32)> {
@@ -193,12 +194,12 @@ fn tables_and_positions_that_do_not_fit_are_refused_by_number() {
     assert_eq!(rotary(6).table_elems(), 24);
     spans(&turned(6), &pages(&[3, 1], &table)).unwrap();
     refused(&turned(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
-    // A query stands behind the cached keys, with new ones or without; nobody stands anywhere without either.
+    // A query stands after the cached keys, with new ones or without. Without either there is no position.
     let none_new = turned(5).append(Append::batch(&problem, 0));
     refused(&none_new, &pages(&[5, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");
     let no_query = none_new.clone().dims(Dims { seqlen_q: 0, ..DIMS }).rotary(rotary(1));
     spans(&no_query, &pages(&[5, 1], &table)).unwrap();
-    // New keys turn though no query does.
+    // New keys are rotated even if no query is.
     let keys_alone = |max_pos| turned(max_pos).dims(Dims { seqlen_q: 0, ..DIMS });
     spans(&keys_alone(6), &pages(&[3, 1], &table)).unwrap();
     refused(&keys_alone(5), &pages(&[3, 1], &table), "max_pos 5 is less than the 6 positions of sequence 0");

@@ -10,43 +10,45 @@ const SAYS: &str = "says";
 const IS_WRONG: &str = "is wrong";
 const RUNS: &str = "runs";
 
-/// What a rank says of a field that it takes as the others have it.
+/// Text of a field that a rank takes from the other ranks.
 pub(crate) const AS_OTHERS: &str = "?";
 
-/// What ranks say of a problem, by field.
+/// Fields of a problem, each a name and a text.
 pub(crate) type Fields = [(String, String)];
 
-/// How long ranks are given to say what they do before one of them is blamed: which of them do the same is then known.
+/// Time for ranks to send their messages before one of them is blamed. After it, the ranks that agree are
+/// known.
 pub(crate) const MOMENT: Duration = Duration::from_millis(100);
 
-/// What a rank says of a problem that it plans, or of a call that it runs.
+/// Message of a rank: the problem that it plans, or the call that it runs.
 #[derive(Clone, Debug)]
 pub(crate) struct Said {
-    /// How many calls have begun there.
+    /// Number of calls that have begun on the rank.
     pub(crate) calls: u64,
-    /// Of each field; or what is wrong with it.
+    /// Name and text of each field, or what is wrong with the problem.
     fields: Result<Vec<(String, String)>>,
 }
 
 impl Said {
-    /// Of a call that begins, which was planned by these fields.
+    /// Message for a call that begins and that was planned by these fields.
     pub(crate) fn of_call(number: u64, planned: &Fields) -> Self {
         Self { calls: number, fields: Ok(planned.to_vec()) }
     }
 
-    /// Whether it is that of these fields.
+    /// Whether the message has these fields.
     pub(crate) fn is_of(&self, planned: &Fields) -> bool {
         self.fields.as_deref() == Ok(planned)
     }
 
-    /// For ranks that begin a call too, and not for those that plan: of a call that is planned as the one before, which all ranks
-    /// know, its number alone.
+    /// Bytes for ranks that also begin a call. A call that is planned as the one before is sent by its number
+    /// alone, because all ranks know its fields. Ranks that plan cannot read it.
     pub(crate) fn to_runners(&self, is_again: bool) -> Vec<u8> {
         let own = if is_again { self.calls.to_string().into_bytes() } else { self.to_bytes() };
         [RUNS.as_bytes(), &[BETWEEN as u8], &own].concat()
     }
 
-    /// What [`to_runners`](Self::to_runners) said, where the call before was planned by these fields; none of other bytes.
+    /// Message that [`to_runners`](Self::to_runners) has written, where `before` are the fields of the call
+    /// before; `None` for other bytes.
     pub(crate) fn of_runner(bytes: &[u8], before: &Fields) -> Option<Self> {
         let own = bytes.strip_prefix(RUNS.as_bytes())?.strip_prefix(&[BETWEEN as u8])?;
         let again = || Some(Self::of_call(str::from_utf8(own).ok()?.parse().ok()?, before));
@@ -64,7 +66,7 @@ impl Said {
         all.join(&BETWEEN.to_string()).into_bytes()
     }
 
-    /// None of what is no plan's words but rows of a call.
+    /// Message that [`to_bytes`](Self::to_bytes) has written; `None` for other bytes, such as rows of a call.
     pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
         let begins = |kind: &str| {
             bytes.starts_with(kind.as_bytes()) && bytes.get(kind.len()) == Some(&(BETWEEN as u8))
@@ -96,8 +98,8 @@ fn plans_another(rank: u32, other: u32) -> Error {
     Error::new(rank, "problem", text)
 }
 
-/// Whose fault it is that some ranks plan a problem, by `said`, where this one, of `ranks`, runs a call that was planned before by
-/// these fields: those that plan, or, if they are more than the others, this one.
+/// Error where some ranks plan a problem (`said`) while this rank, of `ranks`, runs a call that was planned
+/// by `planned`. The ranks that plan are at fault; this rank is, if they are the majority.
 pub(crate) fn out_of_turn(rank: u32, ranks: u32, planned: &Fields, said: &[(u32, Said)]) -> Option<Error> {
     let (other, first) = said.first()?;
     let theirs = match &first.fields {
@@ -125,16 +127,17 @@ pub(crate) fn out_of_turn(rank: u32, ranks: u32, planned: &Fields, said: &[(u32,
     })
 }
 
-/// Compares what every rank says of each field. A rank that is wrong by itself says so, and all hear it.
+/// Compares every rank's text of each field. A rank with an error of its own sends that error, and all ranks
+/// get it.
 ///
 /// # Errors
-/// The rank and the field, the same on every rank: one that is wrong, or that says something else than most do.
+/// The rank and the field, equal on every rank: a rank with an error, or with another text than the majority.
 pub(crate) fn agree(group: &dyn Group, mine: &Result<Vec<(String, String)>>) -> Result<()> {
     agreed(group, mine).map(drop)
 }
 
-/// As [`agree`], where a rank may say [`AS_OTHERS`] of some fields. Gives none where no rank does; else all fields as the ranks say
-/// them that say anything, the same on every rank.
+/// Compares the fields like [`agree`], where a rank may say [`AS_OTHERS`] for some of them. Returns `None` if
+/// no rank does. Otherwise returns all fields, taken from the ranks that name them, equal on every rank.
 pub(crate) fn agreed(
     group: &dyn Group,
     mine: &Result<Vec<(String, String)>>,
@@ -146,7 +149,7 @@ pub(crate) fn agreed(
         match Said::read(bytes) {
             Some(other) => said.push(other),
             None => {
-                // Who runs knows what was planned there, and tells.
+                // The rank that runs knows the plan there, and sends the error.
                 let end = Instant::now() + 5 * MOMENT;
                 while group.failure().is_none() && Instant::now() < end {
                     std::thread::sleep(MOMENT / 10);
@@ -184,19 +187,19 @@ fn settled(said: &mut [Said]) -> Option<Vec<(String, String)>> {
 }
 
 /// Takes this rank's part in a plan that the others make, where it cannot make its own: on every rank
-/// [`FwdPlan::new`](crate::FwdPlan::new) or [`BwdPlan::new`](crate::BwdPlan::new) fails by the error that this returns, which
-/// is that of the lowest rank that has one.
+/// [`FwdPlan::new`](crate::FwdPlan::new) or [`BwdPlan::new`](crate::BwdPlan::new) fails by the error that
+/// this returns, which is that of the lowest rank that has one.
 #[must_use]
 pub fn refuse(group: &dyn Group, error: Error) -> Error {
     agree(group, &Err(error.clone())).err().unwrap_or(error)
 }
 
-/// By rank: who is wrong, or says something else than most.
+/// First rank that has an error or another text than the majority.
 pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
     if let Some(error) = all.iter().find_map(|said| said.fields.as_ref().err()) {
         return Some(error.clone());
     }
-    // Those that agree on all else may have made unlike numbers of calls.
+    // Ranks that agree on all fields may still have made different numbers of calls.
     let fields = |said: &Said| {
         let fields = said.fields.iter().flatten().cloned();
         fields.chain([("calls".to_owned(), said.calls.to_string())]).collect::<Vec<_>>()
@@ -207,7 +210,7 @@ pub(crate) fn disagreement(all: &[Said]) -> Option<Error> {
             all[rank].get(at).filter(|(other, _)| other == field).map_or("nothing", |(_, text)| text)
         };
         let count = |text: &str| (0..all.len()).filter(|&rank| said(rank) == text).count();
-        // Of two ranks, or of halves, the lower one is believed.
+        // Between two ranks, or two halves, the lower rank counts as right.
         let most = (0..all.len())
             .map(said)
             .fold(first.as_str(), |most, text| if count(text) > count(most) { text } else { most });
@@ -273,7 +276,7 @@ mod tests {
         let (rank, field, text) = of(&[0, 2, 3], &["a", "1", "b", "5"]).unwrap();
         assert_eq!((rank, &*field), (1, "b"), "{text}");
         assert_eq!(text, "rank 1 runs a call of b 2, where most plan a problem of 5");
-        // The same call again, of a rank that has made fewer: no field tells.
+        // The fields are equal, on a rank that has made fewer calls: no field names the difference.
         assert_eq!(
             of(&[3], &["a", "1", "b", "2"]).map(|(rank, field, _)| (rank, field)),
             Some((3, "problem".into()))

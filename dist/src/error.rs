@@ -1,12 +1,12 @@
-//! What went wrong, and on which rank.
+//! Errors, and the rank at fault.
 
-/// The same on every rank of a group: the rank whose fault it is, and the field.
+/// Error of a group, equal on every rank: the rank at fault, and the field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {rank}, {field}: {text}")]
 pub struct Error {
     /// The rank that is wrong, late or gone.
     pub rank: u32,
-    /// What of it: a field of the problem, an argument, `exchange` or `group`.
+    /// Cause on that rank: a field of the problem, an argument, `exchange` or `group`.
     pub field: String,
     /// The sentence, with the numbers.
     pub text: String,
@@ -19,7 +19,7 @@ impl Error {
         Self { rank, field: field.into(), text: text.into() }
     }
 
-    /// What the library said on `rank`.
+    /// Error of the library on `rank`.
     #[must_use]
     pub fn of(rank: u32, error: &fmha::Error) -> Self {
         let field = match error {
@@ -33,12 +33,12 @@ impl Error {
         Self::new(rank, field, error.to_string())
     }
 
-    /// As ranks send it to each other.
+    /// Message for other ranks.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         format!("{}\0{}\0{}", self.rank, self.field, self.text).into_bytes()
     }
 
-    /// What [`to_bytes`](Self::to_bytes) gave; none of other bytes.
+    /// Error in a message of [`to_bytes`](Self::to_bytes); `None` for other bytes.
     pub(crate) fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let mut parts =
             bytes.splitn(3, |&byte| byte == 0).map(|bytes| String::from_utf8_lossy(bytes).into_owned());

@@ -1,5 +1,5 @@
-//! How long each scheme takes, from a kernel's rate and the links: what the planner compares, and what answers for more ranks
-//! than are there.
+//! Model of the time of each scheme, from a kernel's rate and the links. The planner compares schemes by it,
+//! and it answers for more ranks than the machine has.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use fmha::MAX_ARRIVALS;
 use crate::problem::Whole;
 use crate::scheme::{Scheme, last_home};
 
-/// What a device computes and what a link carries. In text: lines `name = number`, `#` begins a comment.
+/// Speeds of a device and of its links. In text: lines `name = number`, `#` begins a comment.
 ///
 /// ```
 /// use fmha_dist::Links;
@@ -21,7 +21,7 @@ use crate::scheme::{Scheme, last_home};
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Links {
-    /// What a rank sends a second to its peers while it receives as much.
+    /// Bytes per second from a rank to its peers, while it receives as many.
     pub bytes_per_second: f64,
     /// Seconds of an exchange of nothing.
     pub latency: f64,
@@ -31,27 +31,28 @@ pub struct Links {
     pub fwd_flops: f64,
     /// Operations a second of the backward kernel, as a device keeps them up.
     pub bwd_flops: f64,
-    /// How much faster a device is that has rested, before its power makes its clock fall.
+    /// Speed of a device that has rested, before its power limit lowers the clock, over its lasting speed.
     pub burst: f64,
-    /// For how many seconds it is.
+    /// Seconds for which that speed lasts.
     pub burst_seconds: f64,
     /// Processors of a device, of which each computes a tile of 128 queries of a head at a time.
     pub processors: f64,
-    /// What a device reads or writes a second in its own memory.
+    /// Bytes per second of reads or writes in a device's own memory.
     pub memory_bytes_per_second: f64,
-    /// Bytes that a rank may hold besides its own tensors.
+    /// Bytes that a rank may use, apart from its own tensors.
     pub memory: f64,
     /// Neighbouring ranks that these links join; `None`: all.
     pub ranks_per_host: Option<u32>,
-    /// What a rank sends a second to ranks of other hosts while it receives as much.
+    /// Bytes per second from a rank to ranks of other hosts, while it receives as many.
     pub host_bytes_per_second: f64,
     /// Seconds of an exchange of nothing between hosts.
     pub host_latency: f64,
 }
 
-/// NVLink of four H100: 64 MiB a ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400 Gb/s between hosts. The clock's
-/// fall is that of H200s, of which four take 0.24 of one device's 181 ms, and 0.25 of its 3.0 s. What queues a message is of H200s that
-/// decoded a query by messages to and from each: four by 16 in 0.422 ms, of which their kernels had 0.233, and two by 8 in 0.111.
+/// NVLink of four H100: 64 MiB per ring step in 259 us, 256 MiB in 890 us; half of the card's memory; 400
+/// Gb/s between hosts. The fall of the clock is that of H200s: four take 0.24 of the 181 ms of one device,
+/// and 0.25 of its 3.0 s. Seconds to queue a message come from H200s that decode a query with messages to and
+/// from each: four by 16 take 0.422 ms, of which the kernels take 0.233; two by 8 take 0.111.
 impl Default for Links {
     fn default() -> Self {
         Self {
@@ -73,13 +74,13 @@ impl Default for Links {
 }
 
 impl Links {
-    /// What a device that has rested does in so many seconds, in seconds of one that has not.
+    /// Work that a device that has rested does in `seconds`, in seconds of a device that has not.
     #[must_use]
     pub fn kept_up(&self, seconds: f64) -> f64 {
         seconds + (self.burst - 1.0) * seconds.min(self.burst_seconds)
     }
 
-    /// In how many seconds a device that has rested does what takes one that has not so many.
+    /// Seconds in which a device that has rested does the work of `kept_up` seconds of one that has not.
     fn rested(&self, kept_up: f64) -> f64 {
         (kept_up / self.burst).max(kept_up - (self.burst - 1.0) * self.burst_seconds)
     }
@@ -144,11 +145,11 @@ pub struct Estimate {
     pub compute: f64,
     /// Seconds of transfers.
     pub transfer: f64,
-    /// Seconds of both: what is beside each other counts once.
+    /// Seconds of compute and transfer; time in which they overlap counts once.
     pub seconds: f64,
     /// Bytes that a rank sends.
     pub bytes_sent: f64,
-    /// Bytes that a rank holds besides its own tensors.
+    /// Bytes that a rank uses, apart from its own tensors.
     pub memory: f64,
     /// `ranks` times the seconds, over those of one device.
     pub efficiency: f64,
@@ -181,31 +182,34 @@ fn pairs_by_rank(whole: &Whole) -> Vec<f64> {
     (0..whole.ranks).map(of).collect()
 }
 
-/// The time of a kernel that waits for flags, over that of one whose keys are there: two and four H200, 131072 and 524288 tokens,
-/// forward, 0.993 to 1.028, with what the keys' way takes where they come first left out.
+/// The time of a kernel that waits for flags, over that of one whose keys are there: two and four H200,
+/// 131072 and 524288 tokens, forward, 0.993 to 1.028, with what the keys' way takes where they come first
+/// left out.
 const COST_OF_WAITING: f64 = 1.005;
 
-/// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200, 131072 tokens,
-/// causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the rest.
+/// The time of kernels over runs of keys that write f32, over that of one over all keys: a ring of two H200,
+/// 131072 tokens, causal, forward 97.4 ms and backward 314, of one device 177 and 585; the model has the
+/// rest.
 const COST_OF_PARTS: f64 = 1.05;
 
-/// Seconds that a launch of a rank and what belongs to it (copies of its rows, its LSE, its sums) take to begin, where calls follow
-/// each other: two H200, 8192 and 16384 tokens. Of keys that are gathered, or of a ring; forward, or backward.
+/// Seconds that a launch of a rank and what belongs to it (copies of its rows, its LSE, its sums) take to
+/// begin, where calls follow each other: two H200, 8192 and 16384 tokens. Of keys that are gathered, or of a
+/// ring; forward, or backward.
 const LAUNCH: f64 = 10e-6;
 const LAUNCH_BACKWARD: f64 = 120e-6;
 const LAUNCH_OF_RING: f64 = 62e-6;
 const LAUNCH_OF_RING_BACKWARD: f64 = 235e-6;
 
-/// Seconds that a launch takes that packs or unpacks rows of heads, and how many bytes it reads and writes a second: Ulysses of two
-/// and four H200, 16384 and 131072 tokens.
+/// Seconds that a launch takes that packs or unpacks rows of heads, and how many bytes it reads and writes a
+/// second: Ulysses of two and four H200, 16384 and 131072 tokens.
 const PACKING: f64 = 15e-6;
 const PACKED_BYTES_PER_SECOND: f64 = 5.5e11;
 
-/// Seconds of a step of decoding besides its keys and an exchange of nothing: its launches and the merge. Two pairs of H200, a query
-/// against 131072 keys and 1048576: 9 to 19 us.
+/// Seconds of a decoding step without its keys and the latency of an exchange: its launches and the merge. On
+/// two pairs of H200, a query against 131072 and 1048576 keys: 9 to 19 us.
 const DECODING: f64 = 14e-6;
 
-/// What `scheme` would cost.
+/// Estimate of the time and memory of `scheme`.
 pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Links) -> Estimate {
     let dims = whole.fwd.dims;
     let ranks = f64::from(whole.ranks);
@@ -228,13 +232,13 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let rows_q = f64::from(whole.q.partition.rows()) * batch * heads_q;
     let kv = rows_k * (qk * size(dtypes.qk) + v * size(dtypes.v));
     let dkv = if backward { rows_k * (qk + v) * 4.0 } else { 0.0 };
-    // Of what a rank gets from all alike, what comes from its own host and what from others.
+    // Shares of an all-to-all's bytes that come from this host and from other hosts.
     let per_host = f64::from(whole.ranks_per_host.min(whole.ranks));
     let (hosts, across) = (ranks / per_host, per_host < ranks);
     let (near, far) = ((per_host - 1.0) / ranks, (ranks - per_host) / ranks);
     let all_to_all = |bytes: f64| Moved { near: bytes * near, far: bytes * far, ..Moved::default() };
-    // What a rank loses besides: its launches begin, and their last tiles leave processors idle for half of a tile's time; partial
-    // results are written and read again.
+    // Other time that a rank loses: its launches begin, and their last tiles leave processors idle for half
+    // of a tile's time. Partial results are written and read again.
     let idle = |keys: f64| 0.5 * 128.0 * keys * flops * links.processors / rate;
     let stored = |bytes: f64| bytes / links.memory_bytes_per_second;
     let sequences = if whole.k.cu_seqlens.is_some() { f64::from(whole.k.batch) } else { 1.0 };
@@ -243,11 +247,11 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let groups = f64::from(whole.head_groups);
     let (begin, begin_of_ring) =
         if backward { (LAUNCH_BACKWARD, LAUNCH_OF_RING_BACKWARD) } else { (LAUNCH, LAUNCH_OF_RING) };
-    // Of the rank that has most: all ranks are to find the same.
+    // Pieces of the rank that has most: every rank must find the same number.
     let pieces = (0..whole.ranks).map(|rank| whole.q.pieces(rank).len()).max().unwrap_or(0) as f64;
     let seen = if all > 0.0 { all / (rows_q * f64::from(whole.k.partition.rows())) } else { 0.0 };
-    // Of a ring of so many steps, a launch for each run of queries and each run of keys that it sees; of f32 dQ, dK and dV, each
-    // step's is added to the sum.
+    // Seconds of a ring with so many steps: a launch for each run of queries and each run of keys that it
+    // sees, and the sums of each step's f32 dQ, dK and dV.
     let of_ring = |steps: f64| {
         let launches = (pieces * pieces * steps * seen).max(steps);
         let bytes = if backward {
@@ -266,7 +270,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         }
         Scheme::Ring => (of_ring(ranks), COST_OF_PARTS),
         Scheme::Mixed => (of_ring(hosts), COST_OF_PARTS),
-        // What moves is packed before, or unpacked after; launches of groups fill each other's idle ends.
+        // Rows that move are packed before, or unpacked after. Launches of groups fill each other's idle
+        // ends.
         Scheme::Ulysses => {
             let bytes = rows_q / ranks * (qk * size(dtypes.qk) + v * size(dtypes.o)) + kv / ranks;
             let (packed, tensors) = if backward { (2.5 * bytes, 8.0) } else { (bytes, 4.0) };
@@ -280,7 +285,8 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
         Scheme::Gather => {
             let mut moved = all_to_all(kv + dkv);
             moved.exchanges = if backward { 2.0 } else { 1.0 };
-            // Beside kernels comes all but the first piece that one waits for, and goes what the last one does not change.
+            // Overlap with kernels: all arrivals except the first piece that a kernel waits for, and all
+            // departures that the last kernel does not change.
             if whole.flags {
                 let home =
                     if backward { dkv * (1.0 - last_home(whole) * ranks / (ranks - 1.0)) } else { 0.0 };
@@ -327,7 +333,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
             } else {
                 0.0
             };
-            // Beside kernels comes all but the first group, and goes all but the last.
+            // Overlap with kernels: all arrivals except the first group, and all departures except the last.
             let moved =
                 Moved { exchanges: 2.0 * groups, hidden: 1.0 - 1.0 / groups, ..all_to_all(own + more) };
             (seconds_of(all / ranks), moved, own + more)
@@ -342,11 +348,11 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     let compute = links.rested(compute * slower) + besides;
     let exchanges = if whole.ranks == 1 { 0.0 } else { moved.exchanges };
     let latency = if across { links.host_latency } else { links.latency };
-    // Both kinds of links work at once.
+    // Links inside and between hosts work at once.
     let sent = (moved.near / links.bytes_per_second).max(moved.far / links.host_bytes_per_second);
     let transfer = sent + exchanges * latency;
     let hidden = moved.hidden * transfer;
-    // The processor queues the next call beside this one.
+    // The host queues the next call while this one runs.
     let seconds = (compute.max(hidden) + transfer - hidden).max(moved.messages * ranks * links.queueing);
     let one = links.rested(seconds_of(all));
     let efficiency = if seconds > 0.0 { one / (ranks * seconds) } else { 1.0 };
@@ -354,17 +360,17 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
     Estimate { compute, transfer, seconds, bytes_sent, memory, efficiency }
 }
 
-/// What a rank sends.
+/// Bytes and messages that a rank sends.
 #[derive(Clone, Copy, Default)]
 struct Moved {
     /// Bytes to ranks of its host.
     near: f64,
     /// Bytes to others.
     far: f64,
-    /// How often ranks wait for each other.
+    /// Number of times that ranks wait for each other.
     exchanges: f64,
-    /// The part of all that that runs beside kernels.
+    /// Part of the transfer that overlaps with kernels.
     hidden: f64,
-    /// What the processor queues of it, where that is not in what launches cost.
+    /// Messages that the host queues, apart from those in the cost of launches.
     messages: f64,
 }

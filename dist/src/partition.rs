@@ -1,12 +1,12 @@
-//! Which rows of the whole each rank has, and which pieces of sequences these are.
+//! Partitions: the rows of the whole that each rank has, and the pieces of sequences among them.
 
 use std::ops::Range;
 
 use crate::error::{Error, Result};
 
-/// Which rows of an axis each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence of a batch, or
-/// the rows of a packed tensor, where a run may span sequences. A rank's own tensor has the rows of its runs one after
-/// another. No lengths need be equal, and a rank may have nothing.
+/// Rows of an axis that each rank has: runs `[begin, end)`, ascending. Rows are positions of every sequence
+/// of a batch, or the rows of a packed tensor, where a run may span sequences. A rank's own tensor has the
+/// rows of its runs one after another. Lengths may differ, and a rank may have nothing.
 ///
 /// ```
 /// use fmha_dist::Partition;
@@ -55,7 +55,7 @@ impl Partition {
         }
     }
 
-    /// These runs, by rank. Empty ones are left out, and runs that touch are one.
+    /// Makes a partition of these runs, by rank. Empty runs are left out, and runs that touch are merged.
     ///
     /// # Errors
     /// A rank whose runs do not ascend, a row that two ranks have or none has, with its number.
@@ -111,7 +111,7 @@ impl Partition {
         self.rows
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         self.runs.len() as u32
@@ -129,7 +129,8 @@ impl Partition {
         self.runs(rank).iter().map(|run| run.end - run.start).sum()
     }
 
-    /// A rank's own tensor, out of the whole `[batch, rows]` of rows of `row_bytes`. An LSE is one of `batch * heads` by 4.
+    /// Copies a rank's own tensor out of the whole `[batch, rows]`, whose rows have `row_bytes` bytes. For an
+    /// LSE, pass `batch * heads` and 4.
     ///
     /// # Panics
     /// If `whole` is shorter than that.
@@ -138,10 +139,10 @@ impl Partition {
         self.places(batch, row_bytes, rank).flat_map(|(at, _)| whole[at].iter().copied()).collect()
     }
 
-    /// Puts a rank's own tensor into the whole, as [`split`](Self::split) took it.
+    /// Copies a rank's own tensor into the whole, the inverse of [`split`](Self::split).
     ///
     /// # Panics
-    /// If one of them is shorter than `split` had it.
+    /// If one of them is shorter than `split` needs it.
     pub fn join(&self, whole: &mut [u8], own: &[u8], batch: u32, row_bytes: u64, rank: u32) {
         for (at, own_at) in self.places(batch, row_bytes, rank) {
             whole[at].copy_from_slice(&own[own_at]);
@@ -183,30 +184,30 @@ pub(crate) struct Piece {
     pub(crate) positions: Range<u32>,
     /// The first position's row in the rank's own tensor.
     pub(crate) row: u32,
-    /// Its row in the whole tensor.
+    /// Row of the first position in the whole tensor.
     pub(crate) whole_row: u32,
     /// Length of the whole sequence.
     pub(crate) seqlen: u32,
 }
 
 impl Piece {
-    /// How many positions.
+    /// Number of positions.
     pub(crate) fn rows(&self) -> u32 {
         self.positions.end - self.positions.start
     }
 
-    /// How many sequences.
+    /// Number of sequences.
     pub(crate) fn num_sequences(&self) -> u32 {
         self.sequences.end - self.sequences.start
     }
 
-    /// None of its sequences' positions.
+    /// Copy of the piece with its sequences and no positions.
     pub(crate) fn without_rows(&self) -> Self {
         Self { positions: 0..0, row: 0, whole_row: 0, ..self.clone() }
     }
 }
 
-/// One side of the problem, queries or keys: its sequences, and who has what of them.
+/// One side of the problem, queries or keys: its sequences, and the rows of each rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Axis {
     /// Sequences of a batch, or of the packed tensor.
@@ -222,7 +223,8 @@ impl Axis {
         if self.cu_seqlens.is_some() { 1 } else { self.batch }
     }
 
-    /// What is attended to as one: every packed sequence alone, a batch together. Positions, first row, and sequences.
+    /// Units of attention: every packed sequence alone, a batch together. Each has its sequences and its
+    /// rows.
     fn sequences(&self) -> Vec<(Range<u32>, Range<u32>)> {
         match &self.cu_seqlens {
             None => vec![(0..self.batch, 0..self.partition.rows)],
@@ -252,8 +254,8 @@ impl Axis {
         pieces
     }
 
-    /// The same with hosts of `size` neighbouring ranks in place of ranks: a host has its ranks' rows in their order in the
-    /// whole.
+    /// Axis with hosts of `size` neighbouring ranks in place of ranks. A host has the rows of its ranks, in
+    /// their order in the whole.
     pub(crate) fn by_hosts(&self, size: u32) -> Result<Self> {
         let host = |ranks: &[Vec<Range<u32>>]| {
             let mut runs: Vec<Range<u32>> = ranks.iter().flatten().cloned().collect();
@@ -265,7 +267,7 @@ impl Axis {
         Ok(Self { batch: self.batch, cu_seqlens: self.cu_seqlens.clone(), partition })
     }
 
-    /// Every sequence whole, as a rank that had all of them would have it.
+    /// Every sequence whole, as on a rank that has all of them.
     pub(crate) fn whole(&self) -> Vec<Piece> {
         self.sequences()
             .into_iter()

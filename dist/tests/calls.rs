@@ -1,5 +1,5 @@
-//! Ranks that begin two calls of equal sizes hear whose fault that is before anything is computed, moved or written: in threads and
-//! in processes over TCP, whatever the scheme.
+//! Ranks that begin two calls of equal sizes get an error that names the rank at fault, before anything is
+//! computed, moved or written: in threads and in processes over TCP, in each scheme.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -32,7 +32,7 @@ struct Call {
     each: f32,
 }
 
-/// Two calls, whose tensors have the same bytes, and the field that tells them apart.
+/// Two calls whose tensors have equal sizes in bytes, and the field in which they differ.
 struct Pair {
     name: String,
     scheme: Scheme,
@@ -144,7 +144,8 @@ impl Plan {
     }
 }
 
-/// What a rank hears of each pair of calls, planned before or as they are called, by groups of their own.
+/// Errors of a rank for each pair of calls, planned before or as they are called, each pair in a group of its
+/// own.
 fn told(rank: u32, group: impl Fn(usize) -> Arc<dyn Group>) -> Vec<String> {
     let (device, mut told) = (support::device(), Vec::new());
     for Pair { name, scheme, calls, field } in pairs() {
@@ -208,7 +209,7 @@ fn a_call_of_equal_sizes_that_is_another_one_is_named_on_every_rank_and_nothing_
     }
 }
 
-/// The child's half of the test below: nothing where nobody asks for it.
+/// The child's half of the test below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_that_is_a_process() {
     let Some((folder, rank, size)) = support::as_process() else { return };

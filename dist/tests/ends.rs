@@ -1,5 +1,5 @@
-//! A rank that ends at any of its calls of the group, in whatever phase the others are, is named on each of them, and at once: when
-//! they plan, begin a call, in every exchange, and when all tell each other that they are done.
+//! A rank that ends at any of its calls of the group is named on every other rank, and at once, whatever they
+//! do: while they plan, begin a call, exchange, or confirm that they are done.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -16,7 +16,7 @@ use fmha_dist::{Error, Group, Links, Options, Partition, Problem, Rendezvous, Sc
 use support::{End, Ends};
 
 const RANKS: u32 = 4;
-/// Who ends.
+/// Rank that ends.
 const RANK: u32 = 1;
 /// More calls of the group than any of these makes.
 const MOST_CALLS: u32 = 40;
@@ -99,7 +99,7 @@ fn a_rank_that_ends_in_any_phase_of_backward_is_named_on_every_other() {
 
 const AT: &str = "DIST_TEST_AT";
 
-/// The child's half of the test below: nothing where nobody asks for it.
+/// The child's half of the test below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_that_is_a_process() {
     let Some((folder, rank, size)) = support::as_process() else { return };

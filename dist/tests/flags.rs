@@ -1,5 +1,6 @@
-//! Gather whose keys come while kernels wait for their flags, over two ranks that are threads of an emulated device: the bits of
-//! one device, and why there may be no flags. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
+//! Gather whose keys come while kernels wait for their flags, over two ranks that are threads of an emulated
+//! device: the bits of one device, and why there may be no flags. Needs NVRTC; where there is none, a test
+//! says `absent` and checks nothing.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::sync::Arc;
@@ -164,7 +165,7 @@ fn alone(device: &Device, inputs: &[Vec<u8>; 4]) -> [Vec<u8>; 3] {
     [o, lse, dq].map(|buffer| downloaded(device, &buffer))
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 fn on_ranks<T: Send>(device: &Device, run: impl Fn(Arc<dyn Group>) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let groups = threads(2, Duration::from_secs(120));
@@ -212,10 +213,10 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
         }
         let (o, lse) = (own(&expected[0], HEADS[0]), uploaded(&device, &own_lse()));
         let dout = own(&inputs[3], HEADS[0]);
-        // The same ranks with and without flags, and one device's dQ.
+        // Plans of these ranks with and without flags, against the dQ of one device.
         let [first, second] = [false, true].map(|flags| {
             let options = options.clone().flags(flags).kernels(PlanOptions::default().deterministic(true));
-            // In f32: what another order of dQ's sums changes, bf16 hides.
+            // f32 shows a different order of dQ's sums, which bf16 hides.
             let wanted = (DType::F32, false);
             let mut plan = BwdPlan::new(&problem, wanted, group.clone(), &device, &options).unwrap();
             let text = plan.explain();
@@ -249,7 +250,7 @@ fn where_no_flags_can_be_the_plan_says_why_or_refuses_as_it_was_asked() {
     let rows = Partition::contiguous(TOKENS, 2);
     let packed = FwdProblem::group(DType::Bf16, whole().dims).mask("b".parse().unwrap());
     let packed = Problem::new(packed, rows.clone()).packed(vec![0, TOKENS], vec![0, TOKENS]);
-    // A kernel that does not wait, on one rank alone; packed rows; not asked for.
+    // Cases without flags: a kernel that cannot wait, on rank 1 alone; packed rows.
     let simt = PlanOptions::default().kernel("simt");
     for (problem, of_rank_1, reason) in [
         (Problem::new(whole(), rows.clone()), simt, "rank 1: "),

@@ -1,4 +1,5 @@
-//! What fails on one rank fails on all, with the rank and the field, within the timeout: in threads and in processes.
+//! Failures of one rank fail on all ranks, with the rank and the field, within the timeout: in threads and in
+//! processes.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod support;
@@ -46,7 +47,7 @@ fn ring() -> Options {
     Options::default().scheme(Scheme::Ring)
 }
 
-/// That every rank has this error.
+/// Checks that every rank has this error.
 fn all_say(results: Vec<Result<Vec<Vec<u8>>, Error>>, rank: u32, field: &str, text: &str) {
     for (on, result) in results.into_iter().enumerate() {
         let error = result.expect_err(&format!("rank {on} took its output for a result"));
@@ -80,7 +81,8 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     all_say(run(&wrong), 2, "partition of keys", "");
 }
 
-/// What ranks must say alike, of the problem and of the options: each field in its turn is another one on rank 2.
+/// Fields that must be equal on all ranks, of the problem and of the options: rank 2 changes one after
+/// another.
 #[test]
 fn a_field_of_the_problem_that_differs_on_one_rank_is_named_on_every_rank() {
     let right = problem(4);
@@ -195,7 +197,7 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
         });
         all_say(results, 2, field, &format!("rank 2 says {field} "));
     }
-    // What a rank's own kernels are, and how fast it takes its links to be, it says for itself alone.
+    // A rank's own kernels and its own speeds of links need not be equal on all ranks.
     for other in [kernels(PlanOptions::default().allow_fallback(true)), links("latency = 1")] {
         let results = support::on_ranks(4, support::TIMEOUT, |group| {
             let options = if group.rank() == 2 { &other } else { &gather };
@@ -212,7 +214,8 @@ fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     }
 }
 
-/// As a caller does who plans at a new shape: the others see rows that they do not expect, or this one no word of a plan.
+/// Some ranks plan at a new shape while the others run. A rank then gets rows that it does not expect, or no
+/// message of a plan.
 #[test]
 fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     let right = problem(4);
@@ -300,7 +303,7 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
             let start = Instant::now();
             let rank = group.rank();
             if rank == late {
-                // It comes when the others have given up.
+                // The rank comes after the others have given up.
                 std::thread::sleep(3 * SHORT);
             }
             let result = support::forward_rank(&host, &problem, group, &ring(), 1);
@@ -338,7 +341,8 @@ fn all_ranks_of_a_share_are_waited_for_no_longer_than_one() {
     all_say(results, 2, "exchange", "rank 2 is late");
 }
 
-/// In a ring each rank waits for the one before, which waits for the one before that: the first of them is to blame.
+/// Each rank of a ring waits for the one before, which waits for the one before it: the first of them is to
+/// blame.
 #[test]
 fn the_rank_that_all_wait_for_in_the_end_is_the_late_one() {
     let results = support::on_ranks(5, SHORT, |group| {
@@ -393,7 +397,7 @@ fn a_rank_that_leaves_or_panics_is_named_on_every_other() {
     }
 }
 
-/// The child's half of the tests below: nothing where nobody asks for it.
+/// The child's half of the tests below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_of_a_group_of_processes() {
     let var = |name: &str| std::env::var(name).ok();

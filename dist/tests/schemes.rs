@@ -92,7 +92,7 @@ fn cases() -> Vec<Case> {
         whole.descale_q(each).descale_k(each).descale_v(each).write_lse(true)
     }));
     all.push(case("O in f32", causal((4, 2)).dtype_o(DType::F32)));
-    // Fewer rows than ranks; nothing to see, and nobody to see it.
+    // Fewer rows than ranks; no keys, or no queries.
     for (seqlens, mask) in [((3, 3), "b"), ((1, 5), "b:2,0"), ((5, 1), "t"), ((6, 0), "0"), ((0, 6), "b")] {
         let few = plain(seqlens, (8, 8)).mask(mask.parse().unwrap()).sink(true);
         all.push(case(format!("{seqlens:?} rows, mask {mask}"), few));
@@ -182,7 +182,7 @@ impl Case {
         if scheme == Scheme::Mixed {
             return ranks > 2 && ranks.is_multiple_of(2);
         }
-        // Of these a rank would need the heads of others, or other queries' rows.
+        // Operands that Ulysses cannot split: a rank would need the heads or the query rows of other ranks.
         let of_all = match self.whole.score.bias {
             Bias::Elementwise(_) => true,
             Bias::Alibi { per_batch } => per_batch && self.packed.is_none(),
@@ -226,7 +226,7 @@ fn forward_over_ranks_is_that_of_one_device() {
                 let what = format!("{}, {name}, {scheme}", case.name);
                 // A row's bits may depend on how many come in one call, unless kernels promise that they do not.
                 let same = PlanOptions::default().batch_invariant(scheme.has_bits_of_one_device());
-                // So slow that heads come in groups where they can.
+                // Links so slow that heads come in groups where they can.
                 let mut links = hosts_of_two();
                 links.bytes_per_second = 1.0;
                 let options = Options::default().scheme(scheme).kernels(same).links(links);
@@ -324,7 +324,7 @@ fn more_ranks_than_one_merge_takes_give_the_gradients_of_one_device() {
     passes(&check_bwd(&host, &Selection::default(), &|_, _| ()).unwrap(), "130 ranks");
 }
 
-/// Of the same call, one that writes LSE and one that does not.
+/// Two calls that differ only in whether they write LSE.
 #[test]
 fn without_an_lse_to_write_o_has_the_same_bits() {
     for case in
@@ -358,7 +358,7 @@ fn totals_of_lengths_are_those_of_the_partition() {
     }
 }
 
-/// What one rank gives in every case and scheme that so many ranks take, forward and backward, a line each.
+/// Results of one rank in every case and scheme for this number of ranks, forward and backward, a line each.
 fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
     let (rank, ranks) = (group.rank(), group.size());
     let hash = |results: &[Vec<u8>]| {
@@ -395,7 +395,7 @@ fn told(group: &std::sync::Arc<dyn fmha_dist::Group>) -> String {
     lines
 }
 
-/// The child's half of the test below: nothing where nobody asks for it.
+/// The child's half of the test below; it does nothing unless it is started as a child.
 #[test]
 fn a_rank_that_is_a_process() {
     let Some((folder, rank, size)) = support::as_process() else { return };
@@ -426,7 +426,8 @@ fn processes_give_the_bits_of_threads_in_every_case_and_scheme() {
     }
 }
 
-/// Where links between hosts are slow, the mix sends an eighth of what a ring sends over them, and hides it sooner.
+/// With slow links between hosts, the mixed scheme sends an eighth of a ring's bytes over them, and hides the
+/// time sooner.
 #[test]
 fn the_model_prefers_the_mix_where_links_between_hosts_are_slow() {
     let sizes = Dims { batch: 1, ..dims((1 << 17, 1 << 17), (32, 32)) };

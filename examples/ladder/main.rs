@@ -19,7 +19,7 @@ use problem::Problem;
 use report::{Row, Table};
 use rungs::{RUNGS, Rung, Wants};
 
-/// K and V of so many bytes stay in the L2 beside all else, on a device of 50 MB.
+/// Bytes of K and V that stay in the L2 cache together with everything else, on a device with 50 MB.
 const L2_BYTES: u64 = 24 << 20;
 
 /// `ladder::Call` of `rungs/common.cuh`.

@@ -1,4 +1,4 @@
-//! What a rung came to, as lines, JSON, Markdown and a plot.
+//! Results of a rung as lines, JSON, Markdown and a plot.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -17,13 +17,14 @@ pub(crate) struct Row {
     pub(crate) registers: Option<u32>,
     pub(crate) spill_bytes: Option<u32>,
     pub(crate) smem_bytes: Option<u32>,
-    /// By the device's clock; `None` where it has none.
+    /// Seconds by the device's clock; `None` if it has none.
     pub(crate) seconds: Option<f64>,
-    /// Of an emulated device: instructions of warps, and turns that accesses to shared memory waited for another.
+    /// Counters of an emulated device: instructions of warps, and extra cycles of shared memory after bank
+    /// conflicts.
     counted: Option<[u64; 2]>,
-    /// The largest error against float64 and its bound.
+    /// Largest error against float64, and its bound.
     error: Option<(f64, f64)>,
-    /// Why there is no result.
+    /// Reason why there is no result.
     pub(crate) note: String,
     wrong: bool,
 }
@@ -44,7 +45,7 @@ impl Row {
         }
     }
 
-    /// Whether it gave a wrong result; what a device has not got is no failure.
+    /// Whether the result was wrong. A feature that the device lacks is no failure.
     pub(crate) fn failed(&self) -> bool {
         self.wrong
     }
@@ -64,7 +65,7 @@ impl Row {
         self.time(device, || queue(&stream), &stream)
     }
 
-    /// The same for a call that borrows the problem's output.
+    /// Measures a call that borrows the problem's output, as [`measure`](Self::measure) does.
     pub(crate) fn measure_mut(
         &mut self,
         device: &Device,
@@ -114,7 +115,7 @@ impl Row {
     }
 }
 
-/// All rungs of one problem.
+/// Rows of all rungs of one problem.
 pub(crate) struct Table {
     dims: Dims,
     causal: bool,
@@ -150,7 +151,7 @@ impl Table {
         self.rows[index].seconds.map(|seconds| before / seconds)
     }
 
-    /// For a terminal.
+    /// Text for a terminal.
     pub(crate) fn lines(&self) -> String {
         let mut text =
             format!("{:<16}{:>12}{:>10}{:>8}  {}", "step", "time, us", "TFLOP/s", "gain", "largest error");

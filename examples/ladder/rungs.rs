@@ -5,13 +5,13 @@ use fmha_core::source::{ENTRY, Header, KernelSource};
 use fmha_cuda::own::OwnKernels;
 use fmha_kernels_cuda::wgmma::{self, OperandA, Sums, WgmmaShape};
 
-/// What a rung wants of a device beyond mma.sync.
+/// Features of a device that a rung needs beyond mma.sync.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wants {
     Nothing,
-    /// Hopper's and later.
+    /// TMA: Hopper and later.
     Tma,
-    /// Hopper's alone.
+    /// WGMMA: Hopper alone.
     Wgmma,
 }
 
@@ -23,10 +23,10 @@ pub(crate) struct Rung {
     /// Threads and queries of a CTA.
     pub(crate) threads: u32,
     pub(crate) queries: u32,
-    /// Of a head dimension: 16-bit elements of shared memory, and bytes beside them.
+    /// Bytes of shared memory for a head dimension: 16-bit elements, and barriers after them.
     smem: fn(u32) -> u32,
     pub(crate) wants: Wants,
-    /// Its namespace, and what it calls the tile that its CTA has; empty: it finds that itself.
+    /// Namespace of the rung, and its name for the CTA's tile; empty if the kernel finds the tile itself.
     namespace: &'static str,
     work: &'static str,
 }
@@ -40,7 +40,7 @@ const TILES: &str = "ladder::work_of_cta<64>(call)";
 const ORDERED: &str = "ladder::longest_first<64, kCausal>(call)";
 const ORDERED_128: &str = "ladder::longest_first<128, kCausal>(call)";
 
-/// From the naive kernel up.
+/// Rungs from the naive kernel up.
 pub(crate) const RUNGS: [Rung; 9] = [
     rung("naive", "naive.cuh", (256, 8), |_| 0, ""),
     rung("tiled", "tiled.cuh", (256, 64), |dim| 4 * 64 * (3 * (dim / 2 + 1) + 65), ""),
@@ -73,7 +73,7 @@ impl Rung {
         (self.smem)(dim)
     }
 
-    /// Why the device does not run it.
+    /// Reason why the device does not run the rung.
     pub(crate) fn refusal(&self, device: &OwnKernels, dim: u32) -> Option<String> {
         let arch = device.arch();
         let digits: String = arch.chars().filter(char::is_ascii_digit).collect();
@@ -87,7 +87,7 @@ impl Rung {
         }
     }
 
-    /// What is compiled for a head dimension and a mask.
+    /// Source for a head dimension and a mask.
     pub(crate) fn source(&self, dim: u32, causal: bool) -> KernelSource {
         let Self { file, threads, namespace, work, .. } = self;
         let (mut include, mut maps, mut arguments) =
@@ -117,7 +117,7 @@ impl Rung {
     }
 }
 
-/// The rungs' texts beside the library's.
+/// Texts of the rungs, and the library's headers.
 fn headers(dim: u32) -> Vec<Header> {
     macro_rules! embedded {
         ($($name:literal),* $(,)?) => {

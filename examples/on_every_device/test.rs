@@ -7,7 +7,8 @@ use std::process::Command;
 
 const EXAMPLES: [&str; 4] = ["attend", "explain", "own_tensors", "serve"];
 
-/// Runs an example of this build, which Cargo puts beside the tests' folder; `auto` is the emulated device if one is named.
+/// Runs an example of this build, which Cargo puts next to the tests' folder; `auto` is the emulated device
+/// if one is named.
 fn run(example: &str, emulate: Option<&str>) -> Result<String, String> {
     run_with(example, emulate, &[])
 }
@@ -64,8 +65,8 @@ fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     }
 }
 
-/// Tokens a second of a mix of lengths, and of the same padded: that the mix has fewer keys is told, whatever the
-/// machine's load.
+/// Tokens per second of a mix of lengths, and of the mix padded. The report says that the mix has fewer keys,
+/// whatever the load of the machine.
 #[test]
 fn a_mix_of_lengths_is_served_beside_the_same_padded_to_the_longest() {
     let said = run_with("serve", None, &["--device", "cpu", "--requests", "1"])

@@ -16,7 +16,7 @@ pub(crate) const PAGE: u32 = 16;
 /// Pages of a request at most.
 pub(crate) const MAX_PAGES: u32 = MAX_LEN / PAGE;
 
-/// How much an engine holds at once.
+/// Capacity of an engine.
 #[derive(Clone, Copy)]
 pub(crate) struct Room {
     /// Requests in a step.
@@ -27,7 +27,7 @@ pub(crate) struct Room {
     pub(crate) pages: u32,
 }
 
-/// What a step brings of each slot.
+/// Input of a step for each slot.
 pub(crate) struct Step<'a> {
     /// New tokens of each request, perhaps none.
     pub(crate) tokens: Vec<&'a [usize]>,
@@ -43,7 +43,7 @@ struct Cache {
     v: DevBuffer,
 }
 
-/// What each call reads and writes, wherever the device computes.
+/// Buffers that each call reads and writes, for any device.
 struct Buffers {
     q: DevBuffer,
     k_new: DevBuffer,
@@ -69,7 +69,7 @@ pub(crate) struct Attention {
     graphs: Vec<Recording>,
     /// Calls that were a replay of a graph.
     pub(crate) replayed: usize,
-    /// In the library and on the device, copies included.
+    /// Time in the library and on the device, copies included.
     pub(crate) time: Duration,
 }
 
@@ -96,14 +96,15 @@ impl Attention {
     /// # Errors
     /// What the device refuses, or its driver said.
     pub(crate) fn new(device: &Device, room: Room, cos: &[f32], sin: &[f32]) -> Result<Self, Error> {
-        // Batch-invariant: a request's bits do not depend on who is served beside it, nor on how its prompt is cut.
+        // Batch-invariant: a request's bits do not depend on the other requests of a step, nor on the pieces
+        // of its prompt.
         let options = PlanOptions::default().batch_invariant(true);
         let plan = device.plan_fwd(&problem(room).validate()?, &options)?;
         let memory = device.memory();
         let halves = |count: usize| memory.alloc_of(DType::F16, count as u64);
         let integers = |count: u64| memory.alloc_of(ElemType::I32, count);
         let elems = (room.pages * PAGE) as usize * WIDTH_KV;
-        // Rows that nobody has written are NaN: a call that reads one shows it.
+        // Rows that were never written are NaN, so a call that reads one shows it.
         let nan = vec![f16::NAN; elems];
         let cache = || Ok::<_, Error>(Cache { k: memory.place(&nan)?, v: memory.place(&nan)? });
         let (tokens, slots) = (room.tokens as usize, room.slots as usize);

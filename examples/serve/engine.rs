@@ -10,7 +10,7 @@ use crate::attention::{Attention, MAX_PAGES, PAGE, Room, Step};
 use crate::model::{Model, best};
 use crate::pages::{PageId, Pages};
 
-/// What a user asks for.
+/// Request of a user.
 #[derive(Clone)]
 pub(crate) struct Request {
     pub(crate) prompt: Vec<usize>,
@@ -42,7 +42,7 @@ impl Sequence {
     }
 }
 
-/// What happened, counted.
+/// Counts of events.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub(crate) steps: usize,

@@ -1,16 +1,19 @@
 //! A small serving engine over a paged cache, on any device:
 //! `cargo run --release --example serve -- --device cpu --requests 40 --seed 1`.
 //!
-//! Each step is one call a layer: new keys are turned to their positions, appended to the pages and attended to, whether
-//! a request is at a piece of its prompt or at its next token (continuous batching, chunked prefill). Requests that begin
-//! alike share pages; pages that nobody uses are kept for those who come, and go to others when there are no free ones;
-//! a request may lose its pages, and is computed again. On a GPU steps of a token for each request are replays of a graph.
+//! Each step is one call per layer: new keys are rotated to their positions, appended to the pages and
+//! attended to, whether a request is at a piece of its prompt or at its next token (continuous batching,
+//! chunked prefill). Requests with a common beginning share pages. Unused pages are kept for later requests,
+//! and reused when no page is free. A request may lose its pages, and is then computed again. On a GPU, steps
+//! with one token per request are replays of a graph.
 //!
-//! At the end each request is computed again alone, in a cache of its own, its prompt in one call and its answer token by
-//! token; because the plans are batch-invariant, the logits of every step are the same to the bit. So is the last step's
-//! when the whole request is computed in one call. And once more without a cache or a device, with attention by its definition.
+//! At the end each request is computed again alone, in its own cache, with its prompt in one call and its
+//! answer token by token. Because the plans are batch-invariant, the logits of every step are equal to the
+//! bit. So are the logits of the last step if the whole request is computed in one call. A final check uses
+//! no cache and no device, with attention by its definition.
 //!
-//! Then a decode step over a recorded mix of lengths is timed, and the same with each sequence padded to the longest.
+//! A decode step over a recorded mix of lengths is timed as well, and compared with each sequence padded to
+//! the longest.
 
 mod attention;
 mod engine;
@@ -65,7 +68,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let backend: Backend = options.device.parse()?;
     let mut device = Device::open(backend)?;
     let serving = match attention(&device, ROOM) {
-        // A device without a kernel for it: said, and served by the CPU, where nobody named a device.
+        // A device without a kernel for it: the CPU serves, with a message, unless the user has named a
+        // device.
         Err(error @ Error::Unsupported { .. }) if options.device == "auto" => {
             println!("{error}\nso the CPU serves");
             device = Device::open(Backend::Cpu)?;
@@ -133,7 +137,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     mix::compare(&device, &lengths)
 }
 
-/// Of a token's largest logit, how far one may be from the reference: operands and O are of f16.
+/// Largest difference from the reference, as a share of a token's largest logit: operands and O are f16.
 const TOLERANCE: f32 = 2e-3;
 
 /// The logits of every step against those of the request alone, to the bit, and the reference: the worst error, of a token's

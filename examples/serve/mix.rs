@@ -1,5 +1,5 @@
-//! What it is worth that a batch is dealt out by the lengths that there are: a decode step over a recorded mix of cache
-//! lengths, and the same with each sequence as long as the longest.
+//! Gain from work items of similar size: a decode step over a recorded mix of cache lengths, compared with
+//! the step in which each sequence is as long as the longest.
 
 use std::path::Path;
 use std::time::Instant;
@@ -13,7 +13,7 @@ const HEADS: (u32, u32) = (7, 1);
 const HEAD_DIM: u32 = 64;
 /// Steps that are timed, behind one that is not.
 const STEPS: u32 = 5;
-/// How far a row may be from the reference, whose operands are the same: O is of f16.
+/// Largest distance of a row from the reference, which uses equal operands: O is f16.
 const TOLERANCE: f64 = 1e-3;
 
 /// Lengths of a file, a number a line; a line that begins with `#` says something of them.
@@ -107,7 +107,7 @@ impl Decode {
         Ok(began.elapsed().as_secs_f64() / f64::from(STEPS))
     }
 
-    /// How far any row of a sequence is from softmax(q k^T / sqrt(d)) v in f64.
+    /// Largest distance of a row of a sequence from softmax(q k^T / sqrt(d)) v in f64.
     fn error_of(&self, sequence: usize, length: u32) -> Result<f64, Error> {
         let mut o = vec![f16::ZERO; self.q.len()];
         self.device.memory().download(&self.buffers[3], &mut o)?;

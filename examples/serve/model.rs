@@ -1,5 +1,5 @@
-//! A tiny decoder with random weights by seed. Its matrices are multiplied on the host, a row at a time, so that a row's
-//! result does not depend on the rows beside it; its attention is the device's.
+//! A tiny decoder with random weights by seed. The host multiplies its matrices, one row at a time, so a
+//! row's result does not depend on other rows. The device computes its attention.
 
 use fmha::{Error, f16};
 
@@ -15,7 +15,7 @@ pub(crate) const VOCABULARY: usize = 61;
 pub(crate) const WIDTH: usize = (HEADS_Q * HEAD_DIM) as usize;
 pub(crate) const WIDTH_KV: usize = (HEADS_KV * HEAD_DIM) as usize;
 
-/// Rows times a matrix, a row at a time, so that a row's result does not depend on the rows beside it.
+/// Matrix that multiplies rows one at a time, so a row's result does not depend on other rows.
 pub(crate) struct Matrix {
     columns: usize,
     weights: Vec<f32>,
@@ -57,7 +57,7 @@ pub(crate) struct Model {
     embedding: Matrix,
     layers: Vec<Layer>,
     head: Matrix,
-    /// Of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
+    /// Cosines of the rotary embedding, `[MAX_LEN, HEAD_DIM / 2]`.
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
 }

@@ -1,4 +1,5 @@
-//! The pages of the cache: which are free, who uses each, and which hold a prefix that a later request may begin with.
+//! Pages of the cache: free pages, users of each page, and pages with a prefix that a later request may begin
+//! with.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -10,7 +11,7 @@ pub(crate) type PageId = usize;
 struct Page {
     /// Requests whose block tables name it.
     users: u32,
-    /// All tokens from the sequence's first to this page's last, if the page is full and may be shared.
+    /// Tokens from the sequence's first to this page's last, if the page is full and may be shared.
     prefix: Option<Vec<usize>>,
 }
 

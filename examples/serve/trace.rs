@@ -1,4 +1,4 @@
-//! What users ask for, by seed: requests that come in bursts, most of which begin with one of three long prefixes.
+//! Random requests by seed: they come in bursts, and most of them begin with one of three long prefixes.
 
 use crate::attention::PAGE;
 use crate::engine::Request;

@@ -8,30 +8,30 @@ use crate::score::HeadScore;
 use crate::tasks::Threads;
 use crate::tensor::f32_at;
 
-/// The size of LSE from which on a row has an origin, as the device kernels have it (`fmha/row_bwd.h`,
-/// `sm90/bwd/preprocess.cuh`): scores without a bias are off by as much as LSE is, until half its last place is a hundredth of
-/// P.
+/// Least absolute LSE at which a row gets an origin, equal to that of the device kernels (`fmha/row_bwd.h`,
+/// `sm90/bwd/preprocess.cuh`). Without a bias the scores round as LSE does, so an origin is needed
+/// where half an ulp of LSE is a hundredth of P.
 fn least_far(fwd: &FwdProblem) -> f32 {
     if fwd.score.bias == Bias::None && fwd.code.is_empty() { 131_072.0 } else { 16384.0 }
 }
 
-/// Of a score: what sums of products in two orders differ by.
+/// Relative difference of a score between two orders of summation.
 const ROUNDING_OF_SCORES: f64 = 1.0 / (1 << 20) as f64;
 
 /// Origins of the rows of a call, laid out as LSE is.
 #[derive(Default)]
 pub(super) struct FarRows {
-    /// 0 where no row of the call has an origin.
+    /// Number of rows; 0 where no row of the call has an origin.
     rows: usize,
-    /// The size of LSE from which on a row has one.
+    /// Least absolute LSE at which a row has an origin.
     least: f32,
     origin: Floats,
-    /// The LSE of scores so measured; of other rows LSE.
+    /// LSE of the scores after the origin is subtracted; plain LSE in rows without an origin.
     lse: Floats,
 }
 
 impl FarRows {
-    /// With room for all rows, if some row is far.
+    /// Reserves room for all rows, if some row is far.
     pub(super) fn reserve(fwd: &FwdProblem, args: &BwdArgs<'_>) -> fmha_core::Result<Self> {
         let rows = fwd.extents(args.seq.totals).lse_elems as usize;
         let far = Self { least: least_far(fwd), ..Self::default() };
@@ -52,7 +52,7 @@ impl FarRows {
 
     /// Origin of the row at this index of LSE, and LSE from there; `None` where no row of the call has any.
     pub(super) fn row(&self, index: usize) -> Option<(f32, f32)> {
-        // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before anything asks.
+        // SAFETY: `rows` numbers of each, which `measure_far_rows` has written before any row is read.
         (index < self.rows)
             .then(|| unsafe { (*self.origin.as_ptr().add(index), *self.lse.as_ptr().add(index)) })
     }
@@ -91,11 +91,11 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// What a far row is measured from, and its LSE from there. A row without a gradient of O or LSE adds nothing, and takes
-    /// no sum: rows that are masked as a whole are mostly so.
+    /// Origin of a far row, and its LSE measured from there. A row without a gradient of O or LSE adds
+    /// nothing and needs no sum: most rows that are masked as a whole are such rows.
     ///
-    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of round to: the
-    /// origin then lies below it by more than that, and P is 1 at most.
+    /// Where no other score comes near the row's largest, its P is 1 whatever the scores that P is made of
+    /// round to: the origin then lies below it by more than that, and P is 1 at most.
     fn origin_of(&self, head: &HeadScore, i_head: u32, i: u32, index: usize, lse: f32) -> (f32, f32) {
         let dout = self.dout.q_rows(head.span, i_head).skip(i as usize);
         // SAFETY: delta has a number for each row, dO head_dim_v.

@@ -1,4 +1,4 @@
-//! How a backward call is cut up, and what memory it takes and touches.
+//! Division of a backward call into tasks, and the memory that it uses and touches.
 
 use fmha_core::{
     BiasBroadcast, BiasGrad, BwdProblem, DType, DevSlice, DevSliceMut, Dims, ElementwiseBias, FwdProblem,
@@ -18,7 +18,7 @@ fn tasks(lengths: &[(u32, u32)], threads: usize, dbias: bool) -> Vec<Task> {
     of_call(lengths, dbias, |_| {}, |shared| shared.tasks(threads).unwrap())
 }
 
-/// What `look` sees of a call of these lengths, whose problem `change` has changed.
+/// Calls `look` on a call of these lengths, whose problem `change` has changed.
 fn of_call<T>(
     lengths: &[(u32, u32)],
     dbias: bool,
@@ -61,7 +61,7 @@ fn of_call<T>(
 #[test]
 fn where_there_are_as_many_kv_heads_as_threads_each_is_a_task_the_longest_first() {
     let heads = |span: usize| (0..HEADS_KV).map(move |i_head_kv| Task::KvHead { span, i_head_kv });
-    // By queries times keys: 50, 100.
+    // Costs by queries times keys: 50, 100.
     for threads in [1, 6] {
         let wanted: Vec<_> = heads(1).chain(heads(0)).collect();
         assert_eq!(tasks(&[(1, 50), (10, 10)], threads, false), wanted, "{threads} threads");
@@ -159,7 +159,8 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(differentiates);
 }
 
-/// Of eight queries, twelve keys and rows of eight numbers, or of panels that a wider vector makes of these.
+/// Sizes of scratch for tiles of eight queries and twelve keys, with rows of eight numbers. Wider vectors
+/// round them up to panels.
 #[test]
 fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(shared: &Shared<'_>) -> ([usize; 5], [usize; 12]) {

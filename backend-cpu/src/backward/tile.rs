@@ -9,10 +9,10 @@ use crate::simd::Simd;
 use crate::tensor::f32_at;
 use crate::tile::Store;
 
-/// What the gradient of a score goes through, towards its product.
+/// Path of a score's gradient back to its product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
-    /// It is the bias' gradient.
+    /// No step: the gradient is that of the bias.
     Nothing,
     /// The soft-cap: it is the gradient of what code computed.
     SoftCap,
@@ -37,17 +37,17 @@ pub(super) struct Tile {
     pub(super) extra: Floats,
     pub(super) slope: Floats,
     pub(super) code: CodeLanes,
-    /// Which pairs of a panel code hides.
+    /// Pairs of a panel that code hides.
     pub(super) hide: Floats,
     /// Scores before code: a panel for each panel of queries.
     pub(super) scaled: Floats,
     pub(super) lse: Floats,
-    /// What each query's scores are measured from, where not all are measured from 0.
+    /// Origin of each query's scores, where some origin is not 0.
     pub(super) origin: Floats,
     pub(super) has_origin: bool,
     pub(super) delta: Floats,
     pub(super) dlse: Floats,
-    /// Which rows of each panel are live.
+    /// Live rows of each panel.
     pub(super) panels: Vec<Option<Panel>>,
     pub(super) keys_finite: bool,
     pub(super) queries_finite: bool,

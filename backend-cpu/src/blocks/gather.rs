@@ -1,4 +1,4 @@
-//! From the caller's tensors to panels and rows.
+//! Copies from the caller's tensors to panels and rows.
 
 use crate::simd::{Op, Simd};
 use crate::tensor::Matrix;
@@ -57,8 +57,8 @@ impl<S: Simd> Op<S> for GatherRows {
     }
 }
 
-/// How far dense rows of `cols` numbers lie apart: an odd number of cache lines, since rows a power
-/// of two apart would meet in a few sets of the cache.
+/// Stride of dense rows of `cols` numbers: an odd number of cache lines, since rows a power of two apart
+/// would share a few sets of the cache.
 pub(crate) fn row_stride(cols: usize) -> usize {
     (cols.div_ceil(16) | 1) * 16
 }

@@ -104,8 +104,8 @@ impl Columns {
         };
         for col in (0..self.dim).step_by(width) {
             let b = Right { base: self.right.wrapping_add(col * self.capacity + first * width), step: width };
-            // SAFETY: the R lanes are inside the panel; those beyond the live ones compute rows of C
-            // that nobody reads.
+            // SAFETY: the R lanes are inside the panel. Lanes beyond the live ones compute rows of C that are
+            // never read.
             unsafe {
                 let c = self.out.add(col * self.out_capacity + lane * width);
                 if pairs {
@@ -120,8 +120,8 @@ impl Columns {
 }
 
 impl Columns {
-    /// The same product over visible pairs alone, for a tile where a hidden row of `right` is not
-    /// finite: 0 times NaN would reach rows that do not see it.
+    /// Computes the product over visible pairs alone, one pair at a time. A tile needs it where a hidden row
+    /// of `right` is not finite: 0 times NaN would reach rows that do not see it.
     pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, (first, last)) = (S::PANEL, self.panel.rows);
         for lane in 0..self.panel.queries {
@@ -157,7 +157,7 @@ impl Columns {
 /// `out[row][col] += sum_query weights[row][query] right[query][col]`: dV from P and dO, dK from dS
 /// and Q.
 pub(crate) struct Rows<'a> {
-    /// Which panels of queries are live, and which of their rows.
+    /// Live panels of queries, and their live rows.
     pub(crate) panels: &'a [Option<Panel>],
     /// Panels `[capacity][PANEL]`.
     pub(crate) weights: *const f32,
@@ -199,8 +199,8 @@ impl Rows<'_> {
                     .at(first * self.capacity * lanes + row * lanes);
                 let right =
                     self.right.wrapping_add((col / width * self.right_capacity + first * lanes) * width);
-                // SAFETY: the capacity is a multiple of R; rows beyond the last live one compute rows of
-                // C that nobody reads.
+                // SAFETY: the capacity is a multiple of R. Rows beyond the last live one compute rows of C
+                // that are never read.
                 unsafe {
                     let c = self.out.add(col * self.capacity + row * width);
                     let b = Right { base: right, step: width };
@@ -210,7 +210,7 @@ impl Rows<'_> {
         }
     }
 
-    /// The same product over visible pairs alone: see [`Columns::visible_only`].
+    /// Computes the product over visible pairs alone, one pair at a time: see [`Columns::visible_only`].
     pub(crate) fn visible_only<S: Simd>(self, visible: Visible) {
         let (width, lanes) = (S::PANEL, S::PANEL);
         for (number, panel) in self.panels.iter().enumerate() {
@@ -250,7 +250,7 @@ pub(crate) struct RowDots {
 }
 
 impl RowDots {
-    /// How many numbers it computes in.
+    /// Size of its scratch, in numbers.
     pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
         S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
     }

@@ -1,4 +1,4 @@
-//! What happens to a panel of scores once it is there: softmax forward, its gradient backward.
+//! Steps on a panel of scores: softmax in the forward, its gradient in the backward.
 
 use fmha_core::DType;
 
@@ -14,9 +14,9 @@ pub(crate) struct RowState {
     pub(crate) alpha: *mut f32,
 }
 
-/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a
-/// 16-bit type (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein, "Online normalizer calculation for
-/// softmax", arXiv 1805.02867).
+/// Scores to probabilities, in place: `P = exp(S - row_max)`, rounded to `round` when that is a 16-bit type
+/// (for `pairs`, two rows of P become one of bf16 pairs), and the running state (Milakov and Gimelshein,
+/// "Online normalizer calculation for softmax", arXiv 1805.02867).
 pub(crate) struct Softmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
@@ -41,7 +41,7 @@ impl<S: Simd> Op<S> for Softmax {
     }
 }
 
-/// What becomes of a P: kept in f32, or rounded to a 16-bit type.
+/// Rounding of P: none, or to a 16-bit type.
 const EXACT: u8 = 0;
 const TO_F16: u8 = 1;
 const TO_BF16: u8 = 2;
@@ -70,7 +70,8 @@ impl Softmax {
             let mut base = row_max;
             for (v, base) in base.iter_mut().enumerate() {
                 let old = self.state.row_max.add(v * S::LANES);
-                // Where nothing is seen yet, exp(-inf - 0) is the 0 that exp(-inf - -inf) is not.
+                // A base of 0 for a row that has seen nothing: exp(-inf - 0) is 0, and exp(-inf - -inf) is
+                // NaN.
                 *base = s.select_le(*base, nothing, s.splat(0.0), *base);
                 s.store(self.state.alpha.add(v * S::LANES), exp(s, s.sub(s.load(old), *base)));
                 s.store(old, row_max[v]);
@@ -158,7 +159,7 @@ pub(crate) struct Gradient {
     pub(crate) gradients: *mut f32,
     /// Keep factors, a panel.
     pub(crate) keep: Option<*const f32>,
-    /// What each query's scores and LSE are measured from, if not from 0.
+    /// Origin of each query's scores and LSE, if it is not 0.
     pub(crate) origin: Option<*const f32>,
     pub(crate) lse: *const f32,
     pub(crate) delta: *const f32,
@@ -185,7 +186,7 @@ impl<S: Simd> Op<S> for Gradient {
                     let from_origin = origin.map_or(score, |origin| s.sub(score, origin));
                     // 1 at most: of a large score LSE's rounding is more.
                     let p = exp(s, s.min(zero, s.sub(from_origin, lse)));
-                    // Where a row's LSE is NaN, its hidden keys still have P = 0.
+                    // Hidden keys have P = 0 even in a row whose LSE is NaN.
                     let p = if self.panel.edge { s.select_le(score, hidden, zero, p) } else { p };
                     let (kept, dp) = match self.keep {
                         None => (p, dp),
@@ -267,7 +268,7 @@ mod tests {
         assert_eq!(x[..], wanted(3.0));
     }
 
-    /// In two steps, so that the second one rescales.
+    /// Runs in two steps, so that the second one rescales.
     #[test]
     fn probabilities_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
         let softmax = |round: DType| {

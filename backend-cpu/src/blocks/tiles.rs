@@ -83,11 +83,11 @@ impl<S: Simd> Op<S> for TransposeValues {
     }
 }
 
-/// Scores to pairs of probabilities, `P = 2^(factor S - row_max)`, zeros beside the live rows of the tiles
-/// that they touch, and the running state as [`Softmax`](super::Softmax) keeps it, but in powers of 2.
+/// Turns scores into pairs of probabilities, `P = 2^(factor S - row_max)`, with zeros in the dead rows of the
+/// tiles, and updates the running state as [`Softmax`](super::Softmax) does, but in powers of 2.
 ///
-/// `row_max` follows the maximum only when that is `slack` above it: any base serves that keeps P in
-/// range, and O is mostly spared its rescaling (Dao and others use it in FlashAttention-4).
+/// `row_max` follows the maximum only when the maximum is `slack` above it. Any base is correct that keeps P
+/// in range, and O is rarely rescaled (Dao and others use this in FlashAttention-4).
 #[derive(Clone, Copy)]
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
@@ -99,20 +99,21 @@ pub(crate) struct TileSoftmax {
     pub(crate) state: super::RowState,
 }
 
-/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its last place is
-/// more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are scaled first.
+/// A base is a rounded product, and a multiply-add takes it from exact ones. Beyond this, 2^22, half of its
+/// last place is more than 2^-2, a quarter of a power of 2 too many or too few of every P: there scores are
+/// scaled first.
 const LARGEST_BASE: f32 = 4_194_304.0;
 
-/// How far a [`TileSoftmax`] is: first the largest scores, then probabilities.
+/// Progress of a [`TileSoftmax`]: first the largest scores, then probabilities.
 struct Progress<S: Simd, const VECTORS: usize> {
     softmax: TileSoftmax,
-    /// What a score is still to be multiplied by.
+    /// Factor of the scores.
     factor: [S::V; VECTORS],
     /// The largest so far, of even and of odd rows: one chain of maxima would take twice as long.
     largest: [[S::V; VECTORS]; 2],
     /// The row that comes next to be compared.
     compared: usize,
-    /// What is added to a score.
+    /// Term that is added to a score.
     base: [S::V; VECTORS],
     row_sum: [S::V; VECTORS],
     /// The row whose probabilities come next.
@@ -136,7 +137,7 @@ impl<S: Simd, const VECTORS: usize> Between<S> for Progress<S, VECTORS> {
 }
 
 impl TileSoftmax {
-    /// Where V is moderate.
+    /// Slack for a V of moderate size.
     pub(crate) const SLACK: f32 = 8.0;
 
     #[inline(always)]
@@ -166,7 +167,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     fn compare(&mut self, s: S, rows: usize) {
         let stop = (self.compared + rows).min(self.softmax.panel.rows.1);
         for row in (self.compared..stop).step_by(2) {
-            // Where there is no other row, the same once more.
+            // Repeats a row if there is no other one.
             for (parity, row) in [row, (row + 1).min(stop - 1)].into_iter().enumerate() {
                 for (v, largest) in self.largest[parity].iter_mut().enumerate() {
                     // SAFETY: a row and a vector of the panel. A NaN leaves the maximum alone and shows in P.
@@ -191,9 +192,9 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 let row_max = state.row_max.add(v * S::LANES);
                 let (old, seen) =
                     (s.load(row_max), s.mul(s.max(self.largest[0][v], self.largest[1][v]), self.factor[v]));
-                // Where both are -inf, the difference is NaN, and the new one is as good.
+                // A difference of -inf and -inf is NaN, and the new maximum is taken.
                 let new = s.select_le(s.sub(seen, old), s.splat(self.softmax.slack), old, seen);
-                // Where nothing is seen yet, 2^(-inf - 0) is the 0 that 2^(-inf - -inf) is not.
+                // A base of 0 for a row that has seen nothing: 2^(-inf - 0) is 0, and 2^(-inf - -inf) is NaN.
                 let finite = s.select_le(new, nothing, zero, new);
                 s.store(state.alpha.add(v * S::LANES), s.exp2_coarse(s.sub(old, finite)));
                 s.store(row_max, new);
@@ -201,7 +202,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
                 farthest = s.max(farthest, s.abs(finite));
             }
         }
-        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's bits hang on another.
+        // Some lanes may have no query, and any number: each lane is looked at for itself, so that no row's
+        // bits hang on another.
         if s.largest(farthest) > LARGEST_BASE {
             self.scale_far_lanes(s);
         }
@@ -244,14 +246,14 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         while self.row < stop {
             for v in 0..VECTORS {
                 let (low, high) = (self.exp(s, self.row, v), self.exp(s, self.row + 1, v));
-                // SAFETY: half as many rows as there are scores.
+                // SAFETY: there are half as many rows as scores.
                 unsafe { s.store(self.softmax.at::<S>(self.row / 2, v), s.pair_weights(low, high)) };
             }
             self.row += 2;
         }
     }
 
-    /// What is left.
+    /// Processes the rest.
     #[inline(always)]
     fn finish(mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
@@ -283,8 +285,8 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
     }
 }
 
-/// What is done at once, since tiles and vectors are units of their own: products of the panel before and
-/// of the one after, and between their steps the softmax of a panel.
+/// Work that overlaps, since tiles and vectors use different units: products of the panel before and of the
+/// panel after, and between their steps the softmax of a panel.
 pub(crate) struct TileStage {
     pub(crate) columns: Option<TileColumns>,
     pub(crate) softmax: Option<TileSoftmax>,
@@ -353,7 +355,7 @@ impl TileColumns {
         (last - first) / LANES * (self.dim / TILE)
     }
 
-    /// As [`TileScores::run`].
+    /// Runs as [`TileScores::run`] does.
     #[inline(always)]
     fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         self.rescale(s);
@@ -382,7 +384,7 @@ impl TileColumns {
         // SAFETY: `dim` rows of a panel.
         unsafe {
             let alphas = [s.load(alpha), s.load(alpha.add(S::LANES))];
-            // So it is in most tiles: see `TileSoftmax`.
+            // Most tiles have factors of 1: see `TileSoftmax`.
             if (0..self.panel.queries).all(|lane| *alpha.add(lane) == 1.0) {
                 return;
             }
@@ -395,8 +397,8 @@ impl TileColumns {
         }
     }
 
-    /// The same product over visible pairs alone, of V in `panels` of pairs as [`TransposeValues`] finds
-    /// them: see [`Columns::visible_only`](super::Columns::visible_only).
+    /// Computes the product over visible pairs alone, one pair at a time. `panels` holds V in pairs, in the
+    /// layout of [`TransposeValues`]. See [`Columns::visible_only`](super::Columns::visible_only).
     pub(crate) fn visible_only<S: Simd>(self, s: S, visible: Visible, panels: *const f32) {
         self.rescale(s);
         let half = |pair: f32, row: usize| f32::from_bits(pair.to_bits() >> (16 * (row % 2)) << 16);

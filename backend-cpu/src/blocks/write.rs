@@ -1,4 +1,4 @@
-//! From panels to the caller's tensors.
+//! Copies from panels to the caller's tensors.
 
 use fmha_core::DType;
 
@@ -28,7 +28,7 @@ impl<S: Simd> Op<S> for AllFinite<'_> {
     }
 }
 
-/// What rows are multiplied by.
+/// Factors of the rows.
 #[derive(Clone, Copy)]
 pub(crate) enum Factors {
     All(f32),

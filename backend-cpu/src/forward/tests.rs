@@ -1,4 +1,4 @@
-//! How a forward call is cut up, what it computes in, and that every way to compute gives the same bits.
+//! Division of a forward call into tasks, its scratch, and equal bits from every way to compute.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::{
@@ -134,7 +134,7 @@ fn sixteen_lanes_and_dot_products_of_pairs_give_the_bits_of_four_lanes() {
     }
 }
 
-/// They are taken in rows, where sums have an order of each instruction set's own.
+/// Few queries go through the row path, where each instruction set has its own order of sums.
 #[test]
 fn few_queries_of_any_type_are_the_same_but_for_rounding() {
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E5m2] {
@@ -204,7 +204,7 @@ fn no_byte_beyond_the_end_of_a_tensor_is_touched() {
     crate::simd::Avx2::detect().into_iter().for_each(attends);
 }
 
-/// Those of a thread that no task fills from end to end.
+/// Buffers of a thread that no task fills from end to end.
 fn floats(scratch: &mut Scratch) -> [&mut Floats; 12] {
     let Scratch { queries, staging, keys, values, gathered, columns, scores, extra, .. } = scratch;
     let Scratch { out, out_rows, alpha, row, .. } = scratch;
@@ -267,7 +267,8 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
             attends(Portable, &dropping);
         }
     }
-    // More queries than keys: whole panels of the first rows see nothing, or of the last ones, of which nobody wrote O before.
+    // More queries than keys: whole panels of the first rows, or of the last rows, see nothing, and their O
+    // was not written before.
     for (mask, dtype_o) in
         ["b", "t:5,0"].into_iter().flat_map(|mask| [(mask, DType::F32), (mask, DType::Bf16)])
     {
@@ -279,7 +280,7 @@ fn a_task_stays_within_its_scratch_and_what_was_there_before_reaches_nothing() {
     attends(Portable, &problem(DType::F32, (70, 150), 1, (8, 24), "b:90,3"));
 }
 
-/// What `look` sees of a call of these lengths.
+/// Calls `look` on a call of these lengths.
 fn of_call<T>(
     problem: &FwdProblem,
     lengths: &[(u32, u32)],
@@ -329,7 +330,7 @@ fn every_query_of_a_head_is_in_one_task_and_the_longest_task_comes_first() {
     assert_eq!(sizes("t", (64, 64)), [(48, 16, 64), (32, 16, 48), (16, 16, 32), (0, 16, 16)]);
     assert_eq!(sizes("t:9,0,4", (40, 60)), [(16, 16, 29), (0, 16, 16), (32, 8, 21)], "with sinks");
 
-    // Of at most eight queries, a sequence is taken in rows.
+    // A sequence of at most eight queries goes through the row path and gives no tile.
     let mut found: Vec<(u32, u32, u32)> = tasks("b", 3, &[(40, 50), (8, 50), (9, 3)])
         .iter()
         .flat_map(|task| (task.i..task.i + task.queries).map(|i| (task.span, task.i_head, i)))
@@ -377,7 +378,7 @@ fn pairs_are_for_bf16_alone_without_dropout_and_tiles_for_whole_ones() {
     );
 }
 
-/// Of 64 queries and 36 keys.
+/// Sizes of scratch for tiles of 64 queries and 36 keys.
 #[test]
 fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
     fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 14] {
@@ -391,7 +392,8 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
         })
     }
     let of = |dtype, dims| problem(dtype, (70, 150), 2, dims, "0");
-    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32 or 8 columns.
+    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32
+    // or 8 columns.
     let tiled = of(DType::Bf16, (96, 64));
     let wanted = [6144, 3072, 64 * 112, 4096, 36 * 48, 64 * 48, 2 * 64 * 32, 0, 4096, 4096, 64, 64, 64, 64];
     assert_eq!(sizes::<SoftTiles>(&tiled), wanted);

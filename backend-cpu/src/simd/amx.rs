@@ -17,7 +17,7 @@ use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables, TileRows};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(());
 
-/// What LDTILECFG reads: every tile has 16 rows of 64 bytes.
+/// Operand of LDTILECFG: every tile has 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Config {
     palette: u8,
@@ -59,7 +59,7 @@ fn has_tiles() -> bool {
     }
 }
 
-/// Linux gives tiles only to a process that asks, once for all its threads.
+/// Requests matrix tiles from Linux, once for all threads of the process.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const ARCH_PRCTL: i64 = 158;
@@ -195,8 +195,9 @@ pub(super) unsafe fn load_fourth(rows: TileRows) {
     }
 }
 
-/// Loads a tile to one of three by turns, and adds a product to the accumulators: of tile 4 by it, or of it by tile 4. With the hint
-/// that it is not met again soon: in pages of 16 tokens of a head 5.9 GB/s became 6.9 (docs/kernels/cpu.md).
+/// Loads a tile into one of three registers in rotation, and adds a product to the accumulators: of tile 4
+/// and the loaded tile, or of the two in the other order. The load has the hint of no reuse: in pages of 16
+/// tokens of a head it gives 6.9 GB/s instead of 5.9 (docs/kernels/cpu.md).
 macro_rules! add_product {
     ($rows:expr, $sums:tt, $a:tt, $b:tt, $loaded:tt) => {
         asm!(

@@ -237,7 +237,7 @@ impl Simd for Avx2 {
     }
 }
 
-/// What [`widen_by_parts`] takes.
+/// Tables of [`widen_by_parts`].
 ///
 /// # Safety
 /// The processor has AVX2.

@@ -1,39 +1,41 @@
-//! Codes of 8 bits as numbers of 16: what instruction sets look up to widen them.
+//! Tables that widen 8-bit codes to 16-bit numbers.
 
 use fmha_core::DType;
 
 use super::Simd;
 
-/// A 16-bit number for each byte: the low halves of all, then the high halves.
+/// A table with a 16-bit number for each byte: all low bytes, then all high bytes.
 #[derive(Clone)]
 pub(crate) struct BytePlanes {
     pub(super) planes: [[u8; 256]; 2],
     pub(super) parts: Option<CodeParts>,
 }
 
-/// The 16-bit number of an FP8 code times a descale, by its parts: the mantissa chooses one of a few numbers, and the
-/// exponent is added to that one's. To round and to multiply by a power of two can be done in either order.
+/// The 16-bit number of an FP8 code times a descale, from the parts of the code: the mantissa selects one of
+/// a few numbers, and the exponent is added to the exponent of that number. The order of rounding and of
+/// multiplication by a power of two does not matter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CodeParts {
-    /// Those numbers' low bytes, and high ones: by mantissa, of the exponent 0 as if there were a leading one; then of
-    /// subnormal codes; then of those that are infinite or NaN.
+    /// Low bytes and high bytes of those numbers, by mantissa: first for exponent 0 with a leading one, then
+    /// for subnormal codes, then for infinite and NaN codes.
     pub(super) numbers: [[u8; 16]; 2],
-    /// The mantissa's bits, and the exponent's.
+    /// Mask of the mantissa's bits, then mask of the exponent's bits.
     pub(super) mantissa: u8,
     pub(super) exponent: u8,
-    /// What the exponent's bits are multiplied by to be the number's.
+    /// Factor that moves the exponent's bits to their place in the number.
     pub(super) places: u16,
-    /// The bits that infinite and NaN codes have all of.
+    /// Mask of the bits that are all set in infinite and NaN codes.
     pub(super) special: u8,
-    /// What is added to the mantissa of subnormal and of special codes to have their place in `numbers`. Where that has
-    /// bit 7, there is no place, and the number has the bits of `or`.
+    /// Offset of subnormal and of special codes in `numbers`, added to the mantissa. An offset with bit 7 set
+    /// has no entry: the number then has the bits of `or`.
     pub(super) to_subnormal: u8,
     pub(super) to_special: u8,
     pub(super) or: u8,
 }
 
 impl CodeParts {
-    /// For codes of `from` that become `wide` of type `to`; `None` where that is not so for each.
+    /// Parts for codes of `from` that become `wide` of type `to`; `None` if one of the codes comes out
+    /// different.
     fn new(from: DType, to: DType, wide: &impl Fn(u8) -> u16) -> Option<Self> {
         let (mantissa, exponent, special, to_subnormal, to_special, or) = match from {
             DType::E4m3Fn => (0x07, 0x78, 0x7f, 8, 0x80, 0xff),
@@ -67,7 +69,7 @@ impl CodeParts {
         (0..=u8::MAX).all(same).then_some(parts)
     }
 
-    /// That of one code.
+    /// Widens one code.
     pub(crate) fn of(&self, code: u8) -> u16 {
         let is_special = code & self.special == self.special;
         let exponent = if is_special { 0 } else { code & self.exponent };
@@ -83,12 +85,12 @@ impl CodeParts {
 }
 
 impl BytePlanes {
-    /// `wide`, of type `to`, for each byte, which is a code of `from`.
+    /// Table of `wide`, a number of type `to`, for codes of type `from`.
     pub(crate) fn of_codes(from: DType, to: DType, wide: impl Fn(u8) -> u16) -> Self {
         Self { parts: CodeParts::new(from, to, &wide), ..Self::new(wide) }
     }
 
-    /// `wide` for each byte.
+    /// Table of `wide`.
     pub(crate) fn new(wide: impl Fn(u8) -> u16) -> Self {
         let mut planes = [[0; 256]; 2];
         for byte in 0..=u8::MAX {
@@ -98,14 +100,14 @@ impl BytePlanes {
         Self { planes, parts: None }
     }
 
-    /// That of one byte.
+    /// Number of one byte.
     pub(crate) fn of(&self, byte: u8) -> u16 {
         let [low, high] = &self.planes;
         u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])
     }
 
-    /// Whether 0 becomes 0 and a byte's highest bit changes its number's highest bit alone, as the sign of FP8 does where
-    /// there is a negative zero: then the lower 128 numbers say everything.
+    /// Whether 0 becomes 0 and the highest bit of a byte changes the highest bit of its number alone, as in
+    /// FP8 types that have a negative zero. The first 128 entries then describe the whole table.
     pub(crate) fn is_odd(&self) -> bool {
         (0..0x80).all(|byte| self.of(byte | 0x80) == self.of(byte) ^ 0x8000) && self.of(0) & 0x7fff == 0
     }
@@ -122,7 +124,7 @@ impl BytePlanes {
     }
 }
 
-/// What [`Simd::widen_codes`] looks up, as many vectors as an instruction set has use for: halves of planes, or the
-/// numbers of [`CodeParts`] in their order. Each in a vector of its own: taken out of one of them where they were used,
-/// they made AVX2 three times as slow.
+/// Tables of [`Simd::widen_codes`], as many vectors as an instruction set uses: halves of planes, or the
+/// numbers of [`CodeParts`] in order. Each table has a vector of its own: extracting it from a shared vector
+/// at each use made AVX2 three times as slow.
 pub(crate) type Tables<V> = [V; 9];

@@ -60,8 +60,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Rows of the micro-tile, which is two vectors wide: as many as leave registers for those two
     /// and a broadcast.
     const TILE_ROWS: usize;
-    /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and [`split_bf16`](Self::split_bf16)
-    /// exist.
+    /// Whether [`load_codes`](Self::load_codes), [`widen_codes`](Self::widen_codes) and
+    /// [`split_bf16`](Self::split_bf16) exist.
     const WIDENS_CODES: bool = false;
     /// Whether [`dot_bf16`](Self::dot_bf16) and what is said to go with it exist; then those above do too.
     const BF16_DOT: bool = false;
@@ -80,7 +80,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// once for the four sets of AVX-512.
     type Plain: Simd;
 
-    /// It, which this processor has too.
+    /// Plain instruction set, which this processor has too.
     fn plain(self) -> Self::Plain;
 
     /// Runs `op`, compiled for these instructions.
@@ -110,15 +110,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn power_of_two(self, n: Self::V) -> Self::V;
     /// `if a <= b { yes } else { no }`; `no` where either is NaN.
     fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// What bf16 keeps of each, ties to even; NaN stays NaN.
+    /// Rounds to bf16, ties to even; NaN stays NaN.
     fn round_to_bf16(self, a: Self::V) -> Self::V;
-    /// What f16 keeps of each, ties to even.
+    /// Rounds to f16, ties to even.
     fn round_to_f16(self, a: Self::V) -> Self::V;
     /// # Safety
     /// `LANES` bf16 are readable at `from`, aligned or not.
     unsafe fn load_bf16(self, from: *const u16) -> Self::V;
-    /// Of `2 * LANES` bf16 those at even places, and those at odd ones: two instructions, where widening each half
-    /// in order takes four.
+    /// Loads `2 * LANES` bf16 and widens those at even places and those at odd places: two instructions.
+    /// Widening each half in order takes four.
     ///
     /// # Safety
     /// They are readable at `from`, aligned or not.
@@ -143,7 +143,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below [`LARGE_BF16`] in magnitude.
+    /// Two rows of PANEL bf16 to one of pairs, `low` in the low halves; whether all of it was below
+    /// [`LARGE_BF16`] in magnitude.
     ///
     /// # Safety
     /// PANEL bf16 are readable at `low` and at `high`, PANEL f32 writable at `to`.
@@ -229,7 +230,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         lanes[0]
     }
 
-    /// Asks the second-level cache for the line at an address that will be read soon. Any address will do.
+    /// Prefetches the line at an address into the L2 cache. Any address is allowed.
     #[inline(always)]
     fn prefetch(self, at: *const u8) {
         let _ = at;
@@ -249,7 +250,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// As [`transpose`](Self::transpose), of the left half of the columns at least.
+    /// Transposes as [`transpose`](Self::transpose) does; the right half of the columns may be left out.
     ///
     /// # Safety
     /// As for [`transpose`](Self::transpose).
@@ -303,8 +304,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = a;
     }
 
-    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left, upper right, lower left,
-    /// lower right.
+    /// Adds its product by a tile of B, 16 rows of 16 pairs, to a quarter of the accumulators: upper left,
+    /// upper right, lower left, lower right.
     ///
     /// # Safety
     /// As for [`tile_left`](Self::tile_left).
@@ -354,8 +355,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         first
     }
 
-    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way round. Halves may be
-    /// rounded away from 0 and NaN may become anything. Goes with tiles.
+    /// Numbers from 0 on rounded to bf16: in the low halves of lanes whose high ones are 0, and the other way
+    /// round. Halves may be rounded away from 0 and NaN may become anything. Goes with tiles.
     fn low_and_high_bf16(self, v: Self::V) -> [Self::V; 2] {
         [v, v]
     }
@@ -380,7 +381,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         planes.is_odd()
     }
 
-    /// What [`widen_codes`](Self::widen_codes) looks up.
+    /// Tables of [`widen_codes`](Self::widen_codes).
     #[inline(always)]
     fn tables(self, planes: &BytePlanes) -> Tables<Self::V> {
         let mut tables = [self.splat(0.0); 9];
@@ -396,19 +397,19 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         [codes, codes]
     }
 
-    /// Of `2 * LANES` bf16 those at even places, and those at odd ones.
+    /// Splits `2 * LANES` bf16 into those at even places and those at odd places.
     fn split_bf16(self, both: Self::V) -> [Self::V; 2] {
         [both, both]
     }
 
-    /// Two rows of loaded bytes, byte by byte: widened, each half is what [`pair_rows`](Self::pair_rows) makes of half of
-    /// the rows' numbers. Goes with [`dot_bf16`](Self::dot_bf16).
+    /// Interleaves two rows of loaded bytes. Each widened half is what [`pair_rows`](Self::pair_rows) makes
+    /// of half of the rows' numbers. [`dot_bf16`](Self::dot_bf16) takes the result.
     fn pair_codes(self, low: Self::V, high: Self::V) -> [Self::V; 2] {
         [low, high]
     }
 
-    /// As [`pair_bf16`](Self::pair_bf16) for numbers from 0 on, where halves may be rounded away from 0 and NaN may
-    /// become anything.
+    /// Pairs numbers as [`pair_bf16`](Self::pair_bf16) does, for numbers from 0 on. Halves may be rounded
+    /// away from 0, and NaN may become anything.
     fn pair_weights(self, low: Self::V, high: Self::V) -> Self::V {
         self.pair_bf16(low, high)
     }

@@ -154,7 +154,7 @@ impl Simd for Portable {
     array_methods!(4, with_two_roundings);
 }
 
-/// What [`Simd::BF16_DOT`] and [`Simd::WIDENS_CODES`] promise, of sixteen lanes.
+/// Methods that [`Simd::BF16_DOT`] and [`Simd::WIDENS_CODES`] promise, with sixteen lanes.
 #[cfg(test)]
 macro_rules! bf16_methods {
     () => {
@@ -210,7 +210,7 @@ macro_rules! bf16_methods {
     };
 }
 
-/// What dot products of bf16 pairs compute, in software, for tests of what is around them.
+/// Dot products of bf16 pairs in software, for tests of the code around them.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SoftDots;
@@ -225,8 +225,8 @@ impl Simd for SoftDots {
     bf16_methods!();
 }
 
-/// What tiles of bf16 compute, in software: sixteen lanes as AVX-512 has, for tests of everything around
-/// the tiles where no processor has them.
+/// Matrix tiles of bf16 in software, with sixteen lanes as AVX-512 has, for tests of the code around the
+/// tiles on processors without them.
 #[cfg(test)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SoftTiles {
@@ -235,13 +235,14 @@ pub(crate) struct SoftTiles {
 
 #[cfg(test)]
 impl SoftTiles {
-    /// Whose vectors are as the portable ones, but for their width.
+    /// Soft tiles whose multiply-adds round twice, as those of `Portable` do.
     pub(crate) const PLAIN: Self = Self { fused: false };
-    /// Whose multiply-adds round once, as those of every processor with tiles do.
+    /// Soft tiles whose multiply-adds round once, as on every processor with matrix tiles.
     pub(crate) const FUSED: Self = Self { fused: true };
 
-    /// Adds the product of a tile of A by one of B to a quarter of the accumulators, in the order that Intel's manual states: both
-    /// elements of a pair in sums of their own, which are added at the end.
+    /// Adds the product of a tile of A and a tile of B to a quarter of the accumulators, in the order of
+    /// Intel's manual: the first and the second elements of the pairs have separate sums, which are added at
+    /// the end.
     fn add_product(self, quarter: usize, a: &[[u32; 16]; 16], b: &[[u32; 16]; 16]) {
         let half = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
         let (first_row, first_col) = (quarter / 2 * 16, quarter % 2 * 16);
@@ -267,7 +268,7 @@ impl SoftTiles {
 
 #[cfg(test)]
 thread_local! {
-    /// Those of [`SoftTiles`].
+    /// Accumulators of [`SoftTiles`].
     static ACCUMULATORS: std::cell::Cell<[[f32; 32]; 32]> = const { std::cell::Cell::new([[0.0; 32]; 32]) };
     /// The tile of A or B that stays.
     static LOADED: std::cell::Cell<[[u32; 16]; 16]> = const { std::cell::Cell::new([[0; 16]; 16]) };

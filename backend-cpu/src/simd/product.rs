@@ -7,15 +7,15 @@ use super::Simd;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TileProduct {
     pub(crate) a: *const u8,
-    /// From row to row of A.
+    /// Stride between rows of A.
     pub(crate) a_row: usize,
     pub(crate) b: *const u8,
-    /// From row to row of B.
+    /// Stride between rows of B.
     pub(crate) b_row: usize,
-    /// At least 1.
+    /// Number of steps; at least 1.
     pub(crate) steps: usize,
     pub(crate) c: *mut f32,
-    /// From row to row of C.
+    /// Stride between rows of C.
     pub(crate) c_row: usize,
     pub(crate) add: bool,
 }
@@ -27,7 +27,7 @@ pub(crate) struct TileRows {
     pub(crate) step: isize,
 }
 
-/// What runs beside tiles, a little after each of their steps.
+/// Work that runs between the steps of tiles, a little after each step.
 pub(crate) trait Between<S: Simd> {
     /// Implementations are `#[inline(always)]`.
     fn go_on(&mut self, s: S);

@@ -12,7 +12,7 @@ struct Transpose<'a> {
     left: bool,
 }
 
-/// Of the test's matrices: unlike at the two ends, and no multiple of a vector.
+/// Row strides of the test's matrices: different at source and destination, and no multiple of a vector.
 const FROM_STEP: usize = 19;
 const TO_STEP: usize = 23;
 
@@ -272,12 +272,12 @@ impl<S: Simd> Op<S> for Widened<'_> {
     #[inline(always)]
     fn call(self, s: S) {
         assert!(self.count <= self.from.len().min(self.to.len()));
-        // SAFETY: as many are there.
+        // SAFETY: `count` elements exist at both ends.
         unsafe { s.widen_bytes(self.to_wide, self.from.as_ptr(), self.to.as_mut_ptr(), self.count) };
     }
 }
 
-/// Of any number of bytes, and nothing beyond them is touched.
+/// Checks that any number of bytes is widened, and that nothing beyond them is written.
 fn widens<S: Simd>(s: S) {
     let wide = |byte: u8| u16::from(byte).wrapping_mul(40_503) ^ 0x1234;
     let to_wide = BytePlanes::new(wide);
@@ -287,7 +287,7 @@ fn widens<S: Simd>(s: S) {
     let to_f16 = |byte: u8| f16::from_f32(fp8_table(DType::E5m2)[usize::from(byte)]).to_bits();
     let of_e5m2 = BytePlanes::of_codes(DType::E5m2, DType::F16, to_f16);
     assert!(of_fp8.parts.is_some() && of_e5m2.parts.is_some());
-    // Of f16, and so of bf16.
+    // The test for NaN in f16, which holds for NaN in bf16 too.
     let is_nan = |number: u16| number & 0x7fff > 0x7c00;
     for count in (0..=130).chain([255, 256, 257, 600]) {
         for (to_wide, wide) in [(&to_wide, &wide as &dyn Fn(u8) -> u16), (&of_fp8, &fp8), (&of_e5m2, &to_f16)]
@@ -338,7 +338,8 @@ impl<S: Simd> Op<S> for Codes<'_> {
     }
 }
 
-/// In registers: a row's in its order, two rows' as [`Simd::pair_rows`] pairs what they become.
+/// Widens codes in registers: those of one row in order, those of two rows paired as [`Simd::pair_rows`]
+/// pairs the numbers.
 fn widens_codes<S: Simd>(s: S) {
     if !S::WIDENS_CODES {
         return;
@@ -391,7 +392,8 @@ fn widens_codes_to<S: Simd>(s: S, wide: impl Fn(u8) -> u16, to_wide: &BytePlanes
     }
 }
 
-/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the accumulators.
+/// Products of three tiles by one that stays on the left, then by one on top, then a step of all four: the
+/// accumulators.
 #[cfg(target_arch = "x86_64")]
 fn products_of_tiles<S: Simd>(s: S) -> Vec<u32> {
     // Numbers of both signs and of magnitudes from 2^-8 to 2^8, which every order of sums rounds in its own way.

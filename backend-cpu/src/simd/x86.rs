@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use super::{BytePlanes, LARGE_BF16, Op, Simd, Tables};
 
-/// What CPUID says of a leaf and a part of it.
+/// Result of CPUID for a leaf and a part of it.
 pub(crate) fn cpuid(leaf: u32, part: u32) -> CpuidResult {
     // SAFETY: every x86-64 processor has the instruction. Rust calls it unsafe up to 1.93.
     #[allow(unused_unsafe)]
@@ -68,8 +68,8 @@ impl Avx512Bf16 {
     }
 }
 
-/// Of four rows, in each quarter of a vector the four-by-four block there transposed: vector `c` has columns c, c + 4, c + 8
-/// and c + 12.
+/// Transposes the four-by-four block in each quarter of four rows. Vector `c` of the result has columns
+/// c, c + 4, c + 8 and c + 12.
 ///
 /// # Safety
 /// AVX-512 F.
@@ -142,7 +142,8 @@ macro_rules! avx512_methods {
             let mut sums = [[0.0; 4]; 4];
             // SAFETY: AVX-512 F, as `self` proves; sixteen f32 are written.
             unsafe {
-                // The vectors at one place of all four, as in `sum_of_four`; then pairs and single lanes of all of them.
+                // The vectors at one place of all four, as in `sum_of_four`; then pairs and single lanes of
+                // all of them.
                 let mut quarters = [_mm512_setzero_ps(); 4];
                 for (n, quarters) in quarters.iter_mut().enumerate() {
                     let [a, b, c, d] = [v[0][n], v[1][n], v[2][n], v[3][n]];
@@ -199,7 +200,8 @@ macro_rules! avx512_methods {
             // SAFETY: the caller promised sixteen rows of sixteen f32 at both ends.
             unsafe {
                 // Fours of rows: `fours[q][c]` holds columns c, c + 4, c + 8, c + 12 of rows 4 q .. 4 q + 4.
-                // Not `array::from_fn`: what it calls is compiled without these instructions (measured: 300 ns a block, ten times as long).
+                // Not `array::from_fn`: what it calls is compiled without these instructions (measured: 300
+                // ns a block, ten times as long).
                 let mut fours = [[_mm512_setzero_ps(); 4]; 4];
                 for (q, four) in fours.iter_mut().enumerate() {
                     let mut r = [_mm512_setzero_ps(); 4];
@@ -310,7 +312,7 @@ macro_rules! avx512_methods {
 /// Eights of bytes so that interleaving within 128 bits leaves them in order.
 pub(super) const EIGHTS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
-/// What the lower seven bits of each byte stand for in two planes of two vectors.
+/// Looks up the lower seven bits of each byte in two planes of two vectors each.
 ///
 /// # Safety
 /// AVX-512 VBMI.
@@ -323,8 +325,8 @@ unsafe fn look_up([a, b, c, d]: [__m512; 4], codes: __m512) -> (__m512i, __m512i
     (_mm512_permutex2var_epi8(a, codes, b), _mm512_permutex2var_epi8(c, codes, d))
 }
 
-/// As [`look_up`], for Intel: there VPERMI2B is three micro-operations, VPERMB one. 64 codes widened and multiplied by a query
-/// take 0.91 to 0.94 of the time.
+/// Looks up as [`look_up`] does, for Intel, where VPERMI2B is three micro-operations and VPERMB one. To widen
+/// 64 codes and multiply them by a query takes 0.91 to 0.94 of the time.
 ///
 /// # Safety
 /// AVX-512 BW and VBMI.
@@ -340,7 +342,7 @@ pub(super) unsafe fn look_up_by_halves([a, b, c, d]: [__m512; 4], codes: __m512)
     (low, high)
 }
 
-/// What [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx) have: bytes that are looked up in tables.
+/// Methods of [`Avx512Vbmi`], [`Avx512Bf16`] and [`Amx`](super::Amx): bytes that are looked up in tables.
 macro_rules! byte_methods {
     ($look_up:path) => {
         const WIDENS_CODES: bool = true;
@@ -382,7 +384,8 @@ macro_rules! byte_methods {
 
         #[inline(always)]
         unsafe fn widen_bytes(self, to_wide: &BytePlanes, from: *const u8, to: *mut u16, count: usize) {
-            // SAFETY: AVX-512 VBMI, as `self` proves; the caller promised `count` of both, and masks leave the rest alone.
+            // SAFETY: AVX-512 VBMI, as `self` proves; the caller promised `count` of both, and masks leave
+            // the rest alone.
             unsafe {
                 let order = _mm512_loadu_si512(EIGHTS.as_ptr().cast());
                 let planes = to_wide.planes.as_ptr().cast::<u8>();
@@ -419,7 +422,7 @@ macro_rules! byte_methods {
     };
 }
 
-/// What [`Avx512Bf16`] and [`Amx`](super::Amx) add to them.
+/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) add to those.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;

@@ -55,7 +55,7 @@ pub(crate) struct OfF32;
 pub(crate) struct OfF16;
 #[derive(Clone, Copy)]
 pub(crate) struct OfBf16;
-/// By the value of every byte.
+/// FP8 elements, with a table of the value of every byte.
 #[derive(Clone, Copy)]
 pub(crate) struct OfFp8(pub(crate) &'static [f32; 256]);
 

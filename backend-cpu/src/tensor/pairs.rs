@@ -1,10 +1,10 @@
-//! Copies of bf16 as pairs.
+//! Copies of bf16 matrices, two elements in each 32-bit word.
 
 use super::Matrix;
 use crate::simd::Simd;
 
-/// The same copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is
-/// bf16, and nothing is converted.
+/// Copies with two bf16 in each 32-bit element, for dot products of pairs. The matrix is bf16, and nothing is
+/// converted.
 impl Matrix {
     #[inline(always)]
     unsafe fn bits(&self, row: usize, col: usize) -> u32 {
@@ -22,7 +22,7 @@ impl Matrix {
         f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
     }
 
-    /// As [`gather_rows`](Self::gather_rows), pairs along columns.
+    /// Copies as [`gather_rows`](Self::gather_rows) does, in pairs along columns.
     ///
     /// # Safety
     /// As there, with half the columns, rounded up.
@@ -52,8 +52,8 @@ impl Matrix {
         }
     }
 
-    /// As [`gather`](Self::gather), pairs along rows: `capacity` of them a panel. Whether all of it
-    /// was below [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
+    /// Copies as [`gather`](Self::gather) does, in pairs along rows: `capacity` of them a panel. Returns
+    /// whether all numbers were below [`LARGE_BF16`](crate::simd::LARGE_BF16) in magnitude.
     ///
     /// # Safety
     /// As there, with half the rows, rounded up.
@@ -74,7 +74,7 @@ impl Matrix {
             for row in (0..rows).step_by(2) {
                 let two = row + 1 < rows;
                 let to = panel.wrapping_add(row / 2 * width);
-                // What is not there is 0; 32 columns are the widest panel.
+                // Absent elements are 0; 32 columns are the widest panel.
                 let mut edge = [[0u16; 32]; 2];
                 // SAFETY: the caller's promise, element by element.
                 is_moderate &= unsafe {

@@ -228,7 +228,7 @@ impl Inputs {
     }
 }
 
-/// What a forward call writes.
+/// Outputs of a forward call.
 pub struct Outputs {
     pub o: Tensor,
     pub lse: Vec<f32>,
@@ -325,7 +325,7 @@ pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
     assert!(o.bytes == untouched.bytes, "{what}: a row beyond the lengths was written");
 }
 
-/// What a backward call writes.
+/// Outputs of a backward call.
 #[derive(PartialEq)]
 pub struct Gradients {
     pub dq: Vec<u64>,

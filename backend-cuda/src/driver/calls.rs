@@ -183,7 +183,7 @@ impl Peers for Device {
     }
 
     unsafe fn release(&self, address: u64) {
-        // What cannot be unmapped went with its context.
+        // Memory that cannot be unmapped went with its context.
         let _ = self.enter().and_then(|_entered| call!(cuIpcCloseMemHandle(address)));
     }
 

@@ -1,5 +1,5 @@
-//! Device memory beside addresses where nothing is mapped: an access past it stops the launch (CUDA Driver API,
-//! "Virtual Memory Management"). For tests: each allocation takes megabytes.
+//! Device memory next to unmapped addresses: an access past it stops the launch (CUDA Driver API, "Virtual
+//! Memory Management"). For tests: each allocation takes megabytes.
 
 use std::sync::Arc;
 
@@ -14,19 +14,19 @@ const ALIGN: u64 = 16;
 #[derive(Debug)]
 pub(crate) struct Mapped {
     device: Arc<Device>,
-    /// What is reserved: a granule, the mapped range, a granule.
+    /// Start of the reserved range: a granule, the mapped range, a granule.
     base: u64,
     granule: u64,
     mapped_bytes: u64,
     /// The memory behind the mapped range, once it is mapped.
     handle: Option<sys::MemoryHandle>,
-    /// The address of the bytes that were asked for.
+    /// Address of the allocated bytes.
     pub(crate) address: u64,
 }
 
 impl Mapped {
-    /// `bytes` that end (`at_end`; but for less than 16 bytes that keep the first one aligned) or begin where nothing is
-    /// mapped.
+    /// `bytes` that end (`at_end`; but for less than 16 bytes that keep the first one aligned) or begin where
+    /// nothing is mapped.
     ///
     /// # Errors
     /// What the driver said.
@@ -53,7 +53,7 @@ impl Mapped {
         let first = base + granule as u64;
         let address = if at_end { (first + mapped_bytes - bytes) / ALIGN * ALIGN } else { first };
         let device = Arc::clone(device);
-        // From here on, dropping it gives back what there is.
+        // From here on, a drop releases all that exists.
         let mut mapped = Self { device, base, granule: granule as u64, mapped_bytes, handle: None, address };
         let mut handle = 0;
         call!(cuMemCreate(&raw mut handle, mapped_bytes as usize, &raw const prop, 0))?;
@@ -70,7 +70,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // What cannot be given back went with its context.
+        // Memory that cannot be released went with its context.
         let Ok(_entered) = self.device.enter() else { return };
         if let Some(handle) = self.handle {
             let _ = call!(cuMemUnmap(self.base + self.granule, self.mapped_bytes as usize));

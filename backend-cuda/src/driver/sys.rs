@@ -1,8 +1,8 @@
 //! The CUDA driver's C interface: the functions that this crate calls, with their types, resolved by name.
 //!
-//! Signatures, structs and numbers are those of CUDA 12's `cuda.h`; a test holds them to `cudarc`'s. Not one function
-//! is linked: a machine without a driver gets an error, not a loader's abort, and a program that links the driver by
-//! another crate can have this one beside it.
+//! Signatures, structs and numbers are those of CUDA 12's `cuda.h`; a test compares them with `cudarc`'s. No
+//! function is linked: a machine without a driver gets an error, not an abort by the loader, and another
+//! crate of the program may link the driver as well.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
@@ -22,7 +22,7 @@ pub(crate) type Address = u64;
 pub(crate) type MemoryHandle = u64;
 
 pub(crate) const CUDA_SUCCESS: Status = 0;
-/// What a function that the library lacks is said to have answered.
+/// Status for a function that the library lacks.
 pub(crate) const CUDA_ERROR_NOT_FOUND: Status = 500;
 
 /// `CUdevice_attribute`.
@@ -136,7 +136,7 @@ pub(crate) const MEM_OP_WAIT_32: c_uint = 1;
 pub(crate) const MEM_OP_WRITE_32: c_uint = 2;
 /// `CU_STREAM_WAIT_VALUE_EQ`.
 pub(crate) const WAIT_VALUE_EQ: c_uint = 1;
-/// How many are given at a time: the driver takes fewer than 256.
+/// Largest number of operations in one call: the driver takes fewer than 256.
 pub(crate) const MOST_MEM_OPS: usize = 128;
 
 /// `CUstreamBatchMemOpParams`, of waits and writes, which have the same fields.
@@ -155,7 +155,7 @@ pub(crate) struct MemOp {
 impl From<&Word> for MemOp {
     fn from(word: &Word) -> Self {
         let (operation, address, value, flags) = match *word {
-            // By default a write has a barrier of the whole system before it.
+            // Writes have a barrier of the whole system before them by default.
             Word::Write { at, value } => (MEM_OP_WRITE_32, at, value, 0),
             Word::Await { at, value } => (MEM_OP_WAIT_32, at, value, WAIT_VALUE_EQ),
         };
@@ -336,7 +336,7 @@ mod tests {
         }
     }
 
-    /// That a struct of ours and one of cudarc's have their size, alignment and fields in common.
+    /// Checks that a struct of ours and the one of cudarc agree in size, alignment and offsets of fields.
     macro_rules! alike {
         ($ours:ident, $theirs:ident: $($own:ident = $other:ident),*) => {
             assert_eq!(size_of::<$ours>(), size_of::<theirs::$theirs>());

@@ -1,4 +1,4 @@
-//! What is made through the driver and what is given back to it, on the test double. No compiler is needed.
+//! Objects made through the driver and given back to it, on the test double. No compiler is needed.
 
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ fn a_failure_has_the_call_the_code_and_the_drivers_words() {
 #[test]
 fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     let mut device = device();
-    // As the driver says of an H200.
+    // Facts of an H200, as the driver reports them.
     (device.info.num_sms, device.info.clock_khz, device.info.memory) = (132, 1_980_000, (3_201_000, 6144));
     device.info.name = "NVIDIA H200".to_owned();
     let facts = DeviceFacts::of::<Cuda>(&device.info).unwrap();
@@ -40,7 +40,7 @@ fn the_facts_of_a_device_follow_from_what_the_driver_says_of_it() {
     // 4096 operations a clock of each multiprocessor; 768 bytes twice a clock.
     assert_eq!(facts.roofline.flops_per_second, Some(4096.0 * 132.0 * 1.98e9));
     assert_eq!(facts.roofline.bytes_per_second, Some(768.0 * 2.0 * 3.201e9));
-    // Of a device that has a name: where there is a folder, its tiles are kept in it under that.
+    // Tuned tiles belong to a device's name: with a cache folder they are kept there under that name.
     assert_ne!(facts.tuned, fmha_core::tune::TunedTiles::default());
     for (capability, arch) in [((10, 0), "sm_100a"), ((8, 9), "sm_89")] {
         device.info.capability = capability;

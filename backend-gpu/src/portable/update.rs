@@ -42,7 +42,7 @@ pub fn workspace(problem: &ValidFwd, own: Workspace) -> Result<Workspace, String
     Ok(Workspace { bytes, ..own })
 }
 
-/// Where the launch's part of the workspace begins, behind the kernel's own.
+/// Offset of the launch's part of the workspace, after the kernel's own part.
 fn place(own: Workspace) -> u64 {
     own.bytes.next_multiple_of(256)
 }

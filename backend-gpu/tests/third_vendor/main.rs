@@ -24,7 +24,7 @@ use fmha_gpu::{
     RowKernel, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
-/// What one of its kernels reads.
+/// Parameters of one of its kernels.
 #[repr(C)]
 struct Params {
     at: *mut f32,
@@ -34,7 +34,7 @@ struct Params {
 #[derive(Default)]
 struct Toy {
     sizes: Mutex<HashMap<u64, Layout>>,
-    /// What was queued.
+    /// Names of the launches that were queued.
     log: Arc<Mutex<Vec<String>>>,
 }
 
@@ -44,7 +44,7 @@ impl Toy {
     }
 }
 
-/// What the driver refuses to launch: a kernel that adds this.
+/// Number that makes the driver refuse the launch of a kernel that adds it.
 const REFUSED: f32 = 999.0;
 
 /// A kernel's "machine code" is its entry: a number that it adds to each element.
@@ -262,7 +262,7 @@ fn params(args: &FwdArgs<'_>, problem: &ValidFwd) -> Params {
     Params { at: args.o.as_mut_ptr().cast(), count: problem.shape_o().num_elems() as usize }
 }
 
-/// What the kernel itself adds.
+/// Number that the kernel adds.
 struct Adds(f32);
 
 impl Fields for Adds {

@@ -1,5 +1,5 @@
-//! What a profiler and a logger are told: ranges that nest and close, however a plan or a run ends; records of what was
-//! planned, compiled and tuned.
+//! Reports to a profiler and a logger: ranges nest and close, however a plan or a run ends; records name what
+//! was planned, compiled and tuned.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int};
@@ -15,7 +15,7 @@ use log::{Level, LevelFilter, Log, Metadata, Record};
 use super::{Copies, REFUSED, o_of, open, problem};
 
 thread_local! {
-    /// What this thread has opened and closed, and how many ranges are open.
+    /// Ranges that this thread has opened and closed, and the number of open ones.
     static TOLD: RefCell<(Vec<String>, usize)> = const { RefCell::new((Vec::new(), 0)) };
 }
 
@@ -85,7 +85,7 @@ fn a_call_that_is_refused_before_anything_is_queued_opens_no_range() {
 }
 
 thread_local! {
-    /// What this thread has told the logger: level, target, words.
+    /// Records of this thread to the logger: level, target, text.
     static RECORDS: RefCell<Vec<(Level, String, String)>> = const { RefCell::new(Vec::new()) };
 }
 

@@ -1,4 +1,4 @@
-//! Both compilers, asked past the cache: one of the installed clang, and the emulator's hipRTC, which calls one too.
+//! Both compilers without the cache: an installed clang, and the emulator's hipRTC, which also calls one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -35,7 +35,7 @@ pub(crate) fn kernel() -> Option<Vec<u8>> {
     Some(compiler.compile(&job("#define WORDS 256\n")).unwrap().machine)
 }
 
-/// Those that are there; says which are not.
+/// Compilers that are installed; prints those that are not.
 fn compilers() -> Vec<Compiler> {
     let installed = Compiler::find().ok().filter(|found| matches!(found, Compiler::Clang { .. }));
     if installed.is_none() {
@@ -94,7 +94,7 @@ fn a_compiler_is_told_by_its_version_and_a_clang_by_its_path_too() {
     assert_eq!(clang.own_flags(), CLANG_FLAGS);
     let Some(mut hiprtc) = hiprtc() else { return };
     let named = |hiprtc| Compiler::Hiprtc(Box::new(hiprtc)).identity();
-    // What an older library lacks is no error.
+    // A function that an older library lacks is no error.
     let version = hiprtc.hiprtcVersion.take();
     assert!(version.is_some());
     assert_eq!(named(hiprtc), "hipRTC without a version");

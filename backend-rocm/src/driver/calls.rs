@@ -52,7 +52,7 @@ unsafe impl GpuDriver for Driver {
     }
 
     unsafe fn free(&self, address: u64) {
-        // SAFETY: the caller's promise. A failure has nobody left to hear of it.
+        // SAFETY: the caller's promise. There is no caller to report a failure to.
         unsafe { (self.hip.hipFree)(address as Handle) };
     }
 

@@ -16,11 +16,11 @@ use self::sys::{DeviceProperties, Handle, Hip, HipStatus};
 pub(crate) struct Driver {
     hip: Arc<Hip>,
     ordinal: c_int,
-    /// Whether `hip` is the emulator's: its events tell the emulator's time.
+    /// Whether `hip` is the emulator's: its events have the emulator's time.
     emulated: bool,
 }
 
-/// What the driver says of a device.
+/// Properties of a device, from the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
     /// Such as `AMD Instinct MI300X`.
@@ -149,7 +149,7 @@ impl Driver {
 #[must_use = "the device is the caller's again at once"]
 pub(super) struct Selected<'a> {
     hip: &'a Hip,
-    /// None where it was the current one already.
+    /// Device of the caller; `None` if this one was current.
     callers: Option<c_int>,
 }
 
@@ -177,7 +177,7 @@ unsafe impl Sync for Function {}
 impl Drop for Function {
     fn drop(&mut self) {
         if !self.module.is_null() {
-            // What cannot be unloaded is the driver's to clean up.
+            // A module that cannot be unloaded is left to the driver.
             let _selected = self.driver.select();
             // SAFETY: loaded by `load`, unloaded once.
             unsafe { (self.driver.hip.hipModuleUnload)(self.module) };

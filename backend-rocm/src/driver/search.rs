@@ -1,4 +1,4 @@
-//! Where HIP's libraries are looked for.
+//! Search for HIP's libraries.
 
 use std::path::PathBuf;
 

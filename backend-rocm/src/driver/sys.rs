@@ -19,11 +19,11 @@ pub(crate) struct DeviceProperties(pub(crate) [u8; DeviceProperties::BYTES]);
 impl DeviceProperties {
     /// Size in ROCm 6 and 7, with room to grow: a larger struct must not write past the end.
     pub(crate) const BYTES: usize = 4096;
-    /// Where `gcnArchName`, a C string of at most 256 bytes, stands.
+    /// Offset of `gcnArchName`, a C string of at most 256 bytes.
     pub(crate) const GCN_ARCH_NAME: usize = 1160;
-    /// Where `name`, a C string of at most 256 bytes, stands.
+    /// Offset of `name`, a C string of at most 256 bytes.
     pub(crate) const NAME: usize = 0;
-    /// Where `multiProcessorCount`, an i32, stands.
+    /// Offset of `multiProcessorCount`, an i32.
     pub(crate) const MULTI_PROCESSOR_COUNT: usize = 388;
 }
 
@@ -90,7 +90,7 @@ functions! {
     required fn hipGetDevice(ordinal: *mut c_int) -> HipStatus;
     required fn hipSetDevice(ordinal: c_int) -> HipStatus;
     optional fn hipRuntimeGetVersion(version: *mut c_int) -> HipStatus;
-    // Libraries before ROCm 6 lack it; they are told apart when they have a device at all.
+    // Libraries before ROCm 6 lack this function; the difference matters only on a machine with a device.
     optional fn hipGetDevicePropertiesR0600(properties: *mut DeviceProperties, ordinal: c_int) -> HipStatus;
     required fn hipMalloc(address: *mut Handle, bytes: usize) -> HipStatus;
     required fn hipFree(address: Handle) -> HipStatus;

@@ -1,4 +1,4 @@
-//! What the driver keeps of dropped things, over the emulator's library: it looks every handle up.
+//! Handles of dropped objects, over the emulator's library, which looks every handle up.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -15,7 +15,7 @@ fn driver() -> Option<Arc<Driver>> {
     driver.map(Arc::new).map_err(|error| println!("absent: no test double: {error}")).ok()
 }
 
-/// The double sees every access, and its events tell the host's time; of a device neither is so.
+/// The double sees every access, and its events have the host's time. A device does neither.
 #[test]
 fn only_the_test_double_checks_bounds_and_only_a_device_has_a_clock() {
     let Some(double) = driver() else { return };

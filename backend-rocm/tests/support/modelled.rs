@@ -1,4 +1,4 @@
-//! What the compiler and llvm-mca say of a kernel: registers, LDS, and the passes of its main loop.
+//! Reports of the compiler and of llvm-mca on a kernel: registers, LDS, and the passes of its main loop.
 //! Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test and the tool that writes its table: both fail by panicking")]
@@ -80,7 +80,7 @@ pub(crate) fn row(arch: Arch, dtype: DType, head_dim: u32, mask: &str, order: &s
     figures(arch, &format!("{dtype}/d{head_dim}/mask {mask}{walks}"), &code, waves)
 }
 
-/// The table of the backward's products, likewise.
+/// Table of the backward's products, in the format of the forward's.
 pub(crate) fn bwd_table() -> String {
     let mut text = COLUMNS.to_owned();
     let of_arch = |arch: Arch| [64, 128].map(|head_dim| bwd_rows(arch, head_dim)).concat();
@@ -109,9 +109,10 @@ fn bwd_rows(arch: Arch, head_dim: u32) -> String {
 
 const RDNA_COLUMNS: &str = "arch\tcall\tvgprs\tspills\tlds_bytes\twaves_per_simd\twmma\tvector\ttranscendental\tlds_reads\tmatrix_percent\n";
 
-/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it issues, copying
-/// and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives WMMA the rate of an addition: here a matrix instruction
-/// takes what the stated peak leaves it, a vector instruction one cycle, a transcendental one four.
+/// The table of the backward's products on WMMA: of one step of 32 walked rows that masks nothing what it
+/// issues, copying and reading own rows anew left out, and the matrix unit's share of it. llvm-mca 22 gives
+/// WMMA the rate of an addition: here a matrix instruction takes what the stated peak leaves it, a vector
+/// instruction one cycle, a transcendental one four.
 pub(crate) fn rdna_bwd_table(rows: fn(Arch, u32) -> bool) -> String {
     let mut text = RDNA_COLUMNS.to_owned();
     let of_arch = |arch: Arch| {
@@ -182,7 +183,8 @@ fn memory_share(arch: Arch) -> (f64, f64) {
     (bytes_per_second / f64::from(arch.num_compute_units()) / (ghz * 1e9), ghz)
 }
 
-/// The table of decode: what the waves of a compute unit ask of memory, in per cent of its share, where a load takes so long.
+/// Table of decode: memory traffic of the waves of a compute unit, in per cent of its share, for a given
+/// latency of a load.
 pub(crate) fn decode_table() -> String {
     let mut text = DECODE_COLUMNS.to_owned();
     let of_arch =
@@ -196,7 +198,7 @@ pub(crate) fn decode_table() -> String {
     text
 }
 
-/// Paged rows of so many elements, as `compiles.rs` has them; 576/512 has V in K.
+/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K.
 fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
@@ -225,7 +227,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     let waves = waves_per_simd(arch, &found, shared_by).min(2);
     let unit_bytes = 4 * waves * DECODE_KEYS * u64::from(row_elems) * 2 / shared_by;
     let (share, ghz) = memory_share(arch);
-    // None of a wave's own work beside its loads, and the waves of a SIMD one after another.
+    // A wave's work beside its loads counts as zero, and the waves of a SIMD run one after another.
     let percent = |nanoseconds: f64| {
         let work = 4.0 * passes.total;
         let cycles = (work + nanoseconds * ghz).max(waves as f64 * work);
@@ -245,7 +247,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
     )
 }
 
-/// A line of a table: of a kernel whose workgroups have so many waves.
+/// Line of a table for a kernel whose workgroups have `waves` waves.
 fn figures(arch: Arch, call: &str, code: &[u8], waves: u64) -> String {
     let found = Resources::of(code).unwrap();
     let file = scratch(arch, "co");
@@ -276,7 +278,8 @@ fn scratch(arch: Arch, extension: &str) -> PathBuf {
     std::env::temp_dir().join(name)
 }
 
-/// Of 512 registers of a SIMD, given out in eights, and of the LDS of a compute unit of four SIMDs.
+/// Waves that fit on a SIMD: it has 512 registers, allocated in groups of eight, and four SIMDs share the LDS
+/// of a compute unit.
 fn waves_per_simd(arch: Arch, found: &Resources, waves: u64) -> u64 {
     let by_registers = 512 / found.vgprs.div_ceil(8).max(1) / 8;
     let by_lds = u64::from(arch.lds_bytes()) / found.lds_bytes.max(1) * waves / 4;
@@ -287,8 +290,8 @@ struct Passes {
     total: f64,
     mfma: f64,
     valu: f64,
-    /// What the vector unit is occupied for: `valu`, a pass for each matrix instruction's issue, and the passes of
-    /// exponentials that llvm-mca leaves out: they take four, on gfx950 two.
+    /// Passes of the vector unit: `valu`, a pass for the issue of each matrix instruction, and the passes of
+    /// exponentials that llvm-mca leaves out: four each, two on gfx950.
     vector: f64,
 }
 

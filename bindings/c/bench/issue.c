@@ -5,7 +5,7 @@
 //   cc -O2 -Ibindings/c -o issue bindings/c/bench/issue.c -ldl
 //   LD_LIBRARY_PATH=. ./issue target/release/libfmha_c.so
 //
-// The same without a quiet machine, in instructions a call:
+// Instructions per call, on a machine that is not idle:
 //   LD_LIBRARY_PATH=. valgrind --tool=callgrind --toggle-collect=fmha_run ./issue target/release/libfmha_c.so 1000
 //
 // On a GPU, in bursts of 20 calls that its queue holds, each waited for before the next; the least of them is the

@@ -14,7 +14,7 @@ static void *current;
 Result cuInit(unsigned flags) { return (void)flags, 0; }
 Result cuDriverGetVersion(int *version) { return *version = 13000, 0; }
 Result cuGetErrorString(int code, const char **text) { return (void)code, *text = "null driver", 0; }
-// NVRTC asks whatever driver it finds for this.
+// NVRTC calls this in every driver that it finds.
 Result cuGetExportTable(const void **table, const void *id) { return (void)id, *table = NULL, 500; }
 
 Result cuDeviceGetCount(int *count) { return *count = 1, 0; }

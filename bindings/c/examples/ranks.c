@@ -156,7 +156,7 @@ int main(int count, char **words) {
   check(fmha_dist_plan(&part, &ranks, &options, group, &backward));
   check(fmha_dist_run(backward, &part));
 
-  // The same of one process that has all rows.
+  // One process that has all rows computes the reference.
   FmhaPlan *plan;
   FmhaCall alone = call(&whole);
   check(fmha_plan(&alone, &options, &plan));

@@ -120,7 +120,7 @@ pub struct FmhaDistPlan {
     device: Device,
     call: FmhaCall,
     pointed: Pointed,
-    /// The problem of a device that had this rank's queries alone: what the score's operands are as large as.
+    /// Problem of a device with this rank's queries alone. It gives the sizes of the score's operands.
     own: FwdProblem,
     /// Bytes of Q, K, V and O here, of LSE, and of dQ, dK and dV.
     bytes: Sizes,
@@ -145,7 +145,7 @@ struct Sizes {
     grads: [u64; 3],
 }
 
-/// The ranks' own errors, and the library's, as they are told.
+/// Result with the text of the ranks' own errors, or of the library's.
 type Text<T> = Result<T, String>;
 
 fn refused(field: &'static str, text: String) -> Error {
@@ -354,7 +354,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
             let local = Local::read(call.as_ref(), ranks.as_ref(), options, &*group.group);
             if plan.is_null() { Err(refused("plan", null("plan"))) } else { local }
         };
-        // The others wait for this rank: they are told.
+        // The other ranks wait for this one, so they get the error.
         let told = |error: Error| {
             let error = fmha_dist::Error::of(group.group.rank(), &error);
             fmha_dist::refuse(&*group.group, error).to_string()

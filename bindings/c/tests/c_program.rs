@@ -10,7 +10,7 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-/// Where Cargo puts the libraries: beside the tests' programs.
+/// Folder of the libraries: next to the programs of the tests.
 fn built() -> PathBuf {
     let folder = std::env::current_exe().unwrap().parent().unwrap().to_owned();
     for library in ["libfmha_c.so", "libfmha_c.a"] {
@@ -38,7 +38,7 @@ impl Installed {
         self.0.path().join("prefix/lib")
     }
 
-    /// What pkg-config says; `None` where there is none.
+    /// Output of pkg-config; `None` if it is missing.
     fn flags(&self, words: &[&str]) -> Option<Vec<String>> {
         let asked = Command::new("pkg-config")
             .args(words)
@@ -115,7 +115,7 @@ fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {
     let words: Vec<String> = flags.into_iter().chain(["-lm".to_owned()]).collect();
     let example = source().join("examples/first_call.c");
     let program = installed.compiled(&compiler("CC", "cc"), &example, &words);
-    // Of the links only the loader's is left.
+    // Removes the link for the compiler; the link for the loader stays.
     std::fs::remove_file(installed.lib().join("libfmha.so")).unwrap();
     let ran = installed.run(&program, &["cpu"]).output().unwrap();
     assert!(ran.status.success(), "{}", said(&ran));

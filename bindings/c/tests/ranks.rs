@@ -1,4 +1,4 @@
-//! Calls over ranks as C makes them, two ranks in threads of one process: what is wrong on one, both are told.
+//! Calls over ranks as C makes them, with two ranks in threads of one process: an error on one reaches both.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -13,7 +13,7 @@ use fmha_c::{
     fmha_last_error,
 };
 
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
+// SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
 // SAFETY: as above.
 const NO_RANKS: FmhaRanks = unsafe { std::mem::zeroed() };
@@ -48,7 +48,7 @@ fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
     group
 }
 
-/// What a rank, by its number, changes of its call.
+/// Change to the call of a rank, by its number.
 type Change = fn(i64, &mut FmhaCall, &mut FmhaRanks);
 
 /// A rank's rows of a whole of twice as many.
@@ -62,7 +62,7 @@ fn tensor(data: &mut [f32]) -> FmhaTensor {
     }
 }
 
-/// What a rank does with a group, once it has changed something of its plan; what it is told.
+/// Runs a plan on two ranks, after a change to one rank's call, and returns each rank's result or error.
 fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
@@ -318,7 +318,7 @@ fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
         unsafe {
             let mut plan = null_mut();
             let refused = fmha_dist_plan(null(), null(), null(), group, &raw mut plan);
-            // Whichever of the two comes first is what both are told.
+            // The first of the two errors reaches both ranks.
             assert!(
                 refused != 0
                     && (last_error().contains("q is no tensor") || last_error().contains("call is null"))
@@ -328,7 +328,7 @@ fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
     });
 }
 
-/// Ranks of a secret each, and what they are told.
+/// Ranks with one secret each, and their errors.
 fn meet(address: &CStr, secrets: [&CStr; 2]) -> [Result<(), String>; 2] {
     let meet = |rank: i64, secret: &CStr| {
         let join = FmhaJoin {

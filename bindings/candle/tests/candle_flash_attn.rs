@@ -1,6 +1,7 @@
-//! What candle-flash-attn's own tests check (0.11.1: `candle-flash-attn/tests/flash_attn_tests.rs`, and those of
-//! candle-flash-attn-v3), on numbers of our own and on the CPU too. Each test names the one whose matter it has. Theirs
-//! compare with candle's own operations in f32 within fixed distances; so do these, in f64 and within theirs.
+//! Checks of candle-flash-attn's own tests (0.11.1: `candle-flash-attn/tests/flash_attn_tests.rs`, and those
+//! of candle-flash-attn-v3), on other numbers and on the CPU too. Each test names its original. The originals
+//! compare with candle's own operations in f32 within fixed distances; these compare in f64 within the same
+//! distances.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -100,7 +101,7 @@ fn paged(head_dim: usize, spare: usize, page_of: fn(usize, usize) -> usize) -> R
     let pages = rows.div_ceil(PAGE);
     let pool = pages + spare;
     let table: Vec<u32> = (0..pages).map(|page| page_of(page, pool) as u32).collect();
-    // Pages that are nobody's, and rows beyond the last key, hold NaN.
+    // Pages that no sequence uses, and rows beyond the last key, hold NaN.
     let nan = Tensor::full(f32::NAN, (PAGE, heads_kv, head_dim), &device())?.to_dtype(DType::BF16)?;
     let scattered = |tensor: &Tensor| -> Result<Tensor> {
         let mut numbers = vec![nan.clone(); pool];

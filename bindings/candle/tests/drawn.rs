@@ -1,5 +1,6 @@
-//! Calls that a seed draws, as fmha's other doors get them, made through candle's tensors and held to the float64
-//! reference, gradients included; rows of no sequence are 0. `FMHA_DRAWN=SEED:COUNT` draws others, or more.
+//! Random calls by a seed, made through candle's tensors as through fmha's other interfaces, and compared
+//! with the float64 reference, gradients included. Rows outside every sequence are 0. `FMHA_DRAWN=SEED:COUNT`
+//! draws others, or more.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -14,7 +15,7 @@ use fmha_conformance::tensors::{Data, HostBwd, HostFwd, Lengths};
 use fmha_conformance::verdict::Verdict;
 use half::{bf16, f16};
 
-/// So many of a seed, a few seconds' worth, or those that the environment names.
+/// Random cases of a seed, a few seconds' worth, or those that the environment names.
 fn cases(count: u32) -> Vec<(String, Body)> {
     let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| format!("58:{count}"));
     let drawn: Drawn = text.parse().unwrap();
@@ -31,8 +32,9 @@ fn offsets(drawn: &[i32], most: u32) -> Vec<i32> {
     std::iter::once(0).chain(ends.collect::<Vec<_>>()).collect()
 }
 
-/// What candle's door can say of a drawn call: one type of three, equal lengths, packed sequences side by side with
-/// rows behind the last one, or pages under packed queries; a window at the last key; ALiBi, a cap and dropout.
+/// Part of a drawn call that candle's interface can express: one type of three, equal lengths, packed
+/// sequences side by side with rows after the last one, or pages under packed queries; a window at the last
+/// key; ALiBi, a cap and dropout.
 fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths) {
     let (dims, mut lengths) = (drawn.dims, Lengths::default());
     let dtype = if drawn.dtypes.qk.is_fp8() { fmha::DType::F32 } else { drawn.dtypes.qk };
@@ -93,7 +95,7 @@ fn sayable(drawn: &FwdProblem, drawn_lengths: &Lengths) -> (FwdProblem, Lengths)
 /// swapped, one row for all heads.
 struct View {
     shape: Shape,
-    /// Those asked for, each made larger up to a multiple of the next smaller one.
+    /// Requested strides, each made larger up to a multiple of the next smaller one.
     strides: Strides,
     /// Axes that lie in memory, from the outermost on: which one, and how many elements of it lie there.
     stored: Vec<(usize, usize)>,
@@ -278,7 +280,7 @@ impl Call {
     }
 }
 
-/// Writes contiguous `found` to the rows of `tensor` that are some sequence's; what is nobody's must be 0.
+/// Writes contiguous `found` to those rows of `tensor` that belong to a sequence. All other rows must be 0.
 fn put(
     name: &str,
     tensor: &mut tensor::Tensor,

@@ -217,7 +217,7 @@ def bind(
             right,
             sink_columns,
             probability,
-            # A call that drops has a seed, or its door draws one.
+            # A call with dropout has a seed, or its interface draws one.
             (None if probability else 0) if seed is None else word("seed", seed),
             word("offset", offset),
             dtype_code(dtype_o),

@@ -58,7 +58,7 @@ def _run(q, k, v, mask: Mask, dropout_p, softmax_scale, softcap, alibi_slopes, r
     marks = q.new_empty(0)
     if return_softmax:
         marks = _marks.marks(q, k, mask, **drops, **rest, **lengths)
-    # The seed lies on the CPU: nobody waits for a device to read it.
+    # The seed lies on the CPU, so that a reader does not wait for a device.
     return out, lse, marks, torch.tensor([seed, offset], dtype=torch.int64, device="cpu")
 
 

@@ -59,7 +59,7 @@ def from_left(
         raise NotImplementedError(f"cache_leftpad: k_cache has {k.shape[0]} rows, beyond 2^31")
     size = k_cache.shape[1]
     most = block_table.shape[1] * size
-    # Rows behind a sequence's last page are never read, nor written: who calls leaves out new rows beyond it.
+    # Rows after a sequence's last page are never read or written: the caller leaves out new rows beyond it.
     place = (torch.arange(most, device=k.device) + leftpad.long()[:, None]).clamp(0, max(most - 1, 0))
     page = block_table.long().gather(1, place // max(size, 1))
     return Rows(k, v, (page * apart + place % max(size, 1)).to(torch.int32))

@@ -19,7 +19,7 @@ def real(name: str, number: Any) -> float:
     if type(number) is float:
         return number
     try:
-        # float("1") is 1, which nobody means.
+        # float("1") is 1, which is never meant.
         if not isinstance(number, (str, bytes)):
             return float(number)
     except (TypeError, ValueError):

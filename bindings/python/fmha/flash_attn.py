@@ -488,7 +488,7 @@ def _behind_padding(q, k_cache, v_cache, leftpad, used, block_table, batch, appe
             )
     else:
         leftpad = leftpad.clamp(0, longest)
-    # Lengths that nobody has read may be beyond what holds the rows.
+    # Lengths that the host has not read may be larger than the tensor that holds the rows.
     held = min(used, longest) if isinstance(used, int) else used.clamp(max=longest)
     behind = (held - leftpad).clamp(min=0).to(torch.int32)
     if block_table is None and not appends and not attention_chunk:

@@ -336,7 +336,7 @@ def activate() -> None:
 
 def deactivate() -> None:
     """torch's own kernels again, if they are not already."""
-    # Before torch 2.13 the registry cannot restore, and goes on to name who was active last.
+    # Before torch 2.13 the registry cannot restore, and goes on to name the last active implementation.
     restore = getattr(_registry, "restore_flash_attention_impl", None)
     if restore is not None and _registry.current_flash_attention_impl() == NAME:
         restore()

@@ -1,4 +1,4 @@
-//! What a call does with a KV cache besides reading it.
+//! Update of a KV cache by a call: everything apart from reading it.
 
 use std::ptr;
 
@@ -30,7 +30,7 @@ fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
         && !request.is_backward()
 }
 
-/// What happens to the cache besides being read; `None`: nothing.
+/// Update of the cache by the call; `None` if it is only read.
 pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache>, Wrong> {
     let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
     for (slot, beside) in

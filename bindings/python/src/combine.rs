@@ -112,7 +112,7 @@ impl Combine {
         &self.call
     }
 
-    /// As the request has them.
+    /// Options of the request.
     #[must_use]
     pub fn options(&self) -> i64 {
         self.options
@@ -138,7 +138,7 @@ impl Combine {
     }
 }
 
-/// So many bytes on; of a tensor without elements nothing is read.
+/// Pointer moved by `bytes`; a tensor without elements is never read.
 fn at(data: *mut c_void, bytes: i64) -> *mut c_void {
     data.wrapping_byte_offset(bytes as isize)
 }

@@ -71,7 +71,7 @@ pub(crate) fn one_device(request: &Request, first: Slot) -> Result<Device, Wrong
     Ok(device)
 }
 
-/// Its sizes, if it has that many axes.
+/// Sizes of a tensor that must have as many axes as `axes` names.
 pub(crate) fn shape<const N: usize>(name: &str, tensor: &Tensor, axes: &str) -> Result<[i64; N], Wrong> {
     let shape = tensor.shape();
     shape
@@ -133,7 +133,8 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
     Ok(Sizes { batch, seqlen_q, seqlen_k, heads_q, heads_kv, dim_qk, dim_v, total_q, total_k, pages })
 }
 
-/// A bound that nobody gave would leave every row out, which a GPU, where lengths are read as the kernel runs, tells nobody.
+/// Checks that a bound was given: without one every row would be left out, and a GPU, which reads lengths as
+/// the kernel runs, would report nothing.
 pub(crate) fn longest_is_said(
     bound: &str,
     longest: i64,
@@ -145,7 +146,7 @@ pub(crate) fn longest_is_said(
     Ok(())
 }
 
-/// Sequences that offsets tell apart.
+/// Number of sequences that offsets separate.
 fn sequences(name: &str, offsets: &Tensor) -> Result<i64, Wrong> {
     let [entries] = shape(name, offsets, "batch + 1")?;
     ensure!(entries >= 1, "{name} has {entries} entries, not one more than sequences");

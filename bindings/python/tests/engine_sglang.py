@@ -124,7 +124,7 @@ def serve(base, registry, batches, pools, choices):
         backend.init_forward_metadata(batch)
         q = torch.randn(len(places), 64).to(torch.bfloat16)
         k, v = (torch.stack([x[b, i] for b, i in places]) for x in rows)
-        # The engine's own method asks for one of ours.
+        # The engine's own method calls one of ours.
         o = backend.forward(q, k, v, layer, batch)
         first = 0
         for b, n in enumerate(new):

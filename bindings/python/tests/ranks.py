@@ -166,7 +166,7 @@ def refusals(size):
         raise AssertionError("a second derivative is taken")
     # What a rank fails with next is not to reach one that is still in this call.
     dist.barrier()
-    # An argument that is no such thing is this rank's own exception, and the others are told of it.
+    # An argument of a wrong kind is this rank's own exception, and the other ranks get it as their error.
     try:
         ranks.attention(x, x, x, softmax_scale="x" if rank == 0 else None)
     except TypeError as error:

@@ -145,7 +145,7 @@ def _said(name, given, numbers, as_fake=None):
             with FakeTensorMode() if as_fake is _as_fake else contextlib.nullcontext() as mode:
                 operator(*(x if x is None else as_fake(mode, x) for x in tensors), *rest)
     except (RuntimeError, ValueError) as error:
-        # Of a tensor that is not given a kernel has torch's codes besides.
+        # A kernel's message for a missing tensor goes on with a second possible cause, which is cut off.
         return str(error).replace("is on meta", "is on cpu").split(", or a tensor that torch does not")[0]
     return None
 

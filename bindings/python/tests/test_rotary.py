@@ -144,7 +144,7 @@ def test_a_module_makes_the_angles(scale_base):
         wanted = by_definition(was, angle, positions, False)
         wanted[..., :8] *= by
         close(got, wanted, torch.float32)
-    # One tensor of all three is turned likewise.
+    # One tensor with Q, K and V is rotated in the same way.
     qkv = torch.randn(2, 6, 3, 2, 16)
     assert torch.equal(
         made(qkv.clone(), seqlen_offset=torch.tensor([3, 3]), max_seqlen=9), made(qkv.clone(), seqlen_offset=3)

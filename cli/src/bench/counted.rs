@@ -1,4 +1,4 @@
-//! What an emulated device counted of a call. None of it is a speed.
+//! Counters of a call on an emulated device. None of them is a speed.
 
 use serde_json::{Map, Value};
 
@@ -23,9 +23,10 @@ const COLUMNS: [(&str, &str); 14] = [
 /// Counters of the launches of one call.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
-    /// As the emulator gives them, one a launch.
+    /// Reports of the emulator, one for each launch.
     launches: Vec<Value>,
-    /// Seconds of the call's operations and bytes at the rates that the device's maker states, if the kernel is no fallback.
+    /// Seconds of the call's operations and bytes at the rates that the device's maker states, if the kernel
+    /// is no fallback.
     pub(super) modelled_seconds: Option<f64>,
 }
 
@@ -45,7 +46,7 @@ impl Counted {
         self.launches.iter().filter_map(Items::of).max_by_key(|items| items.bytes)
     }
 
-    /// For a machine: the counters' sums, by the emulator's names.
+    /// Sums of the counters for a machine, under the emulator's names.
     pub(super) fn json(&self) -> Value {
         let sums = COLUMNS.iter().filter_map(|(name, _)| Some(((*name).to_owned(), self.sum(name)?.into())));
         let mut object: Map<String, Value> = sums.collect();
@@ -61,22 +62,22 @@ impl Counted {
     }
 }
 
-/// The workgroups of a launch that had work to do.
+/// Workgroups of a launch that had work.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Items {
-    /// Those that read a quarter at least of what the fullest does: others have looked at lengths, and found nothing
-    /// for them.
+    /// Number of workgroups that read at least a quarter of what the busiest one reads. All others have
+    /// looked at lengths and found no work.
     number: usize,
     /// Bytes that all have read; what one reads again counts once on AMD's devices.
     bytes: u64,
     /// Multiprocessors, or compute units.
     units: usize,
-    /// Bytes of the unit that has most, by the mean of all: workgroups are taken to be dealt to units in turn.
+    /// Bytes of the busiest unit by the mean of all units, if workgroups go to the units in rotation.
     busiest_by_mean: f64,
 }
 
 impl Items {
-    /// The work items of a launch, as the emulator tells of it; none where nothing was read.
+    /// Work items of a launch, from the emulator's report; `None` where nothing was read.
     fn of(launch: &Value) -> Option<Self> {
         let units = usize::try_from(launch["units"].as_u64()?).ok().filter(|&units| units > 0)?;
         let groups: Vec<u64> =

@@ -14,7 +14,7 @@ use crate::report::{Speed, work_of};
 use crate::setup::Setup;
 use crate::timing::{Burst, Timing, back_to_back, is_emulated};
 
-/// How calls are timed.
+/// Way in which calls are timed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Protocol {
     Burst(Burst),
@@ -27,7 +27,7 @@ impl Protocol {
     }
 }
 
-/// What came of a row.
+/// Outcome of a row.
 #[derive(Debug)]
 pub(crate) enum Measured {
     Timed {
@@ -44,7 +44,7 @@ pub(crate) enum Measured {
     },
     /// No kernel takes it, or it was not run: why.
     Absent(String),
-    /// Its result is wrong: not timed.
+    /// Wrong result; the row is not timed.
     Wrong(String),
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn measure(
     };
     let source = Source::made_up(Init::Normal, 0);
     let mut job = Job::new(backend, setup, options, source)?;
-    // What was launched before is forgotten.
+    // Forgets earlier launches.
     let _ = fmha::emulated_launches();
     job.run()?;
     let launches = fmha::emulated_launches();
@@ -104,8 +104,8 @@ pub(crate) fn measure(
     Ok(Measured::Timed { kernel: job.kernel().to_owned(), timing, speed })
 }
 
-/// Memory that is written between calls, so that each finds the caches cold. A device writes its own: 256 MiB from the host
-/// took a hundred times as long as a short call.
+/// Memory that is written between calls, so that each finds the caches cold. A device writes its own: 256 MiB
+/// from the host took a hundred times as long as a short call.
 enum Flush {
     Host(Bytes),
     Device(DevBuffer),

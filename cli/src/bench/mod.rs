@@ -85,7 +85,7 @@ pub(super) struct BenchArgs {
     #[arg(short = 'v', long, value_name = "HOW", default_value = "sample", value_parser = verify)]
     verify: Verify,
 
-    /// Other libraries' figures, to stand beside ours
+    /// Figures of other libraries, for a comparison with ours
     #[arg(long, value_name = "FILE")]
     peers: Option<PathBuf>,
 
@@ -187,12 +187,12 @@ impl BenchArgs {
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
     }
 
-    /// Refuses to go on where the table would be printed and nobody reads any more.
+    /// Stops if the table would be printed and its reader is gone.
     fn is_wanted(&self) -> Result<(), Failure> {
         if self.out.is_some() || failure::is_read() { Ok(()) } else { Err(Failure::Pipe) }
     }
 
-    /// Where each table's picture goes; empty where none is wanted.
+    /// Path of each table's picture; empty if there is none.
     fn plots(&self, tables: &[Table]) -> Vec<PathBuf> {
         let Some(path) = &self.plot else { return Vec::new() };
         match tables {
@@ -217,7 +217,7 @@ impl BenchArgs {
         target::distinct(&outputs, &inputs)
     }
 
-    /// The tables that were asked for, with the rows that were asked for.
+    /// Tables that the user has chosen, with the chosen rows.
     fn chosen(&self) -> Result<Vec<Table>, Failure> {
         let mut tables = table::read(&self.file)?;
         for name in &self.tables {

@@ -1,4 +1,4 @@
-//! What other libraries reached on the same shapes, from a file of the user's.
+//! Speeds of other libraries on the same shapes, from a file of the user.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +20,7 @@ struct Line {
     /// The row's label: `B4 H32 S1024 D128 causal fp16`.
     row: String,
     peer: String,
-    /// In the table's unit; absent where the peer does not take the row.
+    /// Speed in the table's unit; absent if the peer does not take the row.
     speed: Option<f64>,
 }
 

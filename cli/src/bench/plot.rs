@@ -12,17 +12,17 @@ pub(super) struct Series {
     pub(super) speeds: Vec<Option<f64>>,
 }
 
-/// What stands below a row's points.
+/// Text below a row's points.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Label {
-    /// What tells rows of one group apart; a line for each word.
+    /// Words that distinguish the rows of one group, one line for each.
     pub(super) tick: String,
-    /// What neighbours have in common. Lines join the rows of a group alone: between groups nothing
-    /// grows.
+    /// Text that neighbours share. Lines join the rows of a group alone: nothing grows between groups.
     pub(super) group: String,
 }
 
-/// The colours of Okabe and Ito ("Color Universal Design", 2008), which everybody tells apart.
+/// Colours of Okabe and Ito ("Color Universal Design", 2008), distinguishable with all kinds of colour
+/// vision.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -126,7 +126,7 @@ fn style(index: usize) -> (RGBColor, u32) {
     (COLOURS[index % COLOURS.len()], if index == 0 { 3 } else { 1 })
 }
 
-/// Where each name of the legend begins: x, and the line it is on.
+/// Place of each name of the legend: x, and its line.
 fn places(series: &[Series], width: i32) -> Vec<(i32, i32)> {
     let (mut x, mut line) = (LEFT as i32 + 8, 0);
     series

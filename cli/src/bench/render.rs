@@ -23,7 +23,7 @@ pub(super) struct Results {
     title: String,
     unit: Unit,
     pub(super) rows: Vec<Row>,
-    /// By peer: a speed for each row, where there is one.
+    /// Speeds of each peer, one for each row, if present.
     peers: Vec<(String, Vec<Option<f64>>)>,
 }
 
@@ -63,8 +63,8 @@ impl Results {
         svg(&self.title, self.unit.name(), &self.short_labels(), &series)
     }
 
-    /// The words of the labels that tell the rows apart: a length tells rows of a group apart, the other
-    /// words groups. Where that makes hardly any group, or no length differs, all are the rows' own.
+    /// Words of the labels that distinguish the rows: a length distinguishes the rows of a group, the other
+    /// words the groups. If that makes few groups, or no length differs, every row has all words.
     fn short_labels(&self) -> Vec<Label> {
         let words: Vec<Vec<&str>> = self.rows.iter().map(|row| row.label.split(' ').collect()).collect();
         let differs = |at: usize| words.iter().any(|label| label.get(at) != words[0].get(at));
@@ -73,7 +73,7 @@ impl Results {
             let picked = label.iter().enumerate().filter(|(at, _)| wanted(*at)).map(|(_, word)| *word);
             picked.collect::<Vec<_>>().join(" ")
         };
-        // The batch that keeps the number of tokens constant tells nothing that the length does not.
+        // A batch that keeps the number of tokens constant says nothing that the length does not say.
         let telling = |at: usize| differs(at) && !(at == 0 && differs(LENGTH_WORD));
         let grouped: Vec<Label> = words
             .iter()
@@ -98,10 +98,10 @@ impl Results {
     }
 }
 
-/// Which word of a label is the length: `B4 H32 S1024 D128 causal fp16`.
+/// Index of the length among the words of a label: `B4 H32 S1024 D128 causal fp16`.
 const LENGTH_WORD: usize = 2;
 
-/// What this library is called beside its peers.
+/// Name of this library in a comparison.
 const OURS: &str = "ours";
 
 fn cell(speed: Option<f64>) -> String {
@@ -112,17 +112,17 @@ fn cell(speed: Option<f64>) -> String {
     }
 }
 
-/// What other libraries' figures are compared by.
+/// Mean for comparisons with the figures of other libraries.
 fn geometric_mean(ratios: &[f64]) -> f64 {
     (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp()
 }
 
-/// What is said of a row that ran on an emulated device.
+/// Text for a row that ran on an emulated device.
 const fn emulated_words(checked: bool) -> &'static str {
     if checked { "emulated: checked against f64, not timed" } else { "emulated: neither checked nor timed" }
 }
 
-/// What stands above the counters of rows that ran on an emulated device.
+/// Heading of the counters of rows that ran on an emulated device.
 const COUNTED: &str = "Counted in the emulator, a call's launches together; modelled from the operations and bytes of the \
     problem at the device's stated rates, with its units idle as the launch leaves them. Nothing here was timed.";
 
@@ -286,7 +286,7 @@ mod tests {
     use crate::timing::Timing;
     use fmha_conformance::execute::CallTime;
 
-    /// A row that was timed and one that no kernel takes, beside a peer with a difficult name.
+    /// Results of a row that was timed and of one that no kernel takes, with a peer whose name needs escapes.
     fn results() -> [Results; 1] {
         let timing = Timing::of(&[2e-3, 1e-3, 4e-3].map(|seconds| CallTime { seconds, on_device: false }));
         let speed = Speed {
@@ -367,7 +367,8 @@ mod tests {
             labelled(&["B4 H2 S1 D8 full", "B2 H2 S2 D8 full", "B4 H2 S1 D8 causal", "B2 H2 S2 D8 causal"]),
             ["S1/full", "S2/full", "S1/causal", "S2/causal"]
         );
-        // No length tells these apart; here groups would be as many as rows; these two differ in B alone.
+        // No length differs in the first list. Groups would be as many as rows in the second. B alone differs
+        // in the third.
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S1 D16 full"]), ["D8/", "D16/"]);
         assert_eq!(labelled(&["B1 H2 S1 D8 full", "B1 H2 S2 D16 full"]), ["S1 D8/", "S2 D16/"]);
         assert_eq!(

@@ -1,5 +1,5 @@
-//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks beside one device, by `fmha run --ranks`, which checks its
-//! result.
+//! `fmha bench --ranks N`: each row over 2, 4, ... N ranks compared with one device, by `fmha run --ranks`,
+//! which checks its result.
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::report::label;
 use crate::target::write_text;
 
-/// A row over so many ranks.
+/// A row over a number of ranks.
 struct Scaled {
     table: String,
     row: String,
@@ -81,7 +81,7 @@ impl BenchArgs {
         Ok(if wrong { Verdict::Wrong } else { Verdict::Right })
     }
 
-    /// One row over so many ranks: a command of its own, so that nothing of another one is left.
+    /// Runs one row over `ranks` ranks, as a command of its own, so that nothing of another row is left.
     fn over(&self, problem: &Problem, ranks: u32) -> Result<Outcome, Failure> {
         let this = |error: std::io::Error| Failure::wrong(format!("this command: {error}"));
         let mut run = Command::new(std::env::current_exe().map_err(this)?);

@@ -9,7 +9,7 @@ struct Blocks {
   FMHA_DEVICE int32_t at(int32_t i) const { return i < num_sinks ? i : first + i - num_sinks; }
   FMHA_DEVICE int32_t count() const { return num_sinks + num; }
 };
-// Of `columns` rows each, from ranges of rows.
+// Blocks of `columns` rows each that cover the ranges of rows.
 FMHA_DEVICE Blocks blocks_of(Range seen, Range sinks, int32_t columns) {
   const int32_t first = seen.begin / columns, end = ceil_div(seen.end, columns);
   Blocks blocks = {first, seen.empty() ? 0 : end - first, ceil_div(sinks.end, columns)};

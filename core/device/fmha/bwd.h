@@ -1,4 +1,5 @@
-// What backward kernels of every vendor share: where a query row's numbers lie, and which queries see a key.
+// Code shared by the backward kernels of every vendor: the place of a query row's numbers, and the queries that see a
+// key.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/seq.h>
@@ -8,7 +9,7 @@ namespace fmha {
 // The queries outside which none sees any of the non-empty `keys`, sink columns included.
 FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q) {
   const int64_t first = clamp<int64_t>(int64_t(keys.begin) - band.hi, 0, seqlen_q);
-  // Of a band without width blocks may meet, but no pair does.
+  // A band with lo > hi shows no pair, though the block ranges of its two edges may overlap: the range is empty.
   const int64_t band_end = band.lo > band.hi ? first : int64_t(keys.end) - band.lo;
   const int64_t end = keys.begin < band.sink_columns ? seqlen_q : band_end;
   return {int32_t(first), int32_t(clamp<int64_t>(end, first, seqlen_q))};

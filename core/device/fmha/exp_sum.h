@@ -1,8 +1,8 @@
 // A sum of exponentials of natural numbers of any size, as exp(top) * sum with the largest of them as `top`.
 //
-// Differences are taken before they are multiplied by log2(e): of numbers within a factor of two of each other they are
-// exact, however large both are (Sterbenz), and no compiler makes one multiply-add of them, whose product would be exact
-// beside a rounded `top`.
+// Differences are taken before the multiplication by log2(e). Numbers within a factor of two of each other have an
+// exact difference, however large they are (Sterbenz). The compiler also cannot contract the two into one
+// multiply-add, whose product would be exact while `top` is rounded.
 #pragma once
 #include <fmha/portable.h>
 
@@ -17,7 +17,7 @@ struct ExpSum {
   float top = -infinity();
   float sum = 0.f;
 
-  // What a sum of weighted terms is multiplied by when another comes, and the other's weight.
+  // Factor of a sum of weighted terms when another term comes, and the weight of that term.
   struct Weights {
     float old, other;
   };
@@ -31,7 +31,7 @@ struct ExpSum {
   }
   FMHA_DEVICE Weights add(float x) { return merge({x, 1.f}); }
 
-  // What weighted terms are multiplied by at the end; 0 where there are none.
+  // Factor of the weighted terms at the end; 0 if there are none.
   FMHA_DEVICE float normaliser() const { return sum == 0.f ? 0.f : 1.f / sum; }
   FMHA_DEVICE float log() const { return sum == 0.f ? -infinity() : top + log2_of(sum) * kLn2; }
 };

@@ -1,6 +1,6 @@
-// Which keys a query sees: the device's half of the mask. A kernel calls `resolve_band` once per
-// sequence, then `k_range` (`row_range` for one query) and `sink_range` to walk, `block_class` and `visible` to hide. A
-// kernel whose text knows the mask's kind asks a `KnownMask` for what is skipped, whole or cut.
+// Mask on the device: the keys that a query sees. A kernel calls `resolve_band` once per sequence, then `k_range`
+// (`row_range` for one query) and `sink_range` for the loop, and `block_class` and `visible` to hide. A kernel whose
+// text knows the kind of the mask uses a `KnownMask` instead, which says what is skipped, whole or cut.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>
@@ -60,7 +60,7 @@ FMHA_DEVICE Range sink_range(const MaskBand& band, Range rows, int32_t seqlen_k)
   return {0, int32_t(max<int64_t>(end, 0))};
 }
 
-// How the non-empty tile `rows` x `keys` stands to the band.
+// Relation of the non-empty tile `rows` x `keys` to the band.
 FMHA_DEVICE BlockClass block_class(const MaskBand& band, Range rows, Range keys) {
   const int32_t least = keys.begin - (rows.end - 1), most = keys.end - 1 - rows.begin;
   const bool some_below_hi = least <= band.hi;
@@ -108,7 +108,7 @@ struct KnownMask {
     if constexpr (has_lo) skipped |= keys.end <= first + band.lo && !is_sink(keys.begin);
     return skipped;
   }
-  // What query i sees of a block whose first key is `first_key`.
+  // Columns that query i sees of a block whose first key is `first_key`.
   FMHA_DEVICE Columns columns(int32_t i, int32_t first_key) const {
     return {has_lo ? i + band.lo - first_key : 0,
             (has_hi ? min(seqlen_k, i + band.hi + 1) : seqlen_k) - first_key,

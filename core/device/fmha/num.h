@@ -1,5 +1,5 @@
-// Number types by their bits, for code that is to be right everywhere before it is fast. Kernels
-// with conversion instructions use those.
+// Number types by their bits, for code that must be correct everywhere before it is fast. Kernels with conversion
+// instructions use those instead.
 #pragma once
 #include <fmha/spec.h>
 
@@ -116,7 +116,7 @@ FMHA_DEVICE float round_to(float x) {
   }
 }
 
-// What P is scaled by before it is rounded to FP8: the largest power of two within the type's range, so that small
+// Scale of P before P is rounded to FP8: the largest power of two within the type's range, so that small
 // probabilities are not flushed to 0; 1 for wider types.
 FMHA_DEVICE constexpr float p_scale(DType dtype) {
   switch (dtype) {

@@ -20,7 +20,7 @@ struct OnlineRow {
     return correction;
   }
 
-  // What the output is multiplied by at the end: 0 for a row that saw nothing.
+  // Factor of the output at the end: 0 for a row that has seen nothing.
   FMHA_DEVICE float normaliser() const { return row_sum == 0.f ? 0.f : 1.f / row_sum; }
 
   // Natural log-sum-exp: -inf for a row that saw nothing.

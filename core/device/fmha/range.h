@@ -1,5 +1,5 @@
-// Where f32 ends for a softmax whose exponents are one multiply-add: score * scale - shift, the shift being the running maximum
-// times the scale.
+// Limits of f32 for a softmax whose exponents are one multiply-add: score * scale - shift, with shift = running
+// maximum * scale.
 #pragma once
 #include <fmha/portable.h>
 
@@ -13,9 +13,9 @@ constexpr float kLargestShift = 4194304.f;  // 2^22: half a last place is 2^-2
 // The largest finite f32.
 constexpr float kLargestFloat = 3.4028234663852886e38f;
 
-// What sums of `weight * V` are multiplied by so that they stay in f32 however large V is: the largest power of two
-// that is at most 1 / (2 row_sum), for a sum of weights that are at most 1. A power of two moves no bit of a sum that
-// does not leave f32.
+// Factor of sums of `weight * V` that keeps them in f32 however large V is: the largest power of two that is at most
+// 1 / (2 row_sum), for a sum of weights that are at most 1. A power of two changes no mantissa bit of a sum that
+// stays in f32.
 FMHA_DEVICE float headroom(float row_sum) {
   const int32_t exponent = clamp(int32_t(bits_of(row_sum) >> 23), 127, 250);
   return float_of(uint32_t(252 - exponent) << 23);

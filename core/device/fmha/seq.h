@@ -46,7 +46,7 @@ FMHA_DEVICE SeqSpan resolve_seq(const FwdParams& p, QLayout q_layout, KvKind kv_
   return span;
 }
 
-// Where a row of K or V lies: the batch index (a page when they are paged) and the row to address it with.
+// Place of a row of K or V: the batch index (a page if they are paged) and the row to address it with.
 struct KvRow {
   int32_t batch, row;
 };
@@ -67,8 +67,8 @@ FMHA_DEVICE int64_t row_offset(const View& x, int32_t storage_batch, int64_t row
 
 FMHA_DEVICE int64_t row_offset(const View& x, KvRow at, int32_t head) { return row_offset(x, at.batch, at.row, head); }
 
-// Element offset of query i. Where a call turns packed queries, each sequence has a place of its own in the workspace, and Q a
-// batch stride; else a packed tensor's batch stride is 0.
+// Element offset of query i. A call that rotates packed queries keeps each sequence at its own place in the workspace
+// and gives Q a batch stride. Otherwise a packed tensor's batch stride is 0.
 FMHA_DEVICE int64_t query_offset(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t head) {
   return row_offset(p.q, span.i_batch, (p.q.batch == 0 ? int64_t(span.q_row) : 0) + i, head);
 }

@@ -8,7 +8,7 @@ namespace fmha {
 struct Shares {
   int32_t each, longer;
 
-  // To as many of `most` takers as have `least` blocks.
+  // Shares for up to `most` takers, each with at least `least` blocks.
   FMHA_DEVICE static Shares of(int32_t total, int32_t most, int32_t least) {
     const int32_t takers = clamp(total / max(least, 1), 1, most);
     const int32_t each = total / takers;

@@ -1,11 +1,11 @@
-// What a call does to its KV cache before a forward kernel reads it: new keys and values are written to it, new keys and
-// queries turned to their positions (CONTRACT.md, "KV caches"). The forward kernel then has a cache of more keys, and queries
-// that lie in the workspace.
+// Update of the KV cache by a call, before a forward kernel reads it: new keys and values are written to the cache,
+// new keys and queries are rotated to their positions (CONTRACT.md, "KV caches"). The forward kernel then has a cache
+// with more keys, and queries that lie in the workspace.
 //
-// A group of lanes takes a row at a time, of new keys, new values and queries, and shares out the elements.
+// A group of lanes processes one row at a time, of new keys, new values or queries, and divides its elements.
 //
-// `Lanes` is the vendor's: `count`, `index()`, of a thread of the launch `thread()` and how many there are, `threads()`, and
-// `product`, `sum` and `difference`, each rounded to f32 by itself.
+// `Lanes` is the vendor's: `count`, `index()`; `thread()`, the index of a thread of the launch, and `threads()`,
+// their number; and `product`, `sum` and `difference`, each rounded to f32 by itself.
 #pragma once
 #include <fmha/cache_update.h>
 #include <fmha/num.h>
@@ -13,7 +13,7 @@
 
 namespace fmha::cache {
 
-// An unsigned integer of so many bytes.
+// An unsigned integer of `bytes` bytes.
 template <int32_t bytes>
 struct Unsigned;
 template <>

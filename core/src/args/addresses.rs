@@ -1,12 +1,13 @@
-//! Where a kernel takes its operands: asked at each call, since a plan does not know addresses.
+//! Alignment of operands, checked at each call: a plan does not know addresses.
 
 use crate::error::ProblemError;
 
-/// Holds operands to what a kernel's loads and stores ask of addresses. An operand is its name, where it starts, the power of
-/// two that this is to be a multiple of, in bytes, and whether it matters in this call.
+/// Checks that operands are aligned as a kernel's loads and stores need it. An operand is its name, its
+/// address, the power of two in bytes that the address must be a multiple of, and whether it matters in this
+/// call.
 ///
 /// # Errors
-/// The first operand that starts elsewhere, with its address and the bytes.
+/// The first operand with another alignment, with its address and the bytes.
 #[inline]
 pub fn check_addresses<const N: usize>(
     kernel: &str,

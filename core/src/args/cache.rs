@@ -25,7 +25,7 @@ impl<'a> From<DevSliceMut<'a>> for CacheSlice<'a> {
     }
 }
 
-/// Operands of what happens to a cache besides reading it; each is there iff the problem says so.
+/// Operands for what a call does with a cache apart from reading it. Each is present if the problem says so.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct CacheArgs<'a> {
@@ -66,7 +66,7 @@ impl FwdArgs<'_> {
 }
 
 impl CacheSlice<'_> {
-    /// Where it lies; `None` where it is no memory of its own.
+    /// Memory space of the slice; `None` if V lies in K and has no memory of its own.
     #[must_use]
     pub fn space(&self) -> Option<MemorySpace> {
         match self {

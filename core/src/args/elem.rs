@@ -1,4 +1,4 @@
-//! What the elements of a call's memory are.
+//! Types of the elements in a call's memory.
 
 use std::fmt;
 use std::sync::atomic::AtomicU8;
@@ -14,7 +14,7 @@ use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ElemType {
-    /// Bytes whose type was not told: a buffer's, a file's. A call reads them as what its problem says.
+    /// Bytes without a type: a buffer's, a file's. A call reads them as its problem says.
     Bytes,
     /// Numbers of a tensor, or of an f32 array.
     Number(DType),
@@ -48,7 +48,7 @@ impl ElemType {
         }
     }
 
-    /// The type of memory that is told to be of `elem`: what is known stays, but for the sign of words.
+    /// Type of memory that is declared to be `elem`. A known type stays, except for the sign of words.
     pub(crate) fn retyped(self, elem: Self) -> Self {
         match (self, elem) {
             (Self::Bytes, _) | (Self::I32 | Self::U32, Self::I32 | Self::U32) => elem,
@@ -75,13 +75,13 @@ impl fmt::Display for ElemType {
     }
 }
 
-/// The type of a buffer's elements, and who told it. A call tells the type of what it writes, and the next one another; what was
-/// uploaded or allocated as a type is written as that alone.
+/// Type of a buffer's elements, and its source. A call sets the type of what it writes, and the next call may
+/// set another. Memory that was uploaded or allocated with a type can be written as that type alone.
 #[derive(Debug)]
 pub(crate) struct Told(AtomicU8);
 
 impl Told {
-    /// Set where a call told it.
+    /// Bit that is set if a call has set the type.
     const BY_A_CALL: u8 = 1 << 7;
     /// The types that are no numbers; those of numbers follow.
     const OTHERS: [ElemType; 4] = [ElemType::Bytes, ElemType::I32, ElemType::U32, ElemType::Scratch];
@@ -100,7 +100,7 @@ impl Told {
         }
     }
 
-    /// What it is read as.
+    /// Type for reading.
     pub(crate) fn read(&self) -> ElemType {
         let code = usize::from(self.0.load(Relaxed) & !Self::BY_A_CALL);
         match code.checked_sub(Self::OTHERS.len()) {
@@ -109,7 +109,7 @@ impl Told {
         }
     }
 
-    /// What it is written as.
+    /// Type for writing.
     pub(crate) fn written(&self) -> ElemType {
         if self.is_by_a_call() { ElemType::Bytes } else { self.read() }
     }
@@ -126,9 +126,9 @@ impl Told {
     }
 }
 
-/// A Rust type that a slice's elements can have. `u8`, and `u64` where bytes are to be aligned, are [`ElemType::Bytes`].
+/// A Rust type that a slice's elements can have. `u8`, and `u64` for aligned bytes, are [`ElemType::Bytes`].
 pub trait Elem: NoUninit + sealed::Sealed {
-    /// Its type at run time.
+    /// Type of the element at run time.
     const TYPE: ElemType;
 }
 

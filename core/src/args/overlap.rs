@@ -5,14 +5,14 @@ use smallvec::SmallVec;
 use crate::dtype::DType;
 use crate::layout::{Shape, Strides};
 
-/// Most nodes that a search visits: some tens of microseconds. Tensors whose strides nest alike, as slices of one
-/// buffer do, take a handful.
+/// Most nodes that a search visits: some tens of microseconds. Tensors with nested strides, such as slices of
+/// one buffer, take a handful.
 const MAX_NODES: u32 = 4096;
 
 /// Beyond it sums of two tensors' reaches would not fit 64 bits.
 const MAX_REACH: u64 = 1 << 62;
 
-/// How two tensors whose address ranges meet lie to each other.
+/// Relation of two tensors whose address ranges overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
     /// No byte belongs to both.
@@ -31,7 +31,7 @@ pub(super) struct Lattice {
     axes: [Axis; 5],
 }
 
-/// Multiples `0 ..= last` of a step of so many bytes.
+/// Multiples `0 ..= last` of a step in bytes.
 #[derive(Clone, Copy, Debug)]
 struct Axis {
     step: u64,
@@ -65,7 +65,7 @@ impl Lattice {
         Self { address, axes }
     }
 
-    /// So many bytes without a gap, one at least.
+    /// Bytes without a gap; at least one.
     pub(super) fn dense(address: usize, bytes: u64) -> Self {
         let bytes = Axis { step: 1, last: bytes.saturating_sub(1) };
         Self { address, axes: [bytes, Axis::NONE, Axis::NONE, Axis::NONE, Axis::NONE] }
@@ -75,7 +75,7 @@ impl Lattice {
         self.axes.iter().fold(0, |reach, axis| reach.saturating_add(axis.reach()))
     }
 
-    /// How two tensors lie to each other. Exact but for [`Meeting::Undecided`].
+    /// Relation of two tensors. Exact, except for [`Meeting::Undecided`].
     pub(super) fn meets(&self, other: &Self) -> Meeting {
         let (reach, other_reach) = (self.reach(), other.reach());
         if reach > MAX_REACH || other_reach > MAX_REACH {

@@ -1,4 +1,4 @@
-//! `FMHA_DUMP`: a folder a kernel, with all that a reader asks of it.
+//! Dump of kernels into `FMHA_DUMP`: one folder for each kernel, with everything that a reader needs.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -5,10 +5,10 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long a lock is waited for that another process holds.
+/// Time limits of the wait for a lock that another process holds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// When the user is told.
+    /// Time after which the user sees a message.
     pub(crate) says_after: Duration,
     /// When the lock is gone without.
     pub(crate) ends_after: Duration,
@@ -20,7 +20,7 @@ impl Patience {
         Self { says_after: Duration::from_secs(5), ends_after: Duration::from_secs(60) };
 }
 
-/// What came of waiting for a lock.
+/// Outcome of the wait for a lock.
 #[derive(Debug)]
 pub(crate) enum Locked {
     /// Until it is dropped.

@@ -1,4 +1,4 @@
-//! Where a kernel's machine code comes from: a bundle, the disk, the compiler, in this order.
+//! Search for a kernel's machine code: in a bundle, on disk, by the compiler, in this order.
 //!
 //! One key names a kernel in all three: what it is compiled from ([`SourceKey`]) and by which
 //! compiler. A bundle says its compiler itself, so it serves a machine that has none.
@@ -33,8 +33,8 @@ use crate::source::{Header, KernelSource};
 use disk::Disk;
 pub(crate) use lock::{FileLock, Locked, Patience, lock, say};
 
-/// What a kernel is compiled from: its text, the headers that it reaches, the architecture and the
-/// flags, hashed (SHA-256, FIPS 180-4).
+/// Hash of a kernel's source: its text, the headers that it reaches, the architecture and the flags (SHA-256,
+/// FIPS 180-4).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SourceKey([u8; 32]);
 
@@ -61,7 +61,7 @@ pub(crate) fn folder() -> Result<Option<PathBuf>> {
     disk::folder()
 }
 
-/// Why there is no [`folder`].
+/// Reason why there is no [`folder`].
 pub(crate) fn why_no_folder() -> String {
     disk::why_no_folder()
 }
@@ -93,7 +93,7 @@ fn hash<'a>(texts: impl IntoIterator<Item = &'a [u8]>) -> [u8; 32] {
     hasher.finalize()
 }
 
-/// Which output of a compiler a device runs.
+/// Kind of compiler output that a device runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ImageKind {
     /// Machine code.
@@ -118,16 +118,16 @@ pub struct KernelJob {
     pub kernel: &'static str,
     /// The architecture, as its compiler spells it.
     pub arch: String,
-    /// Options besides the architecture that change the code.
+    /// Options that change the code, apart from the architecture.
     pub flags: Vec<String>,
-    /// What is compiled.
+    /// Source to compile.
     pub source: KernelSource,
-    /// What the device runs.
+    /// Kind of output that the device runs.
     pub image: ImageKind,
 }
 
 impl KernelJob {
-    /// What names this kernel, whichever compiler makes it.
+    /// Name of this kernel, independent of the compiler.
     #[must_use]
     pub fn key(&self) -> SourceKey {
         let count = self.flags.len().to_string();
@@ -139,7 +139,7 @@ impl KernelJob {
     }
 }
 
-/// What a compiler leaves of a kernel.
+/// Output of a compiler for a kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CompilerOutput {
     /// Machine code.
@@ -148,17 +148,17 @@ pub struct CompilerOutput {
     pub assembly: Vec<u8>,
     /// The compiler's words.
     pub log: String,
-    /// What the kernel takes of the device.
+    /// Resources that the kernel needs.
     pub resources: ResourceUsage,
 }
 
-/// What compiles kernels for one vendor's devices.
+/// Compiler for one vendor's devices.
 pub trait Compiler {
-    /// Its name and version: whatever decides what it makes of a source, but for
+    /// Name and version of the compiler: everything that changes its output for a given source, except
     /// [`own_flags`](Self::own_flags).
     fn identity(&self) -> String;
 
-    /// The flags that it adds to each job's.
+    /// Flags that the compiler adds to those of each job.
     fn own_flags(&self) -> &[&str] {
         &[]
     }
@@ -187,7 +187,7 @@ impl<C: Compiler + ?Sized> Compiler for &C {
 /// A compiled kernel, as it is kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CompiledKernel {
-    /// What it was compiled from.
+    /// Hash of the source.
     pub key: SourceKey,
     /// The kernel's name in plans.
     pub kernel: String,
@@ -205,7 +205,7 @@ pub struct CompiledKernel {
     pub assembly: Vec<u8>,
     /// The compiler's words.
     pub log: String,
-    /// What it takes of the device.
+    /// Resources that the kernel needs.
     pub resources: ResourceUsage,
 }
 
@@ -217,7 +217,7 @@ impl CompiledKernel {
         self.log.lines().filter(of_note).map(str::trim).collect::<Vec<_>>().join("\n")
     }
 
-    /// What a device runs; `None` where it was not kept.
+    /// Output for a device; `None` if it was not kept.
     #[must_use]
     pub fn image(&self, kind: ImageKind) -> Option<&[u8]> {
         let image = match kind {
@@ -228,7 +228,7 @@ impl CompiledKernel {
     }
 }
 
-/// Where a kernel was found.
+/// Source of a compiled kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A bundle, by its name.
@@ -237,9 +237,9 @@ pub enum Origin {
     Disk(PathBuf),
     /// The compiler, just now; `not_kept` says why the disk cache has not got it.
     Compiler {
-        /// Its identity.
+        /// Identity of the compiler.
         compiler: String,
-        /// The system's words, or that there is no cache.
+        /// Error text of the system, or the fact that there is no cache.
         not_kept: Option<String>,
     },
 }
@@ -259,7 +259,7 @@ impl fmt::Display for Origin {
 
 /// A backend that can compile for its architecture without running anything: what fills a bundle.
 pub trait Precompile: Sync {
-    /// What planning a problem compiles: a job a kernel, in the order of the plan's steps.
+    /// Jobs for a problem's plan: one for each kernel, in the order of the plan's steps.
     ///
     /// # Errors
     /// [`Error::Unsupported`] with every refusal.
@@ -275,8 +275,8 @@ pub trait Precompile: Sync {
 /// Bundles that every cache of this process looks into.
 static EMBEDDED: Mutex<Vec<Arc<Bundle>>> = Mutex::new(Vec::new());
 
-/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on are found in
-/// it.
+/// Gives all backends a bundle, such as one that the program embeds: kernels that are looked for from now on
+/// are found in it.
 pub fn embed(bundle: Bundle) {
     EMBEDDED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::new(bundle));
 }
@@ -306,13 +306,13 @@ impl Cache {
         Ok(Self { dump, embedded: true, ..Self::new(bundles, folder()?.as_deref()) })
     }
 
-    /// These bundles, and the disk cache in `folder`.
+    /// Makes a cache of these bundles, and of the disk cache in `folder`.
     #[must_use]
     pub fn new(bundles: Vec<Arc<Bundle>>, folder: Option<&Path>) -> Self {
         Self { bundles, embedded: false, disk: folder.map(Disk::new), dump: None }
     }
 
-    /// The kernel of a job. `compiler` is asked for only when no bundle has the kernel.
+    /// Returns the kernel of a job. `compiler` is called only if no bundle has the kernel.
     ///
     /// # Errors
     /// What the compiler said, or that there is none and no bundle has the kernel.
@@ -407,7 +407,7 @@ impl Cache {
     }
 }
 
-/// All that decides a kernel's machine code.
+/// Everything that decides a kernel's machine code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct KernelName {
     key: SourceKey,

@@ -1,4 +1,4 @@
-//! The kernels that a process has loaded on one device, whichever vendor's.
+//! Kernels that a process has loaded on one device, for any vendor.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,7 +7,7 @@ use super::{Cache, CompiledKernel, Compiler, ImageKind, KernelJob, Origin, Sourc
 use crate::error::{Error, Result};
 use crate::source::KernelSource;
 
-/// What a vendor adds to a cache of kernels: its compiler, and how its driver takes a kernel.
+/// Vendor's part of a cache of kernels: its compiler, and the way its driver loads a kernel.
 pub trait Loader: Send + Sync {
     /// A kernel on the device.
     type Kernel: Send + Sync;
@@ -26,14 +26,14 @@ pub trait Loader: Send + Sync {
     fn load(&self, image: &[u8], shared_bytes: u32) -> Result<Option<Self::Kernel>>;
 }
 
-/// What all kernels of one device have in common.
+/// Properties that all kernels of one device share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     /// The architecture, as its compiler spells it.
     pub arch: String,
-    /// Options besides the architecture that change the code.
+    /// Options that change the code, apart from the architecture.
     pub flags: Vec<String>,
-    /// What the device runs.
+    /// Kind of output that the device runs.
     pub image: ImageKind,
 }
 
@@ -46,11 +46,11 @@ pub struct Modules<L: Loader> {
     slots: Mutex<Slots<L::Kernel>>,
 }
 
-/// By bytes of dynamic shared memory and the text of the entry, which spells out the kernel, its spec and its tile:
-/// what a plan of a kernel that is there finds without rendering a header.
+/// Loaded kernels by bytes of dynamic shared memory and by the text of the entry, which spells out the
+/// kernel, its spec and its tile. A plan finds its kernel here without rendering a header.
 type Loaded<K> = HashMap<u32, HashMap<String, Arc<Module<K>>>>;
 
-/// By key and bytes of dynamic shared memory.
+/// Slots by key and bytes of dynamic shared memory.
 type Slots<K> = HashMap<(SourceKey, u32), Arc<Slot<K>>>;
 
 /// A kernel, once somebody has it; whoever wants the same one meanwhile waits.
@@ -59,15 +59,15 @@ type Slot<K> = Mutex<Option<Arc<Module<K>>>>;
 /// A compiled kernel, loaded where there is a device.
 #[derive(Debug)]
 pub struct Module<K> {
-    /// What the compiler made.
+    /// Output of the compiler.
     pub compiled: Arc<CompiledKernel>,
-    /// Where it was found.
+    /// Source of the compiled kernel.
     pub origin: Origin,
     kernel: Option<K>,
 }
 
 impl<K> Module<K> {
-    /// What can be launched.
+    /// Loaded kernel, ready to launch.
     ///
     /// # Errors
     /// [`Error::NoDevice`] where a backend only plans.
@@ -76,7 +76,7 @@ impl<K> Module<K> {
     }
 }
 
-/// [`Error::NoDevice`]: a backend that only plans was asked for more.
+/// [`Error::NoDevice`]: a backend that can only plan was used for more.
 #[must_use]
 pub fn only_plans() -> Error {
     Error::NoDevice("this backend only plans: it has no device".to_owned())
@@ -97,13 +97,13 @@ impl<L: Loader> Modules<L> {
         Self { target, loader, cache, loaded: Mutex::default(), slots: Mutex::default() }
     }
 
-    /// As [`Cache::has_bundles`].
+    /// Whether the cache has bundles: see [`Cache::has_bundles`].
     #[must_use]
     pub fn has_bundles(&self) -> bool {
         self.cache.has_bundles()
     }
 
-    /// What is compiled for a source.
+    /// Compilation job for a source.
     pub fn job(&self, kernel: &'static str, source: KernelSource) -> KernelJob {
         let Target { arch, flags, image } = self.target.clone();
         KernelJob { kernel, arch, flags, source, image }

@@ -10,8 +10,8 @@ use crate::problem::{Dims, FwdProblem, Score, ValidFwd};
 /// Queries and keys.
 type Lengths = (u32, u32);
 
-/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the number of queries (dQ's) and
-/// one by that of keys.
+/// Short ones in the middle of what Hopper's tiles differ for; a backward has a launch whose tile is by the
+/// number of queries (dQ's) and one by that of keys.
 const LENGTHS: [Lengths; 9] = [
     (1, 4096),
     (96, 96),
@@ -39,7 +39,7 @@ const fn sizes(lengths: Lengths, num_heads_kv: u32, head_dims: (u32, u32)) -> Di
 pub struct TableEntry<P = ValidFwd> {
     /// `bf16/d128x128/causal/batch/lse/q2048k2048/gqa4`.
     pub name: String,
-    /// What a backend is asked to plan.
+    /// Problem that the backend plans.
     pub problem: P,
 }
 
@@ -107,8 +107,8 @@ pub fn backward_table() -> Result<Vec<TableEntry<ValidBwd>>, ProblemError> {
     backward.collect()
 }
 
-/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is, nearest first; none of a
-/// problem that is not plain attention of dense rows.
+/// The problems of [`forward_table`] that differ from this one in sizes alone, and in how wide a window is,
+/// nearest first; none of a problem that is not plain attention of dense rows.
 pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
     let plain = |dims: Dims| {
         let plain = match problem.layout.q {
@@ -137,7 +137,7 @@ pub(crate) fn of_other_sizes(problem: &FwdProblem) -> Vec<ValidFwd> {
     all.into_iter().filter_map(|dims| plain(dims).validate().ok()).collect()
 }
 
-/// As [`of_other_sizes`], of [`backward_table`].
+/// Problems of [`backward_table`] with other sizes, as [`of_other_sizes`] gives them for the forward.
 pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
     let BwdProblem { dout, dq, dk, dv, .. } = *problem;
     let plain = BwdProblem { dout, dq, dk, dv, ..BwdProblem::new(problem.fwd.clone()) };
@@ -148,7 +148,8 @@ pub(crate) fn of_other_sizes_bwd(problem: &BwdProblem) -> Vec<ValidBwd> {
     all.filter_map(|fwd| BwdProblem::new(FwdProblem::clone(&fwd)).validate().ok()).collect()
 }
 
-/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile has of strides is then as there.
+/// Whether rows begin at whole vectors of 16 bytes, as those of the tables' tensors do: what a kernel's tile
+/// has of strides is then as there.
 fn has_whole_rows(strides: Strides) -> bool {
     let Strides { batch, seq, head, dim } = strides;
     dim == 1

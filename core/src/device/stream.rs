@@ -33,7 +33,8 @@ impl Stream {
     /// A stream of the caller's own (a `CUstream`, a `hipStream_t`; 0 is the default one), which stays the caller's.
     ///
     /// # Safety
-    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its work done.
+    /// `handle` is a stream of the context that `device` computes in, and lives until this is dropped and its
+    /// work done.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, handle: u64) -> Self {
         Self::new(device, handle, false)
@@ -45,13 +46,13 @@ impl Stream {
         self.handle
     }
 
-    /// Its device.
+    /// Device of the stream.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Waits until all work queued on it is done.
+    /// Waits until all work queued on the stream is done.
     ///
     /// # Errors
     /// What the driver said, of that work too.
@@ -104,7 +105,8 @@ impl Stream {
         Ok(Recording { device: self.device.clone(), graph })
     }
 
-    /// As [`capture`](Self::capture), for recordings whose results nobody uses: calls that drop are recorded too.
+    /// Records like [`capture`](Self::capture), for recordings whose results are not used: calls with dropout
+    /// are recorded too.
     pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
         /// Ends the exception where `queue` panics too.
         struct Reset<'a>(&'a AtomicBool);
@@ -123,7 +125,7 @@ impl Stream {
         self.repeats_masks.load(Ordering::Relaxed)
     }
 
-    /// Its handle, for a plan of `device`.
+    /// Handle of the stream, for a plan of `device`.
     ///
     /// # Errors
     /// `stream`, if it is another device's.
@@ -140,7 +142,7 @@ impl Drop for Stream {
             && let Ok(Some(queues)) = self.device.queues()
         {
             // A stream that cannot be ended went with its context.
-            // SAFETY: `Device::stream` made it, and nobody has it any more.
+            // SAFETY: `Device::stream` made the handle, and nothing uses it any more.
             let _ = unsafe { queues.destroy_stream(self.handle) };
         }
     }
@@ -150,7 +152,7 @@ impl Drop for Stream {
 #[derive(Debug)]
 pub struct Event {
     pub(super) device: Device,
-    /// None where all work is done at return.
+    /// Handle; `None` where all work is done at return.
     pub(super) handle: Option<u64>,
 }
 
@@ -204,7 +206,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(Some((queues, event))) = self.queues() {
-            // SAFETY: `Device::event` made it, and nobody has it any more.
+            // SAFETY: `Device::event` made the event, and nothing uses it any more.
             unsafe { queues.destroy_event(event) };
         }
     }
@@ -244,7 +246,7 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         if let Ok(Some(queues)) = self.device.queues() {
-            // SAFETY: `Stream::capture` made it, and nobody has it any more.
+            // SAFETY: `Stream::capture` made the graph, and nothing uses it any more.
             unsafe { queues.destroy_graph(self.graph) };
         }
     }

@@ -1,5 +1,6 @@
-//! What values a function has over a tile of pairs, by interval arithmetic (Moore, Kearfott and Cloud, "Introduction to
-//! Interval Analysis", 2009, chapter 2): whole and empty tiles of a mask follow from it.
+//! Ranges of a function's values over a tile of pairs, by interval arithmetic (Moore, Kearfott and Cloud,
+//! "Introduction to Interval Analysis", 2009, chapter 2). They show which tiles of a mask are whole and which
+//! are empty.
 //!
 //! Intervals hold what f32 and f64 evaluations give: an end of a float moves outward by more than f32 rounds. They
 //! never leave a value out; they may have some that no pair has.
@@ -13,21 +14,21 @@ use super::graph::{Binary, Graph, Node, Type, Unary, Variable};
 /// The values that a node may have.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Interval {
-    /// Which of both a bool may be.
+    /// Possible values of a bool.
     Bool {
         /// Whether it may be false.
         no: bool,
         /// Whether it may be true.
         yes: bool,
     },
-    /// From `lo` to `hi`, both included.
+    /// Integer range, both ends included.
     Int {
         /// The smallest.
         lo: i64,
         /// The largest.
         hi: i64,
     },
-    /// From `lo` to `hi`, both included, infinities too.
+    /// Float range, both ends included, infinities too.
     Float {
         /// The smallest.
         lo: f64,
@@ -56,7 +57,7 @@ impl Interval {
             Value::Bool(value) => Interval::Bool { no: !value, yes: value },
             Value::Int(value) => Interval::Int { lo: value, hi: value },
             Value::Float(value) if value.is_nan() => {
-                // No number at all: an interval of nothing is never made.
+                // NaN lies in no interval, and an empty one is never made: the result is all numbers.
                 Interval::all(Type::Float)
             }
             Value::Float(value) => Interval::Float { lo: value, hi: value, nan: false },
@@ -121,7 +122,7 @@ pub struct Tile {
     pub seqlen_k: (u32, u32),
 }
 
-/// What a mask shows of a tile.
+/// Part of a tile that a mask shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// No pair: the tile costs nothing.
@@ -132,7 +133,7 @@ pub enum Seen {
     Part,
 }
 
-/// What is known of captured values. The default knows their types alone.
+/// Known ranges of captured values. The default knows their types alone.
 pub trait Ranges {
     /// Values of a captured number.
     fn number(&self, _capture: usize) -> Option<Interval> {
@@ -260,7 +261,7 @@ impl Function {
         Bounds::new(self.graph(), tile, ranges).of(self.root())
     }
 
-    /// What a mask shows of a tile; of a score [`Seen::Part`].
+    /// Part of a tile that the mask shows; [`Seen::Part`] for a score.
     #[must_use]
     pub fn seen(&self, tile: &Tile, ranges: &(impl Ranges + ?Sized)) -> Seen {
         match self.bounds(tile, ranges) {
@@ -307,7 +308,7 @@ fn int(corners: &[i128]) -> Interval {
     let hi = corners.iter().copied().max().unwrap_or(i128::MAX);
     match (i64::try_from(lo), i64::try_from(hi)) {
         (Ok(lo), Ok(hi)) => Interval::Int { lo, hi },
-        // It wraps somewhere.
+        // A corner outside i64 wraps, so any number is possible.
         _ => Interval::all(Type::Int),
     }
 }
@@ -327,7 +328,7 @@ fn outward(lo: f64, hi: f64, nan: bool) -> Interval {
     if hi.is_nan() {
         hi = f64::INFINITY;
     }
-    // What is above f32's largest is an infinity there.
+    // A bound above f32's largest number is an infinity in f32.
     if hi > LARGE {
         hi = f64::INFINITY;
         lo = lo.min(LARGE);

@@ -7,7 +7,7 @@
 use super::Function;
 use super::graph::{Binary, Graph, Id, Node, Type, Unary, Variable};
 
-/// What an element that a score reads adds to the score.
+/// Derivative of the score by an element that it reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CaptureSlope {
     /// The place of the capture among [`Graph::captures`] of the slopes.
@@ -21,7 +21,7 @@ pub struct CaptureSlope {
 /// The derivatives of a score at a pair.
 #[derive(Clone, Debug)]
 pub struct Slopes {
-    /// All expressions. Captures stand in it by the names that the function has.
+    /// Graph of all expressions. Captures keep the names that the function has.
     pub graph: Graph,
     /// `d score / d s`.
     pub score: Id,

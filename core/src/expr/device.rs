@@ -132,13 +132,13 @@ impl Slopes {
     }
 }
 
-/// Which parameters a body reads, so that no compiler warns.
+/// Parameters that a body reads: the compiler warns of others.
 struct Reads {
     pair: bool,
     score: bool,
 }
 
-/// Which nodes a body needs.
+/// Nodes that a body needs.
 struct Used(Vec<bool>);
 
 impl Used {

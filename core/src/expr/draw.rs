@@ -40,14 +40,14 @@ impl Draw {
     }
 }
 
-/// Which operations are drawn.
+/// Kinds of operations that are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// All of them, of any value.
+    /// All operations, with any values.
     Any,
-    /// Those that do not jump in the score nor grow steeply, for comparisons after a softmax.
+    /// Operations without jumps or steep growth in the score, for comparisons after a softmax.
     Tame,
-    /// Those of [`Kind::Tame`], without captures.
+    /// Operations of [`Kind::Tame`], without captures.
     Bare,
 }
 

@@ -15,7 +15,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// The number that a float is; 0 of another type, which a well-typed graph never asks for.
+    /// Number of a float value. 0 for another type, which a well-typed graph never reaches.
     #[must_use]
     pub fn float(self) -> f64 {
         match self {
@@ -105,7 +105,7 @@ impl HostTensor<'_> {
     }
 }
 
-/// What a captured name is in a call.
+/// Value of a captured name in a call.
 #[derive(Clone, Copy, Debug)]
 pub enum Captured<'a> {
     /// A number.
@@ -114,7 +114,7 @@ pub enum Captured<'a> {
     Tensor(HostTensor<'a>),
 }
 
-/// The pair that a function is asked about, and its score.
+/// Pair of query and key that a function gets, and its score.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Pair {
     /// The scaled, descaled score; not read by a mask.
@@ -133,7 +133,7 @@ pub struct Pair {
     pub seqlen_k: u32,
 }
 
-/// Which arithmetic an evaluation uses.
+/// Arithmetic of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
     /// f64, nothing rounded.

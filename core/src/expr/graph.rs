@@ -89,7 +89,7 @@ impl fmt::Display for Stored {
     }
 }
 
-/// What a function reads besides its pair.
+/// Inputs of a function, apart from its pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum CaptureKind {
     /// A number, an argument of the call: f32 for [`Type::Float`], i64 for [`Type::Int`].
@@ -114,7 +114,7 @@ impl CaptureKind {
     }
 }
 
-/// As a declaration of the text language has it after the colon: `f32`, `f32[_, _]`.
+/// Writes the type of a declaration in the text language: `f32`, `f32[_, _]`.
 impl fmt::Display for CaptureKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -132,11 +132,11 @@ pub const MAX_RANK: usize = 5;
 pub struct Capture {
     /// The name: a letter, then letters, digits and `_`.
     pub name: String,
-    /// What it is.
+    /// Kind of the capture.
     pub kind: CaptureKind,
 }
 
-/// What is known of a (query, key) pair without a capture.
+/// Property of a (query, key) pair that needs no capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variable {
     /// The scaled, descaled score; f32.
@@ -447,7 +447,7 @@ impl Id {
 /// A value of an expression.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Node {
-    /// What the pair is.
+    /// Property of the pair.
     Variable(Variable),
     /// A constant.
     Bool(bool),

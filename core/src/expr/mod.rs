@@ -54,7 +54,8 @@ pub use surface::{At, Bool, Element, Float, Int, Score, Tensor, number, select, 
 /// Most nodes of a function: its registers and its device text stay small.
 pub const MAX_NODES: usize = 4096;
 
-/// Why an expression is none: a sentence that names the operation, or the place in the text and its word.
+/// Reason why an expression is invalid: a sentence that names the operation, or the place in the text and its
+/// word.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ExprError {
@@ -128,7 +129,7 @@ impl Function {
         self.0.root
     }
 
-    /// What it reads by name, in the order of first use.
+    /// Captures of the function, in the order of first use.
     #[must_use]
     pub fn captures(&self) -> &[Capture] {
         self.0.graph.captures()

@@ -54,14 +54,14 @@ pub struct Program {
     registers: [usize; 3],
 }
 
-/// Where the pairs of a block lie: pair `e` is row `q + e % width` and key `k + e / width`.
+/// Place of the pairs of a block: pair `e` is row `q + e % width` and key `k + e / width`.
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
     /// The row of the first pair.
     pub q: u32,
     /// The key of the first pair.
     pub k: u32,
-    /// Rows beside each other.
+    /// Number of rows that are computed together.
     pub width: usize,
 }
 
@@ -391,7 +391,7 @@ fn run<I: IntLane>(
                 floats.0[to as usize][..count].copy_from_slice(&scores[..count]);
             }
             Operation::Query => {
-                // No remainder of a pair's number: a division a pair took longer than all else.
+                // Avoids a remainder per pair: the division would take longer than everything else.
                 for rows in ints.0[to as usize].chunks_mut(block.width) {
                     for (lane, row) in rows.iter_mut().enumerate() {
                         *row = I::of(i64::from(block.q) + lane as i64);

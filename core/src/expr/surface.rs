@@ -18,8 +18,8 @@ thread_local! {
 #[derive(Default)]
 struct Building {
     graph: Graph,
-    /// What is wrong with values: each is a captured number that no user can name, so that a function that reads it is
-    /// refused.
+    /// Errors of values. Each error is a captured number with a name that no user can give, so that a
+    /// function that reads it is refused.
     errors: Vec<ExprError>,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn trace(root: impl FnOnce() -> Id) -> Result<Function, ExprError> {
     })
 }
 
-/// Begins the names of wrong values, which [`check_name`] takes from nobody.
+/// Prefix of the names of wrong values. [`check_name`] accepts it from no user.
 const WRONG: &str = "!";
 
 type OfThread = PhantomData<*const ()>;
@@ -161,9 +161,9 @@ fn check_name(name: &str) -> Result<(), ExprError> {
 
 /// The elements of a captured tensor, and the values that they are read as.
 pub trait Element: 'static {
-    /// What is read: [`Float`], [`Int`] or [`Bool`].
+    /// Type of a read value: [`Float`], [`Int`] or [`Bool`].
     type Value: Copy + 'static;
-    /// How an element is stored.
+    /// Storage type of an element.
     const STORED: Stored;
     #[doc(hidden)]
     fn value(id: Id) -> Self::Value;
@@ -528,7 +528,7 @@ impl Float {
 }
 
 impl Int {
-    /// As a float.
+    /// Converts to a float.
     #[must_use]
     pub fn to_float(self) -> Float {
         self.into()

@@ -45,7 +45,7 @@ impl Memory {
         Self { tensors, numbers: [Number::Float(draw.unit() as f32), Number::Int(draw.below(7) as i64 - 3)] }
     }
 
-    /// Those of a function.
+    /// Random values of a function's captures.
     fn of(&self, captures: &[Capture]) -> Vec<Captured<'_>> {
         let of = |capture: &Capture| match capture.kind {
             CaptureKind::Number(_) => Captured::Number(
@@ -102,7 +102,8 @@ proptest! {
         }
     }
 
-    /// Where it does not jump: both sides of each point, at two steps, agree.
+    /// Compares derivatives with central differences where the function does not jump: both sides of each
+    /// point, at two steps, agree.
     #[test]
     fn derivatives_are_central_differences(seed: u64) {
         let function = draw::score(seed, if seed % 2 == 0 { Kind::Any } else { Kind::Tame }).unwrap();
@@ -288,7 +289,7 @@ fn is_singular(function: &Function, slope: f64) -> bool {
     slope.is_nan() && function.graph().nodes().iter().any(has_pole)
 }
 
-/// `slope` against differences of `f` about 0, where they settle.
+/// Compares `slope` with differences of `f` around 0, at the step sizes where they converge.
 fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -> Result<(), TestCaseError> {
     if is_singular(function, slope) {
         return Ok(());
@@ -532,7 +533,7 @@ fn tiles_of_common_masks_are_whole_empty_or_cut() {
     }
 }
 
-/// Every operation by itself, steps too, on numbers where f32 and f64 decide alike.
+/// Runs every operation alone, steps too, on numbers for which f32 and f64 agree.
 #[test]
 fn blocks_compute_each_operation_as_pairs_do() {
     const XS: [f32; 12] = [-2.75, -2.5, -1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 7.0];

@@ -491,7 +491,7 @@ pub(super) fn is_reserved(name: &str) -> bool {
         || Unary::ALL.iter().any(|op| op.name() == name)
 }
 
-/// How tightly an operator binds.
+/// Precedence of an operator.
 fn strength(op: Binary) -> u8 {
     match op {
         Binary::Or => 1,

@@ -1,4 +1,4 @@
-//! What is known of a plan before it runs: resources, launch, where the code is from.
+//! Facts about a plan before it runs: resources, launch, source of the code.
 
 use std::fmt;
 
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::roofline::Roofline;
 
-/// What a compiled kernel takes of a device; `None`: its compiler did not say.
+/// Resources of a compiled kernel. `None`: its compiler did not say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ResourceUsage {
     /// Vector registers a thread, at launch.
     pub registers: Option<u32>,
-    /// Bytes a thread that found no register: stores and loads of spills, whichever is more.
+    /// Bytes per thread that did not fit in registers: the larger of spill stores and spill loads.
     pub spill_bytes: Option<u32>,
     /// Bytes a thread of local memory, spills included.
     pub stack_bytes: Option<u32>,
@@ -34,7 +34,7 @@ impl fmt::Display for ResourceUsage {
     }
 }
 
-/// How a launch lies over a device.
+/// Distribution of a launch over a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaunchShape {
     /// Groups of threads that share memory: thread blocks, workgroups.
@@ -43,9 +43,9 @@ pub struct LaunchShape {
     pub threads: u32,
     /// Bytes of shared memory that a group is launched with.
     pub shared_bytes: u32,
-    /// Pieces of work, alike in size where no mask shortens them.
+    /// Number of work items. They have equal sizes unless a mask shortens them.
     pub tiles: u64,
-    /// How many of them the device works on at a time.
+    /// Number of work items that the device processes at a time.
     pub tiles_at_once: u64,
 }
 
@@ -56,7 +56,7 @@ impl LaunchShape {
         self.tiles as f64 / self.tiles_at_once.max(1) as f64
     }
 
-    /// Which share of the device's time is work, were all tiles alike.
+    /// Share of the device's time that is work, if all tiles were equal.
     #[must_use]
     pub fn wave_efficiency(&self) -> f64 {
         let waves = self.waves();
@@ -64,17 +64,17 @@ impl LaunchShape {
     }
 }
 
-/// What is known of a plan before it runs.
+/// Facts about a plan before it runs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Explain {
-    /// What the kernel takes; `None` where kernels are not compiled one by one, or could not be here.
+    /// Resources of the kernel. `None` where kernels are not compiled one by one, or cannot be compiled on
+    /// this host.
     pub resources: Option<ResourceUsage>,
-    /// Its launch; `None` where there is none.
+    /// Launch of the kernel; `None` if there is none.
     pub launch: Option<LaunchShape>,
-    /// Where its machine code is from, or why there is none; empty where kernels are not compiled one
-    /// by one.
+    /// Origin of the machine code, or why there is none; empty where kernels are not compiled one by one.
     pub code: String,
-    /// Lines in which the compiler says that the kernel is slower than it was written to be, one a line; mostly empty.
+    /// Remarks of the compiler on what makes the kernel slower than intended, one per line; usually empty.
     pub remarks: String,
 }
 

@@ -1,4 +1,4 @@
-//! What a caller asks of a plan, and what a plan promises.
+//! Options of a plan, and promises of a plan.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use super::sums::ScoreSums;
 use crate::error::{ProblemError, Refusal};
 use crate::setters::setters;
 
-/// How closely a kernel follows the running maximum of a row. Both keep the rule that
-/// `tests/battery/tolerance.rs` derives; a plan says which it is.
+/// Treatment of the running maximum of a row. Both kinds keep the rule that `tests/battery/tolerance.rs`
+/// derives; a plan says which one it uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Accuracy {
     /// The subtracted maximum may be too low by a bounded factor, and P is rounded wherever it then
@@ -46,7 +46,7 @@ impl FromStr for Accuracy {
     }
 }
 
-/// What the caller wants of the choice of kernel. Every wish is honoured, or the kernel refuses.
+/// Caller's wishes for the choice of a kernel. A kernel honours every wish, or refuses.
 ///
 /// ```
 /// use fmha_core::PlanOptions;
@@ -57,31 +57,33 @@ impl FromStr for Accuracy {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// This kernel or a refusal; `None` = the backend's choice.
+    /// Name of the kernel to use or refuse; `None`: the backend chooses.
     pub kernel: Option<String>,
     /// `name=value` pairs for that kernel's tile, honoured or refused: `block_m=128`.
     pub tile: Vec<(String, String)>,
     /// Whether a kernel that is correct but far from fast may serve. The plan says so if it does.
     pub allow_fallback: bool,
-    /// How closely the running maximum is followed. [`Accuracy::Fast`] takes either.
+    /// Treatment of the running maximum. [`Accuracy::Fast`] takes either.
     pub accuracy: Accuracy,
-    /// The same bits on every run, whatever runs beside it. Forward and combine always keep this; a
-    /// backward plan then has a kernel whose sums have one order.
+    /// Whether every run gives equal bits, whatever else runs on the device. Forward and combine always do. A
+    /// backward plan then uses a kernel with a fixed order of summation.
     pub deterministic: bool,
     /// The bits of a sequence depend on its own lengths and contents alone: not on the batch around
     /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
     /// alone may differ in their last bits.
     pub batch_invariant: bool,
-    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows that the cache has no
-    /// room for and offsets that decrease or leave their tensor are then an error. On a device they are read back, which costs a run a
-    /// wait for its stream, and the plan can no longer be captured into a graph. Without it, lengths and rows that are too many count as
-    /// those that are there; such offsets give wrong outputs on a device, but touch nothing outside the tensors, and the CPU refuses them.
+    /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows
+    /// that the cache has no room for and offsets that decrease or leave their tensor are then an error. On a
+    /// device they are read back, which costs a run a wait for its stream, and the plan can no longer be
+    /// captured into a graph. Without it, lengths and rows that are too many count as those that are there;
+    /// such offsets give wrong outputs on a device, but touch nothing outside the tensors, and the CPU
+    /// refuses them.
     #[doc(alias = "checking mode")]
     pub check_lengths: bool,
 }
 
 impl PlanOptions {
-    /// This kernel or a refusal.
+    /// Sets the kernel to use or refuse.
     #[must_use]
     pub fn kernel(mut self, kernel: impl Into<String>) -> Self {
         self.kernel = Some(kernel.into());
@@ -98,9 +100,9 @@ impl PlanOptions {
     setters! {
         /// Whether a kernel that is correct but far from fast may serve.
         allow_fallback: bool => allow_fallback;
-        /// How closely the running maximum is followed.
+        /// Treatment of the running maximum.
         accuracy: Accuracy => accuracy;
-        /// The same bits on every run.
+        /// Every run gives equal bits.
         deterministic: bool => deterministic;
         /// The bits of a sequence depend on its own lengths and contents alone.
         batch_invariant: bool => batch_invariant;
@@ -142,18 +144,18 @@ impl PlanOptions {
     }
 }
 
-/// What a kernel holds to, whatever the numbers.
+/// Guarantees of a kernel for all numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The same bits every run.
+    /// Every run gives equal bits.
     pub deterministic: bool,
     /// A sequence's result has the same bits whatever else is in the batch.
     pub batch_invariant: bool,
     /// Can be captured into a graph and replayed with new lengths.
     pub graph_capturable: bool,
-    /// How closely the running maximum is followed.
+    /// Treatment of the running maximum.
     pub accuracy: Accuracy,
-    /// How a score's products are added. LSE is as exact as the scores.
+    /// Arithmetic that adds a score's products. LSE is as exact as the scores.
     pub score_sums: ScoreSums,
 }
 

@@ -1,17 +1,17 @@
-//! How the products of a score are added.
+//! Arithmetic that adds the products of a score.
 
 use num_traits::Float;
 
-/// How the products of a score, of which LSE is made, are added.
+/// Arithmetic that adds the products of a score, from which LSE follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ScoreSums {
-    /// In f32, in any order, each sum rounded.
+    /// Sums in f32, in any order, each rounded.
     #[default]
     F32,
-    /// By a matrix unit that adds some products to the sum so far in one step. First it cuts each of them towards
-    /// zero at so many bits below the largest exponent, a product's being the sum of its factors' exponents; then
-    /// it cuts their sum to as many significant bits, or to those of f32 if they are fewer. Such errors do not
-    /// cancel: they grow with the largest sum on the way, not with the score.
+    /// Sums of a matrix unit that adds some products to the sum so far in one step. First it cuts each of
+    /// them towards zero at so many bits below the largest exponent, where a product's exponent is the sum of
+    /// its factors' exponents. Then it cuts their sum to as many significant bits, or to those of f32 if they
+    /// are fewer. Such errors do not cancel: they grow with the largest partial sum, not with the score.
     Cut {
         /// Products of a step.
         products: u8,
@@ -26,7 +26,7 @@ impl ScoreSums {
     pub const fn bits(self) -> u32 {
         match self {
             Self::F32 => f32::MANTISSA_DIGITS,
-            // What is added up is then an f32.
+            // The sum so far is then an f32.
             Self::Cut { bits, .. } if bits as u32 > f32::MANTISSA_DIGITS => f32::MANTISSA_DIGITS,
             Self::Cut { bits, .. } => bits as u32,
         }
@@ -54,8 +54,8 @@ impl ScoreSums {
     }
 }
 
-/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at once take little
-/// longer than one, in which each addition waits for the last.
+/// The dot product of `a` with each of `rows`, which are as long, one product after the other. Eight rows at
+/// once take little longer than one, in which each addition waits for the last.
 pub(crate) fn in_order<T: Float, const N: usize>(a: &[T], rows: [&[T]; N]) -> [T; N] {
     let rows = rows.map(|row| &row[..a.len()]);
     let mut sums = [T::zero(); N];
@@ -129,7 +129,7 @@ mod tests {
     fn a_sum_that_cancels_keeps_what_its_largest_part_lost() {
         let tiny = 2f32.powi(-14);
         assert_eq!(FP8.dot(&[1.0, tiny, -1.0, tiny], &[1.0; 4]), 0.0);
-        // In another step the sum so far is small, and nothing is lost.
+        // A second step starts from a small sum, and loses nothing.
         assert_eq!(FP8.dot(&[1.0, -1.0, tiny, tiny], &[1.0; 4]), 2.0 * tiny);
     }
 

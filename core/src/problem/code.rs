@@ -8,14 +8,14 @@ use crate::problem::MAX_EXTENT_BYTES;
 
 /// A score and a mask as functions of the pair ([`expr`](crate::expr)), and what they capture.
 ///
-/// `S = score(softmax_scale Q K^T)` comes before soft-cap and bias; what `mask` says no to is hidden, besides what the
-/// problem's mask hides. Both name the same captures.
+/// `S = score(softmax_scale Q K^T)` comes before soft-cap and bias. A pair is hidden if `mask` is false for
+/// it, or if the problem's mask hides it. Both functions use the same captures.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Code {
-    /// What a scaled score becomes.
+    /// Function of the scaled score.
     pub score: Option<Function>,
-    /// Which pairs are seen.
+    /// Function that shows a pair if it is true.
     pub mask: Option<Function>,
     /// Every tensor that the functions capture, once, in the order of [`ScoreArgs::captured`].
     pub captured: Vec<CapturedTensor>,
@@ -103,7 +103,7 @@ impl Code {
         self.captured.iter().find(|tensor| tensor.name == name)
     }
 
-    /// What a captured tensor's elements are; `None` of a name that no function reads.
+    /// Storage type of a captured tensor's elements; `None` for a name that no function reads.
     #[must_use]
     pub fn stored(&self, name: &str) -> Option<Stored> {
         self.functions().flat_map(Function::captures).find(|capture| capture.name == name).and_then(
@@ -207,7 +207,7 @@ impl Code {
         Ok(())
     }
 
-    /// What a function captures in a call, in the order of its [`captures`](Function::captures).
+    /// Binds the captures of a function to a call, in the order of its [`captures`](Function::captures).
     ///
     /// # Errors
     /// Numbers and tensors that are missing, of another type, or not in host memory.
@@ -246,7 +246,7 @@ impl Code {
         function.captures().iter().map(of).collect()
     }
 
-    /// For kernels that compute no function.
+    /// Refuses functions, for kernels that compute none.
     ///
     /// # Errors
     /// A score or a mask as code.

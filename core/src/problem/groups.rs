@@ -1,19 +1,19 @@
-//! What belongs together in a forward problem.
+//! Groups of fields of a forward problem.
 
 use crate::dtype::DType;
 use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Strides, VLayout};
 use crate::score::{Bias, Descale};
 
-/// How the tensors lie, and which of their rows are in use.
+/// Layouts of the tensors, and the rows in use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Layouts {
-    /// How Q and O lie.
+    /// Layout of Q and O.
     pub q: QLayout,
-    /// How K and V lie.
+    /// Layout of K and V.
     pub kv: KvLayout,
-    /// Which axis of V has stride 1.
+    /// Axis of V with stride 1.
     pub v: VLayout,
     /// Whether `seqused_q` gives each sequence's logical number of queries.
     pub seqused_q: bool,
@@ -25,29 +25,29 @@ pub struct Layouts {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct DTypes {
-    /// Of Q, and of K in products with it: `dtype_qk`.
+    /// Type of Q, and of K in the product with Q: `dtype_qk`.
     pub qk: DType,
-    /// Of V: that of Q and K, or f16/bf16 beside FP8 Q and K (the hybrid scheme): `dtype_v`.
+    /// Type of V, `dtype_v`: that of Q and K, or f16 or bf16 beside FP8 Q and K (the hybrid scheme).
     pub v: DType,
-    /// Of O: `dtype_o`.
+    /// Type of O: `dtype_o`.
     pub o: DType,
 }
 
-/// Where the tensors' elements lie.
+/// Strides of the tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TensorStrides {
-    /// Of Q.
+    /// Strides of Q.
     pub q: Strides,
-    /// Of K.
+    /// Strides of K.
     pub k: Strides,
-    /// Of V.
+    /// Strides of V.
     pub v: Strides,
-    /// Of O. No two elements share an address.
+    /// Strides of O. No two elements share an address.
     pub o: Strides,
 }
 
-/// What happens to a score before the softmax, in this order, and the sink beside it.
+/// Steps between the product and the softmax, in this order, and the sink.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Score {
@@ -56,13 +56,13 @@ pub struct Score {
     pub softmax_scale: Option<f32>,
     /// `softcap * tanh(S / softcap)`, before the bias. Finite and positive.
     pub softcap: Option<f32>,
-    /// What is added to a score.
+    /// Term that is added to a score.
     pub bias: Bias,
     /// Whether a learnable sink f32 `[num_heads_q]` enters the denominator.
     pub sink: bool,
 }
 
-/// Which elements of P are dropped.
+/// Choice of the elements of P that are dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Dropout {
@@ -73,7 +73,7 @@ pub struct Dropout {
     pub write_keep_mask: bool,
 }
 
-/// What FP8 tensors are multiplied by.
+/// Factors of FP8 tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Scales {
@@ -87,12 +87,12 @@ pub struct Scales {
     pub scale_o: bool,
 }
 
-/// What a call does with a KV cache besides reading it, and how the cache is stored.
+/// Use of a KV cache by a call, apart from reading it, and the storage of the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct CacheUse {
-    /// The FP8 type that K and V are stored in beside a 16-bit Q; `None`: their own. Each element is multiplied by its
-    /// descale and rounded to `dtype_qk` before anything else happens to it: `dtype_cache`.
+    /// FP8 type of the stored K and V with a 16-bit Q: `dtype_cache`. `None`: K and V have their own types.
+    /// Each element is multiplied by its descale and rounded to `dtype_qk` before anything else.
     pub dtype: Option<DType>,
     /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
     pub v_in_k: bool,

@@ -5,8 +5,9 @@ use crate::error::{ProblemError, Refusal, ensure};
 use crate::mask::{MaskAlign, MaskBand, MaskBounds};
 use crate::problem::{FwdProblem, MAX_SEQLEN};
 
-/// Where a call's first query, key, sequence and head stand in the whole that it is a part of. Mask, ALiBi and dropout
-/// see those of the whole, so a part computes what it would inside it. The default is a call that is whole.
+/// Position of a call's first query, key, sequence and head in a larger whole. Mask, ALiBi and dropout use
+/// the positions of the whole, so a part computes what it would compute inside the whole. The default is a
+/// call that is whole.
 ///
 /// An elementwise bias and the keep mask are those of the call itself: the caller's slice of the whole.
 ///
@@ -58,7 +59,8 @@ impl Part {
         }
     }
 
-    /// The same diagonal as a device resolves it for each sequence: from which diagonal of the call, and how far from it.
+    /// Diagonal of `align` in the form that a device resolves for each sequence: a reference diagonal of the
+    /// call, and the distance from it.
     pub(crate) fn diagonal_on_device(&self, align: MaskAlign) -> (MaskAlign, i64) {
         match (align, self.seqlens) {
             // The whole ends where the part does, so its last query stands on its last key.
@@ -84,7 +86,8 @@ impl FwdProblem {
         }
     }
 
-    /// What `ALiBi` measures its distance from: its term is `-slope * |i + diagonal - j|` of the call's i and j.
+    /// Diagonal that `ALiBi` measures its distance from: its term is `-slope * |i + diagonal - j|` of the
+    /// call's i and j.
     #[must_use]
     pub fn alibi_diagonal(&self, seqlen_q: u32, seqlen_k: u32) -> i64 {
         self.part.diagonal(self.mask.alibi_align(), seqlen_q, seqlen_k)
@@ -99,7 +102,8 @@ impl FwdProblem {
             .from(position_q, position_k)
     }
 
-    /// The mask as a device resolves it for each sequence: its bounds, and the sink columns that are among the call's keys.
+    /// The mask as a device resolves it for each sequence: its bounds, and the sink columns that are among
+    /// the call's keys.
     pub(crate) fn device_mask(&self) -> (MaskBounds, u32) {
         let MaskBounds { lo, hi, align } = self.mask.bounds();
         let sinks = self.mask.sink_columns.saturating_sub(self.part.position_k);
@@ -107,7 +111,8 @@ impl FwdProblem {
         (MaskBounds { lo: lo.map(|lo| lo + shift), hi: hi.map(|hi| hi + shift), align }, sinks)
     }
 
-    /// For kernels that decide what dropout keeps of four keys at once, by one call of the generator.
+    /// Refuses a part that starts inside a group of four keys, for kernels that draw dropout for four keys at
+    /// once with one call of the generator.
     ///
     /// # Errors
     /// Dropout of a part whose first key is not the first of such four in the whole.

@@ -1,4 +1,4 @@
-//! What a tensor's strides must hold to.
+//! Requirements on a tensor's strides.
 
 use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};

@@ -19,7 +19,7 @@ pub(super) struct HeadCode<'a> {
 }
 
 impl<'a> HeadCode<'a> {
-    /// Those of a problem; `None` where it has none.
+    /// Functions of a problem; `None` if it has none.
     pub(super) fn of(
         problem: &'a FwdProblem,
         inputs: &Inputs<'a>,
@@ -55,7 +55,7 @@ impl<'a> HeadCode<'a> {
         self.mask.as_ref().is_none_or(|(mask, captured)| mask.eval(&pair, captured, self.rounding).bool())
     }
 
-    /// What a scaled product becomes.
+    /// Score function of a scaled product.
     pub(super) fn score<T: Float>(&self, scaled: T, i: u32, j: u32) -> T {
         match &self.score {
             None => scaled,

@@ -1,8 +1,7 @@
-//! Attention by its definition: slow, short, and the truth that every backend is measured against.
+//! Attention by its definition: slow, short, and the reference for every backend.
 //!
-//! The same code serves two purposes, told apart by [`Precision`]: in f64 it is the reference
-//! itself; in the input's precision it is the plain, unfused algorithm whose error is the yardstick
-//! of the accuracy promise.
+//! One piece of code serves two purposes, told apart by [`Precision`]. In f64 it is the reference. In the
+//! input's precision it is the plain, unfused algorithm, whose error the accuracy promise is measured by.
 
 mod backward;
 mod cache;

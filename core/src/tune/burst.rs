@@ -11,8 +11,8 @@ const MOST_CALLS: u32 = 200;
 /// Fewer would time how a launch begins.
 const FEWEST_CALLS: u32 = 4;
 
-/// A call, recorded so many times that one launch of the recording is a burst: the host has no part in the
-/// time between its calls.
+/// A recorded sequence of equal calls, long enough that one launch of the recording is a burst: the host has
+/// no part in the time between its calls.
 pub struct Burst {
     recording: Recording,
     calls: u32,

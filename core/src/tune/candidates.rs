@@ -3,9 +3,9 @@
 /// One way to compute a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate<T> {
-    /// What would be chosen.
+    /// Candidate for the choice.
     pub choice: T,
-    /// Microseconds that the model has for it. They rank candidates of one list; no device was asked.
+    /// Microseconds of the candidate by the model. They rank candidates of one list; no device is involved.
     pub micros: f64,
 }
 
@@ -34,8 +34,8 @@ impl<T> Candidates<T> {
         Self(priced.into_iter().map(|(choice, micros)| Candidate { choice, micros }).collect())
     }
 
-    /// The cheapest: another than the first only where the model has that slower by more than a share of `least_gain`, which
-    /// is the model's own error. `None` of an empty list.
+    /// The cheapest: another than the first only where the model has that slower by more than a share of
+    /// `least_gain`, which is the model's own error. `None` of an empty list.
     #[must_use]
     pub fn cheapest(&self, least_gain: f64) -> Option<&Candidate<T>> {
         let first = self.0.first()?;
@@ -49,12 +49,12 @@ impl<T> Candidates<T> {
         self.0.is_empty()
     }
 
-    /// All of them, the table's first.
+    /// All candidates, the table's first.
     pub fn iter(&self) -> impl Iterator<Item = &Candidate<T>> {
         self.0.iter()
     }
 
-    /// As a plan tells them: each with its microseconds, three digits of them.
+    /// Text for a plan: each candidate with its microseconds, three digits of them.
     #[must_use]
     pub fn words(&self, name: impl Fn(&T) -> String) -> String {
         let micros = |micros: f64| {

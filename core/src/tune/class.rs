@@ -1,4 +1,4 @@
-//! Which problems one measured tile serves.
+//! Classes of problems that one measured tile serves.
 
 use std::fmt::Debug;
 
@@ -10,8 +10,8 @@ use crate::problem::FwdProblem;
 use crate::score::Bias;
 use crate::spec::{BwdSpec, FwdSpec};
 
-/// Problems that one tile serves: they compile alike, have the same GQA ratio and alike strides, and their
-/// lengths, heads and batch have the same powers of two.
+/// Problems that one tile serves: they compile to the same code, have equal GQA ratios and similar strides,
+/// and their lengths, heads and batch have equal powers of two.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileClass {
     operation: Operation,
@@ -31,7 +31,7 @@ impl TileClass {
         Self::new(Operation::Forward, &FwdSpec::of(problem), problem, fwd_tensors(problem))
     }
 
-    /// Of a backward problem that is compiled as `spec`, which says whether sums have one order.
+    /// Class of a backward problem that is compiled as `spec`, which says whether sums have a fixed order.
     #[must_use]
     pub fn of_bwd(problem: &BwdProblem, spec: &BwdSpec) -> Self {
         let fwd = &problem.fwd;
@@ -61,14 +61,14 @@ impl TileClass {
             power(dims.batch),
             strides.collect::<Vec<_>>().join(" ")
         );
-        // Its matrices are read, and their gradients summed, by as many heads and sequences.
+        // Broadcast of the bias: how many heads and sequences read one matrix, and add to its gradient.
         if let Bias::Elementwise(bias) = problem.score.bias {
             facts += &format!(" bias {:?}", bias.broadcast);
         }
         Self { operation, facts }
     }
 
-    /// What a kernel's tile for it is kept under.
+    /// Key under which a kernel's tile for the class is stored.
     pub(super) fn key(&self, label: &str) -> String {
         format!("{} {label} {}", self.operation, self.facts)
     }
@@ -87,8 +87,8 @@ fn fwd_tensors(problem: &FwdProblem) -> Vec<Tensor> {
     tensors
 }
 
-/// What a kernel can make of a tensor's strides: the bytes, 16 at most, that divide each of them (which
-/// decides how it can be copied), whether heads or rows lie next to each other, whether anything is
+/// Properties of a tensor's strides that matter to a kernel: the bytes, 16 at most, that divide each of them
+/// (which decides how it can be copied), whether heads or rows lie next to each other, and whether an axis is
 /// broadcast.
 fn stride_class((_, strides, shape, dtype): Tensor) -> String {
     let size = dtype.size_bytes().cast_signed();
@@ -201,7 +201,7 @@ mod tests {
         let class = of_bwd(|_| ());
         let same: [fn(&mut BwdProblem); 5] = [
             |p| p.fwd.score.softmax_scale = Some(0.3),
-            // What the forward call writes beside O plays no part.
+            // LSE, which the forward call writes with O, plays no part.
             |p| p.fwd.write_lse = !p.fwd.write_lse,
             |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { seqlen_k: 5000, ..DIMS })),
             |p| p.dout.seq += 8,

@@ -14,7 +14,7 @@ use crate::source::{Header, KernelSource};
 /// A kernel whose tiles are kept.
 #[derive(Clone, Copy, Debug)]
 pub struct TunedKernel<'a> {
-    /// What its tiles are kept under: `sm90-bwd`.
+    /// Name under which the kernel's tiles are stored: `sm90-bwd`.
     pub label: &'a str,
     /// The headers that the entries of its launches include.
     pub headers: &'a [&'a str],
@@ -23,7 +23,7 @@ pub struct TunedKernel<'a> {
 /// One device's tiles.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TunedTiles {
-    /// Where they are kept, if anywhere.
+    /// Folder of the file, if any.
     folder: Option<PathBuf>,
     device: String,
     /// The hash of each kernel's text: what was measured of another says nothing.
@@ -31,10 +31,10 @@ pub struct TunedTiles {
     tiles: BTreeMap<String, Kept>,
 }
 
-/// What lies in the file.
+/// Contents of the file.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct Contents {
-    /// Which device, and whatever else of it a tile depends on.
+    /// Device, and everything else of it that a tile depends on.
     device: String,
     tiles: BTreeMap<String, Kept>,
 }
@@ -47,8 +47,8 @@ struct Kept {
 }
 
 impl TunedTiles {
-    /// What is kept for `device` in the cache folder, of `kernels` as their text in `headers` is now.
-    /// Nothing, where there is no such file or it is not whole.
+    /// Loads the tiles of `device` from the cache folder, for `kernels` with their present text in `headers`.
+    /// The result is empty if the file is missing or incomplete.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -56,7 +56,7 @@ impl TunedTiles {
         Ok(Self::load_from(cache::folder()?, device, kernels, headers))
     }
 
-    /// As [`load`](Self::load), from a folder of the caller's choice, or from none.
+    /// Loads the tiles like [`load`](Self::load), from a folder of the caller's choice, or from none.
     #[must_use]
     pub fn load_from(
         folder: Option<PathBuf>,
@@ -84,8 +84,8 @@ impl TunedTiles {
         self.tiles.get(&class.key(label)).map(|kept| &kept.tile)
     }
 
-    /// Keeps a tile for a class of problems, beside what others have kept meanwhile; returns where. What was
-    /// loaded stays as it is: the next [`load`](Self::load) finds the tile.
+    /// Keeps a tile for a class of problems, together with tiles that others have stored meanwhile. Returns
+    /// the file. The loaded table does not change; the next [`load`](Self::load) finds the tile.
     ///
     /// # Errors
     /// What the system said, or that there is no cache folder.
@@ -99,7 +99,7 @@ impl TunedTiles {
             what: path.display().to_string(),
             text: error.to_string(),
         };
-        // Between the reading and the writing nobody else writes.
+        // Between reading and writing, no other process writes.
         let _lock = lock(&path, Patience::USUAL).map_err(failed)?;
         let mut tiles = read(&path, &self.device);
         let text = self.texts.get(label).cloned().unwrap_or_default();
@@ -122,7 +122,7 @@ fn read(path: &Path, device: &str) -> BTreeMap<String, Kept> {
     contents.filter(|contents| contents.device == device).unwrap_or_default().tiles
 }
 
-/// Unlocks when dropped. The file beside stays, for a lock on a file that is replaced locks nothing.
+/// Unlocks when dropped. The lock file stays: a lock on a file that is replaced locks nothing.
 fn lock(path: &Path, patience: Patience) -> std::io::Result<FileLock> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)?;
@@ -157,7 +157,7 @@ mod tests {
     }
     use crate::{DType, Dims, FwdProblem};
 
-    /// The class of calls of so many sequences.
+    /// Class of calls with `batch` sequences.
     fn class(batch: u32) -> TileClass {
         let dims = Dims {
             batch,

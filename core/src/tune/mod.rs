@@ -1,5 +1,5 @@
-//! Tiles measured on one device: `search` finds the fastest by [`Burst`]s in turns, [`Tune::keep`] keeps
-//! it beside the compiled kernels, plans read it.
+//! Tiles measured on one device: `search` finds the fastest one by alternating [`Burst`]s, [`Tune::keep`]
+//! stores it beside the compiled kernels, and plans read it.
 
 mod burst;
 mod candidates;
@@ -27,29 +27,31 @@ pub type TileOptions = Vec<(String, String)>;
 /// A tile that was faster than its kernel's own choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TunedTile {
-    /// Its knobs. What else a tile has follows from the problem and is the kernel's own choice.
+    /// Fields of the tile that were searched. All other fields follow from the problem and are the kernel's
+    /// own choice.
     pub tile: TileOptions,
-    /// Median seconds of a call with it.
+    /// Median seconds of a call with the tile.
     pub seconds: f64,
-    /// And with the kernel's own choice, in the same run.
+    /// Median seconds of a call with the kernel's own choice, in the same run.
     pub default_seconds: f64,
 }
 
 /// A backend whose tiles can be measured.
 ///
-/// Of a plan's options one makes another problem: a backward call whose sums are to have one order
-/// (`deterministic`) has other tiles than one that leaves it open.
+/// A backward call with `deterministic` is another problem than one without: it has other tiles. No other
+/// option of a plan matters here.
 pub trait Tune: Sync {
-    /// The own choice for a problem of the kernel that the options name, or else of the best that takes it, all knobs spelt out.
+    /// Kernel's own choice of a tile for the problem, with every tile field spelt out. The kernel is the one
+    /// that the options name, or the best that takes the problem.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) where no kernel with a tile takes the problem.
     fn default_tile(&self, problem: AnyProblem<'_>, options: &PlanOptions) -> Result<TileOptions>;
 
-    /// Each knob of that tile with its values, in the order to try them; not all go together.
+    /// Tunable fields of the tile with their values, in the order to try them. Not all combinations fit.
     ///
     /// # Errors
-    /// As of [`default_tile`](Self::default_tile).
+    /// Errors of [`default_tile`](Self::default_tile).
     fn knobs(
         &self,
         problem: AnyProblem<'_>,

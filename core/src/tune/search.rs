@@ -1,4 +1,4 @@
-//! Which tile is faster, and by more than chance: bursts of two tiles in turns.
+//! Comparison of two tiles: which is faster, and by more than chance, from bursts that alternate.
 
 use super::TileOptions;
 use crate::records::{Listed, TUNE, record};
@@ -8,8 +8,8 @@ pub trait Timer {
     /// A tile that was planned, compiled, and found right.
     type Ready;
 
-    /// Hears which tiles come next, in their order, as long as none of them is better than the best so far: what is compiled
-    /// meanwhile is there when it is asked for.
+    /// Gets the next tiles in their order, as long as none of them beats the best one so far. Compiling them
+    /// in the meantime makes them ready when they are needed.
     fn coming(&mut self, _tiles: Vec<TileOptions>) {}
 
     /// Makes a tile ready.
@@ -24,7 +24,7 @@ pub trait Timer {
     /// What the device said.
     fn burst(&mut self, ready: &Self::Ready) -> Result<f64, String>;
 
-    /// Whether another tile may be begun; asked before each.
+    /// Whether another tile may start; called before each one.
     fn goes_on(&self) -> bool {
         true
     }
@@ -33,12 +33,13 @@ pub trait Timer {
 /// One change of a tile: a field's name and its value.
 pub type Change = (&'static str, String);
 
-/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than the model's error.
+/// A change that the model has slower than the kernel's own tile by more than this is not tried: more than
+/// the model's error.
 const HOPELESS_BY_MODEL: f64 = 1.3;
 
-/// Every value of every field as a change of a tile, what the model has fastest first and the others in the order of the fields;
-/// and how many were left out as hopeless. `micros`: the model's, of the own tile (`None`) or of one changed; its `None` is as
-/// good as the own.
+/// Every value of every field as a change of a tile, what the model has fastest first and the others in the
+/// order of the fields; and how many were left out as hopeless. `micros`: the model's, of the own tile
+/// (`None`) or of one changed; its `None` is as good as the own.
 pub fn by_model(
     knobs: &[(&'static str, Vec<String>)],
     micros: impl Fn(Option<&Change>) -> Option<f64>,
@@ -69,7 +70,7 @@ pub fn by_model(
 /// clock that drifts favours neither.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InTurns {
-    /// Seconds of a call with the tile that is to be beaten.
+    /// Seconds of a call with the tile to beat.
     pub incumbent: Vec<f64>,
     /// Seconds of a call with the one that challenges it.
     pub challenger: Vec<f64>,
@@ -113,7 +114,7 @@ impl InTurns {
         Ok(measured)
     }
 
-    /// By how much the challenger was faster in each round, sorted.
+    /// Gains of the challenger in each round, sorted.
     fn gains(&self) -> Vec<f64> {
         let pairs = self.incumbent.iter().zip(&self.challenger);
         let mut gains: Vec<f64> = pairs.map(|(incumbent, challenger)| incumbent / challenger - 1.0).collect();
@@ -127,7 +128,7 @@ impl InTurns {
         quantile(&self.gains(), 0.5)
     }
 
-    /// How far the rounds' gains lie apart: from the first quartile to the third.
+    /// Spread of the rounds' gains: from the first quartile to the third.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let gains = self.gains();
@@ -152,7 +153,7 @@ impl InTurns {
     }
 }
 
-/// Of sorted numbers, between neighbours in proportion; not a number of none.
+/// Quantile of sorted numbers, with linear interpolation between neighbours; NaN for no numbers.
 fn quantile(sorted: &[f64], part: f64) -> f64 {
     let at = part * sorted.len().saturating_sub(1) as f64;
     let (low, high) = (sorted.get(at.floor() as usize), sorted.get(at.ceil() as usize));
@@ -167,11 +168,11 @@ fn quantile(sorted: &[f64], part: f64) -> f64 {
 pub struct Tried {
     /// The field that was changed: `block_n=128`.
     pub changed: String,
-    /// Its rounds, or why there are none.
+    /// Rounds of the measurement, or why there are none.
     pub outcome: Result<InTurns, String>,
 }
 
-/// What a search has found.
+/// Result of a search.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// The best tile: the kernel's own where nothing beat it.
@@ -191,8 +192,8 @@ impl Found {
     }
 }
 
-/// Tries each change in turn on the best tile so far, `rounds` rounds each, as long as the timer goes on, and confirms what is
-/// found with three times as many. `tell` is called with each tile.
+/// Tries each change, one after another, on the best tile so far, with `rounds` rounds each, as long as the
+/// timer goes on. Confirms the result with three times as many rounds. `tell` is called with each tile.
 ///
 /// # Errors
 /// What the device said, or why the kernel's own tile cannot be timed.
@@ -261,7 +262,7 @@ fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }
 
-/// The tile with another value of a knob, said last: what cannot go with it yields.
+/// Tile with another value of one field, placed last: fields before it that are incompatible give way.
 fn with(tile: &TileOptions, knob: &str, value: &str) -> TileOptions {
     let mut tile = tile.clone();
     if let Some(at) = tile.iter().position(|(name, old)| name == knob && old != value) {
@@ -277,11 +278,11 @@ mod tests {
 
     /// A device whose tiles take a known time, in noise and with a clock that falls.
     struct Made {
-        /// Seconds of each value of the one knob.
+        /// Seconds of each value of the only field.
         seconds: fn(u32) -> f64,
         /// The largest share that noise adds.
         noise: f64,
-        /// What each burst adds to all that follow.
+        /// Seconds that each burst adds to all later bursts.
         drift: f64,
         bursts: u32,
         state: u64,
@@ -357,7 +358,7 @@ mod tests {
         let turns =
             |challenger: [f64; 5]| InTurns { incumbent: vec![1.0; 5], challenger: challenger.to_vec() };
         assert!(turns([0.96, 0.97, 0.96, 0.965, 0.97]).is_gain());
-        // The same median, and half of the rounds far from it.
+        // The median is equal, but half of the rounds lie far from it.
         assert!(!turns([0.90, 0.96, 0.965, 1.02, 1.05]).is_gain());
         assert!(!turns([0.996; 5]).is_gain(), "less than the least gain");
         assert_eq!(turns([0.5; 5]).medians(), (1.0, 0.5));
@@ -398,7 +399,7 @@ mod tests {
         assert_eq!(by_model(&knobs, |_| None).0.len(), 6, "without a model all, in the order of the fields");
     }
 
-    /// A device whose time is up after so many tiles.
+    /// A device whose time is up after a number of tiles.
     struct Limited(Made, std::cell::Cell<u32>);
 
     impl Timer for Limited {
@@ -430,7 +431,7 @@ mod tests {
         assert!(found.is_gain());
     }
 
-    /// What was said to come, and what was asked for.
+    /// Tiles that `coming` has announced, and tiles that were requested.
     struct Listens(Made, Vec<String>);
 
     impl Timer for Listens {
@@ -461,7 +462,7 @@ mod tests {
         assert_eq!(listens.1, ["coming 2,3,4,5", "1", "2", "3", "4", "coming 5", "5"]);
     }
 
-    /// Which tile each burst was of.
+    /// Tile of each burst.
     struct Noted(Vec<u32>);
 
     impl Timer for Noted {

@@ -2,19 +2,19 @@
 
 use fmha_core::{BwdArgs, DevSlice, DevSliceMut, ElemType, MemorySpace};
 
-/// As many bytes of host memory as so many f32.
+/// Host memory of as many bytes as `elems` f32, to be read.
 pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
     // SAFETY: the checks, and `bind`, never read through a slice.
     unsafe { DevSlice::from_raw(MemorySpace::Host, address as *const u8, elems * 4, ElemType::Bytes) }
 }
 
-/// The same, to be written.
+/// Host memory of as many bytes as `elems` f32, to be written.
 pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
     // SAFETY: as above, nor write.
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }
 }
 
-/// What every backward call has: of each tensor more than two sequences of a few rows take.
+/// Arguments of a backward call: each tensor has more than two sequences of a few rows need.
 pub(crate) fn bwd_args() -> BwdArgs<'static> {
     BwdArgs::new(
         [input(0x10000, 300), input(0x20000, 300), input(0x30000, 300)],

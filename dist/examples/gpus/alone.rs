@@ -1,4 +1,4 @@
-//! What one device computes, and how long it takes.
+//! Results of one device, and their time.
 
 use fmha::{BwdProblem, DevBuffer, FwdArgs, PlanOptions};
 

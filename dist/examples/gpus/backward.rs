@@ -1,4 +1,4 @@
-//! Backward over ranks beside one device.
+//! Backward over ranks, compared with one device.
 
 use fmha::{BwdArgs, DType, DevBuffer};
 use fmha_dist::{BwdPlan, Options, Partition, Problem, Scheme};

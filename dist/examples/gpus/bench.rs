@@ -1,4 +1,4 @@
-//! What all runs have in common: the ranks, the problem, and how a call is timed.
+//! State shared by all runs: the ranks, the problem, and the way to time a call.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,28 +14,28 @@ pub(crate) const MOST_SENT: u64 = 256 << 20;
 /// A call that takes longer than this is not repeated for a better time.
 const LONG: f64 = 1.0;
 
-/// Calls that take less run one behind another, until they take as long together: what begins a call on the host is then beside
-/// the one before, as it is in a model of many layers.
+/// Least seconds of a measurement. Shorter calls run one after another until they take this long together:
+/// the host then queues a call while the one before runs, as in a model of many layers.
 const TOGETHER: f64 = 20e-3;
 
-/// What is wrong with the last rank.
+/// Fault of the last rank.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Trouble {
     Slow,
     Dead,
 }
 
-/// What is done with a plan's runs.
+/// Treatment of a plan's runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Eager,
-    /// They are recorded and replayed.
+    /// Runs are recorded and replayed.
     Replayed,
-    /// They are taken apart.
+    /// Runs are timed in parts.
     Parts,
 }
 
-/// What all runs have in common.
+/// State shared by all runs.
 pub(crate) struct Bench {
     pub(crate) way: Way,
     pub(crate) trouble: Option<Trouble>,
@@ -49,16 +49,16 @@ pub(crate) struct Bench {
     pub(crate) offsets: Option<(Vec<u32>, DevBuffer)>,
     pub(crate) slopes: DevBuffer,
     pub(crate) start: Instant,
-    /// From where and to where links are measured.
+    /// Source and destination buffers for the measurement of links.
     pub(crate) links: [DevBuffer; 2],
-    /// How often each plan runs, for the same bits each time.
+    /// Number of runs of each plan, which must all give equal bits.
     pub(crate) repeats: usize,
 }
 
 impl Bench {
-    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest: a busy GPU's clock
-    /// falls within a tenth of a second, and one device's calls are longer than its share of them. Ranks begin together: an
-    /// exchange of nothing much on the stream is before the first call.
+    /// The fastest of some calls, in seconds, behind one that makes connections. Before each all ranks rest:
+    /// a busy GPU's clock falls within a tenth of a second, and one device's calls are longer than its share
+    /// of them. Ranks begin together: an exchange of nothing much on the stream is before the first call.
     pub(crate) fn fastest(&self, mut call: impl FnMut() -> Result<(), AnyError>) -> Result<f64, AnyError> {
         let mut timed = |count: usize| -> Result<f64, AnyError> {
             let (start, stop) = (self.device.event()?, self.device.event()?);
@@ -88,7 +88,7 @@ impl Bench {
         Ok(fastest)
     }
 
-    /// An exchange of so many bytes that all ranks have with their neighbours, behind which none begins before another.
+    /// Exchanges `bytes` bytes between all neighbouring ranks, after which no rank begins before another.
     pub(crate) fn meet(&self, bytes: u64) -> Result<(), AnyError> {
         let (rank, size) = (self.group.rank(), self.group.size());
         if size == 1 {
@@ -143,7 +143,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What the model predicts where one device takes so long.
+    /// Prediction of the model, given the time of one device.
     pub(crate) fn predicted(
         &self,
         problem: &Problem,
@@ -152,7 +152,7 @@ impl Bench {
         (backward, alone): (bool, f64),
     ) -> Option<f64> {
         let (mut options, measured) = (options.clone(), options.links);
-        // Of any rate, one device's seconds; from those the rate that it has.
+        // A trial rate gives the seconds of one device. They give the rate at which that device runs.
         let rate = |links: &mut Links, flops: f64| (links.fwd_flops, links.bwd_flops) = (flops, flops);
         rate(&mut options.links, 1e12);
         let ranks = self.group.size();
@@ -191,7 +191,7 @@ impl Bench {
             .fold(0.0, f64::max))
     }
 
-    /// The slowest rank's seconds, and the share of so many times one device's speed.
+    /// Prints the slowest rank's seconds, and its share of N times the speed of one device.
     pub(crate) fn report(
         &self,
         (name, scheme): (&str, Scheme),

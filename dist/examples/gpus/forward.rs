@@ -1,4 +1,4 @@
-//! Forward over ranks beside one device.
+//! Forward over ranks, compared with one device.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,7 +73,7 @@ impl Bench {
         })
     }
 
-    /// What the other ranks hear of one that is late, or gone, and when.
+    /// Prints the error that the other ranks get for a rank that is late or gone, and when.
     pub(crate) fn in_trouble(
         &self,
         trouble: Trouble,

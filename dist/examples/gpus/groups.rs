@@ -1,4 +1,4 @@
-//! Groups that do something besides.
+//! Groups with additional behaviour, for measurements.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use fmha_dist::{Error, Exchange, Group, Host, Result};
 /// A group that marks on the stream where its gathers begin and end.
 pub(crate) struct Marked {
     group: Arc<dyn Group>,
-    /// Those that have been reached, and those to come; the last first.
+    /// Events that have been reached, and events to come; the last comes first.
     marks: Mutex<[Vec<[Event; 2]>; 2]>,
 }
 
@@ -18,7 +18,7 @@ impl Marked {
         Self { group, marks: Mutex::default() }
     }
 
-    /// The marks of gathers since the last time; from here on so many more are marked.
+    /// Takes the marks of gathers since the last call, and sets the number of gathers to mark from now on.
     pub(crate) fn marks(&self, device: &Device, count: usize) -> Result<Vec<[Event; 2]>, fmha::Error> {
         let new = (0..count).map(|_| Ok([device.event()?, device.event()?]));
         let new = [Vec::new(), new.collect::<Result<_, fmha::Error>>()?];

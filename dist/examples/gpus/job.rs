@@ -1,4 +1,4 @@
-//! What is to be done, as the words of the command say it.
+//! Jobs, as the words of the command give them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use crate::AnyError;
 use crate::bench::{Bench, MOST_SENT, Trouble, Way};
 use crate::tensors::{documents, upload};
 
-/// What is to be done.
+/// One job.
 pub(crate) struct Job {
     pub(crate) operation: String,
     pub(crate) tokens: u32,

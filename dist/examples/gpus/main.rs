@@ -1,4 +1,5 @@
-//! Attention over the GPUs of one host, a process each, beside one GPU: times, and whether the bits are equal.
+//! Attention over the GPUs of one host, one process each, compared with one GPU: times, and whether the bits
+//! are equal.
 //!
 //! ```text
 //!  for r in 0 1; do
@@ -7,21 +8,27 @@
 //!  done; wait
 //! ```
 //!
-//! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how often to run for equal
-//! bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1, 32 query heads, 8 of keys, head dim 128.
-//! `emulated:N` in place of a path plans alone, as N ranks would: kernels for a machine that is to compile none.
+//! Arguments: NCCL's path (or `-`), and jobs with `+` between them: what to do, tokens, masks, schemes, how
+//! often to run for equal bits (0: plan alone, which compiles what is not in the cache yet). bf16, batch 1,
+//! 32 query heads, 8 of keys, head dim 128. `emulated:N` in place of a path plans alone, as N ranks would,
+//! and so compiles kernels for a machine that must compile none.
 //!
 //! - forward, backward, deterministic (backward)
 //! - modified: forward with ALiBi and dropout
-//! - packed: forward of documents of unlike lengths
-//! - decode: one query that all ranks have, against a cache of so many tokens, of which each has a part
-//! - capture: forward, of one query where the scheme is decode, recorded once; what is timed, and run as often, are replays
-//! - parts: of a scheme that gathers, where a run's time goes: run and replayed in turn, the parts on each rank's stream, the host
-//! - slow, dead: forward, whose last rank comes late, or ends itself, before the last run; what the others hear, and when
+//! - packed: forward of documents of different lengths
+//! - decode: one query that all ranks have, against a cache of that many tokens, of which each rank has a
+//!   part
+//! - capture: forward (of one query if the scheme is decode), recorded once; the timed and repeated runs are
+//!   replays
+//! - parts: split of a run's time for a scheme that gathers: run and replayed in alternation, the parts on
+//!   each rank's stream, the host
+//! - slow, dead: forward whose last rank comes late, or ends itself, before the last run; the errors of the
+//!   other ranks, and when they come
 //!
-//! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed` takes two GPUs for a
-//! host. The first rank measures the links, and prints what the model of scale predicts from them and one device's speed. Tensors
-//! are made on the devices and compared by their bits on the host, of each 1 GiB at most.
+//! `gather:whole` brings all keys before the kernels, `gather:flags` while they run or not at all; `mixed`
+//! takes two GPUs for a host. The first rank measures the links, and prints what the model of scale predicts
+//! from them and one device's speed. Tensors are made on the devices and compared by their bits on the host,
+//! of each 1 GiB at most.
 
 mod alone;
 mod backward;
@@ -68,7 +75,7 @@ fn main() -> Result<(), AnyError> {
     Ok(())
 }
 
-/// Plans jobs as so many ranks would, on an emulated sm_90a: compiles their kernels where there is no device.
+/// Plans jobs as `ranks` ranks would, on an emulated sm_90a: compiles their kernels where there is no device.
 fn plan_emulated(ranks: u32, jobs: &[&[String]], start: Instant) -> Result<(), AnyError> {
     let device = Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) })?;
     let plan = |host: fmha_dist::Host| -> Result<(), String> {

@@ -1,4 +1,4 @@
-//! Where a run's time goes.
+//! Parts of a run's time.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
@@ -7,12 +7,13 @@ use crate::AnyError;
 use crate::bench::Bench;
 use crate::groups::Marked;
 
-/// How many runs are taken apart, one behind another.
+/// Number of runs that are timed in parts, one after another.
 const APART: usize = 32;
 
 impl Bench {
-    /// Where the time of a run that gathers once goes: run and replayed in turn, and of some runs one behind another, by events on
-    /// each rank's stream, what is before the gather, the gather, what is behind it, and what is between two runs.
+    /// Splits the time of a run that gathers once, run and replayed in alternation. Events on each rank's
+    /// stream, over some runs in a row, give the time before the gather, of the gather, after it, and between
+    /// two runs.
     pub(crate) fn in_parts(
         &self,
         (name, alone): (&str, f64),
@@ -68,7 +69,7 @@ impl Bench {
             }
             let _ = writeln!(told, "host {:.1} us a run", host * 1e6);
         }
-        // What a run costs whom it waits for: from nothing queued until all is done, by the host's clock.
+        // Latency of a run, from an empty queue until all is done, by the host's clock.
         let seconds = |call: &mut dyn FnMut() -> Result<(), AnyError>| -> Result<[f64; 2], AnyError> {
             let mut taken = Vec::new();
             for _ in 0..APART {

@@ -6,13 +6,14 @@ use fmha_dist::Partition;
 use crate::AnyError;
 use crate::bench::Bench;
 
-/// How many numbers are drawn before they repeat: drawing takes longer than all else. Odd, so that rows differ.
+/// Count of random numbers before they repeat: to draw more would take longer than everything else. Odd, so
+/// that rows differ.
 const DRAWN: usize = (1 << 23) + 1237;
 
 /// Bits of a tensor that are compared, at most: of more, the host would take longer than the devices.
 const MOST_COMPARED: u64 = 1 << 30;
 
-/// Numbers that every rank makes alike.
+/// Random numbers, equal on every rank.
 fn noise(seed: u64, count: usize) -> Vec<bf16> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let next = |_| {
@@ -30,7 +31,7 @@ pub(crate) fn upload(device: &Device, bytes: &[u8]) -> Result<DevBuffer, fmha::E
     Ok(buffer)
 }
 
-/// The first row of documents of unlike lengths, and the end.
+/// First rows of documents of different lengths, and the end.
 pub(crate) fn documents(tokens: u32) -> Vec<u32> {
     let mut ends = vec![0];
     let mut state = 12345u32;
@@ -50,7 +51,7 @@ impl Bench {
         Ok(unsafe { peers.copy(from, to, bytes, self.stream.as_raw()) }?)
     }
 
-    /// A tensor that all ranks make alike.
+    /// Random tensor, equal on every rank.
     pub(crate) fn noise(&self, seed: u64, rows: u32, heads: u64) -> Result<DevBuffer, AnyError> {
         let bytes = u64::from(rows) * heads * 256;
         let buffer = self.device.memory().alloc(bytes.max(1))?;
@@ -71,7 +72,7 @@ impl Bench {
         Ok(host)
     }
 
-    /// This rank's rows of a tensor `[planes, rows]` of all, on its device.
+    /// Rows of this rank of a tensor `[planes, rows]` of all ranks, on its device.
     pub(crate) fn own(
         &self,
         partition: &Partition,
@@ -95,7 +96,7 @@ impl Bench {
         Ok(own)
     }
 
-    /// What this rank computed against its rows of what one device did.
+    /// Compares this rank's results with its rows of the results of one device.
     pub(crate) fn compare(
         &self,
         what: &str,

@@ -12,7 +12,7 @@ use super::words::Words;
 use crate::error::{Error, Result};
 use crate::group::Group;
 
-/// What other processes map are whole pages of so many bytes, which no other buffer shares.
+/// Bytes of a page. Other processes map whole pages, which no other buffer may share.
 pub(crate) fn page(device: &Device) -> u64 {
     if device.has_clock() { 2 << 20 } else { 1 }
 }
@@ -25,14 +25,14 @@ pub(crate) struct Meeting {
     pub(super) coming: Coming,
     pub(super) rank: u32,
     timeout: Duration,
-    /// Where each piece of keys ends.
+    /// End of each piece of keys.
     ends: DevBuffer,
     pub(super) words: Words,
-    /// By rank.
+    /// Memory of other ranks, by rank.
     pub(super) remotes: Vec<Remote>,
 }
 
-/// What a rank has made before it knows whether there is a meeting.
+/// Parts of a meeting that a rank has made before it knows whether there will be one.
 struct Prepared {
     name: Name,
     coming: Coming,
@@ -61,8 +61,8 @@ impl Prepared {
 }
 
 impl Meeting {
-    /// All ranks call it together: `mine` is what this one's program needs and its buffers that others write, or why it has none. On
-    /// all ranks the same: a meeting, or why there is none.
+    /// Makes a meeting; all ranks call it together. `mine` is the need of this rank's program and its buffers
+    /// that others write, or the reason why it has none. All ranks get a meeting, or all get the reason.
     ///
     /// # Errors
     /// The rank that is gone, late or has failed.
@@ -97,7 +97,7 @@ impl Meeting {
         Ok(Ok(Self { _watch: watch, device, coming, rank, timeout, ends, words, remotes }))
     }
 
-    /// What a kernel is told.
+    /// Arguments of a kernel that waits.
     pub(crate) fn arrivals(&self) -> Arrivals<'_> {
         let mut here = u64::MAX;
         self.coming.expected.iter().for_each(|piece| here &= !(1 << piece));
@@ -110,7 +110,7 @@ impl Meeting {
     }
 }
 
-/// What every rank says, or the first one's reason against it.
+/// Messages of all ranks, or the reason of the first one that is against it.
 fn all_say(group: &dyn Group, mine: Result<Vec<u8>, &String>) -> Result<Result<Vec<Vec<u8>>, String>> {
     let said = mine.unwrap_or_else(|reason| [&[0], reason.as_bytes()].concat());
     let all = group.share(&said)?;

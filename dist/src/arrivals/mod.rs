@@ -1,17 +1,17 @@
-//! Keys that come while kernels wait for them: every rank's copy engine puts its K and V, piece by piece, where the others'
-//! kernels read them, and sets each piece's flag there.
+//! Keys that come while kernels wait for them: every rank's copy engine puts its K and V, piece by piece,
+//! where the others' kernels read them, and sets each piece's flag there.
 //!
 //! ```text
 //!  rank 0   await free[1]   K0 V0 ─► rank 1, flag    K3 V3 ─► rank 1, flag
 //!           one launch      keys 3   keys 2 (flag 2)   keys 1 (flag 1)   keys 0        end: flags back to 0, free[0] of rank 1
 //! ```
 //!
-//! No kernel moves anything, so a launch that fills the device may wait. Nothing waits on the host, and what streams wait for is
-//! 1 or 0, not a run's number: a captured run can be replayed.
+//! No kernel moves anything, so a launch that fills the device may wait. Nothing waits on the host, and what
+//! streams wait for is 1 or 0, not a run's number: a captured run can be replayed.
 //!
-//! [`Coming`] is what a program says of it: which [`Piece`]s go where. When ranks plan they map each other's buffers and
-//! [`words`], by [`names`]; what they then have is a [`Meeting`], whose [`steps`] a run queues, while a thread [`watch`]es for what
-//! comes late.
+//! [`Coming`] is what a program says of it: which [`Piece`]s go where. When ranks plan they map each other's
+//! buffers and [`words`], by [`names`]; what they then have is a [`Meeting`], whose [`steps`] a run queues,
+//! while a thread [`watch`]es for what comes late.
 
 mod meeting;
 mod names;
@@ -36,7 +36,7 @@ pub(crate) struct Rows {
 }
 
 impl Rows {
-    /// From which byte to which, and how many, a stretch at a time.
+    /// Source, destination and length of each stretch, in bytes.
     fn stretches(&self) -> impl Iterator<Item = (u64, u64, u64)> {
         let ((_, from), (_, to)) = (self.from, self.to);
         (0..from.rows)
@@ -47,7 +47,7 @@ impl Rows {
 /// dK and dV on their way to the owners of their keys.
 #[derive(Clone, Debug)]
 pub(crate) struct Home {
-    /// Where those of this rank's keys come to: a slot for each rank, in the order of the ranks.
+    /// Destination of the gradients of this rank's keys: a slot for each rank, in rank order.
     pub(crate) slots: [Buf; 2],
     /// Behind each kernel: to which rank, dK and dV that no later one changes.
     pub(crate) steps: Vec<Vec<(u32, [Rows; 2])>>,
@@ -62,15 +62,15 @@ impl Home {
     }
 }
 
-/// What a program says of its arriving keys.
+/// Program's part for keys that arrive.
 #[derive(Clone, Debug)]
 pub(crate) struct Coming {
     pub(crate) pieces: Vec<Piece>,
-    /// Where K and V of the whole lie.
+    /// Buffers of K and V of the whole.
     pub(crate) buffers: [Buf; 2],
     /// K and V of this rank's own rows.
     pub(crate) own: Vec<Rows>,
-    /// In their order: to which rank, which piece, its K and V.
+    /// Sends in order: the destination rank, the piece, and its K and V.
     pub(crate) sends: Vec<(u32, usize, [Rows; 2])>,
     /// Pieces that others send here.
     pub(crate) expected: Vec<usize>,

@@ -1,4 +1,4 @@
-//! How ranks find each other's memory: by names that the driver gives, which other processes map.
+//! Names by which ranks find each other's memory: the driver gives them, and other processes map them.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};
@@ -6,28 +6,28 @@ use std::sync::OnceLock;
 
 use fmha::{DevBuffer, Device};
 
-/// Why there is no meeting.
+/// Reason why there is no meeting.
 const NO_PEERS: &str = "its device shares no memory with other processes";
 
-/// What a rank tells the others.
+/// Message of a rank to all others: the names of its buffers.
 pub(super) struct Name {
-    /// Of its host's boot, which no other host has.
+    /// Identifier of the boot of the host, unique to it.
     boot: Vec<u8>,
-    /// Drawn by its process.
+    /// Random number of the process.
     process: u64,
-    /// Where its buffers are, as [`Coming::all_buffers`](super::Coming::all_buffers) has them, and then its words; and by which name
-    /// another process maps each.
+    /// Address and name of each buffer, in the order of [`Coming::all_buffers`](super::Coming::all_buffers),
+    /// and of the words after them. Another process maps memory by the name.
     places: Vec<(u64, [u8; 64])>,
 }
 
 impl Name {
-    /// Of buffers of this device.
+    /// Names buffers of this device.
     pub(super) fn new<'a>(
         device: &Device,
         buffers: impl IntoIterator<Item = &'a DevBuffer>,
     ) -> Result<Self, String> {
         let peers = device.peers().ok_or(NO_PEERS)?;
-        // Ranks that are threads have each other's addresses; of several devices that is not arranged.
+        // Ranks that are threads use each other's addresses. Threads on several devices are not supported.
         let place = |buffer: &DevBuffer| {
             let name = if device.has_clock() { peers.export(buffer)? } else { [0; 64] };
             Ok((buffer.as_ptr() as u64, name))
@@ -73,19 +73,20 @@ fn process() -> u64 {
     *DRAWN.get_or_init(|| RandomState::new().build_hasher().finish())
 }
 
-/// Another rank's memory, as this device has it, mapped for as long as this lives.
+/// Memory of another rank, mapped by this device for as long as this lives.
 pub(super) struct Remote {
     device: Device,
-    /// As [`Name`] has them.
+    /// Addresses, in the order of [`Name`].
     places: Vec<u64>,
     is_mapped: bool,
 }
 
 impl Remote {
-    /// That of every rank, by rank, from the [names](Name) that all have told; of this one's own what it has itself.
+    /// Memory of every rank, by rank, from the [names](Name) that all ranks have sent. This rank uses its own
+    /// addresses.
     ///
     /// # Errors
-    /// The rank whose memory is not to be had, and why.
+    /// The rank whose memory cannot be mapped, and why.
     pub(super) fn all(device: &Device, own: &Name, rank: u32, told: &[Vec<u8>]) -> Result<Vec<Self>, String> {
         let peers = device.peers().ok_or(NO_PEERS)?;
         let map = |(other, bytes): (u32, &Vec<u8>)| {
@@ -112,12 +113,12 @@ impl Remote {
         (0..).zip(told).map(map).collect()
     }
 
-    /// Its buffers, as [`Coming::all_buffers`](super::Coming::all_buffers) has them.
+    /// Addresses of the buffers, in the order of [`Coming::all_buffers`](super::Coming::all_buffers).
     pub(super) fn buffers(&self) -> &[u64] {
         self.places.split_last().map_or(&[], |(_, buffers)| buffers)
     }
 
-    /// Where its words begin.
+    /// Address of the words.
     pub(super) fn words(&self) -> u64 {
         self.places.last().copied().unwrap_or_default()
     }

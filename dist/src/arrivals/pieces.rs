@@ -9,7 +9,7 @@ use crate::problem::Whole;
 /// Rows of keys that come at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    /// Who has them.
+    /// Rank that owns the rows.
     pub(crate) owner: u32,
     /// Rows of the whole.
     pub(crate) rows: Range<u32>,
@@ -23,7 +23,7 @@ const LEAST_BYTES: u64 = 8 << 20;
 /// Rows that a piece's end is a multiple of, where it may be: most blocks of keys then lie in one piece.
 const ROWS: u32 = 128;
 
-/// All keys of the whole in pieces, in the order of their rows: every rank cuts them alike.
+/// Cuts all keys of the whole into pieces, in row order. Every rank makes equal cuts.
 ///
 /// # Errors
 /// More runs than a kernel takes pieces.

@@ -1,4 +1,4 @@
-//! What the steps of a program queue, on streams of this rank.
+//! Work that the steps of a program queue on streams of this rank.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::program::Buf;
 
 impl Meeting {
-    /// This rank's pieces go to all who need them, each as soon as it may write there.
+    /// Sends this rank's pieces to all ranks that need them, each as soon as its destination is free.
     pub(crate) fn send(&self, address: impl Fn(Buf) -> u64, stream: &Stream) -> Result<()> {
         let free = self.coming.receivers().into_iter().map(|rank| self.words.free(rank));
         self.queue(&free.flat_map(claim).collect::<Vec<_>>(), stream)?;
@@ -23,7 +23,7 @@ impl Meeting {
         Ok(())
     }
 
-    /// This rank's own rows into their places.
+    /// Copies this rank's own rows into their places.
     pub(crate) fn fill(&self, address: impl Fn(Buf) -> u64, stream: &Stream) -> Result<()> {
         let fill = |rows: &Rows| self.copy(rows, [address(rows.from.0), address(rows.to.0)], stream);
         self.coming.own.iter().try_for_each(fill)
@@ -54,7 +54,7 @@ impl Meeting {
         Ok(())
     }
 
-    /// Waits until dK and dV of all who send some are here.
+    /// Waits until dK and dV have arrived from all ranks that send some.
     pub(crate) fn await_home(&self, stream: &Stream) -> Result<()> {
         let from = self.coming.home.iter().flat_map(|home| &home.from);
         let words: Vec<Word> =
@@ -95,8 +95,8 @@ impl Meeting {
     fn copy(&self, rows: &Rows, [from, to]: [u64; 2], stream: &Stream) -> Result<()> {
         let peers = self.peers()?;
         for (at, to_at, bytes) in rows.stretches() {
-            // SAFETY: the rows lie in the call's tensor, which was checked, or in the program's buffer, and go to one of the program's
-            // or of another rank's, which is free.
+            // SAFETY: the rows lie in the call's tensor, which was checked, or in the program's buffer, and
+            // go to one of the program's or of another rank's, which is free.
             unsafe { peers.copy(from + at, to + to_at, bytes, stream.as_raw()) }
                 .map_err(|error| Error::of(self.rank, &error))?;
         }

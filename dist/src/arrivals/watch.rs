@@ -1,4 +1,4 @@
-//! A thread beside a meeting: kernels and streams that wait can tell nobody.
+//! A thread that watches a meeting. Kernels and streams that wait cannot report an error themselves.
 
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
@@ -12,18 +12,18 @@ use super::words::Words;
 use crate::error::Error;
 use crate::group::Group;
 
-/// How often it looks.
+/// Time between two looks at the word.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Tells the group of a piece that a kernel found late, and, when a rank has failed, lets all streams of this one go on. Dropped, it
-/// ends.
+/// Reports a piece that a kernel found late to the group. When a rank has failed, lets all streams of this
+/// rank go on. The thread ends when this is dropped.
 pub(super) struct Watch {
     end: Option<mpsc::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watch {
-    /// None where there is no thread to be had.
+    /// `None` where no thread can be started.
     pub(super) fn new(
         device: &Device,
         group: Arc<dyn Group>,
@@ -36,7 +36,7 @@ impl Watch {
         let (end, ended) = mpsc::channel::<()>();
         let thread = std::thread::Builder::new().name("fmha-arrivals-watch".to_owned()).spawn(move || {
             while let Err(mpsc::RecvTimeoutError::Timeout) = ended.recv_timeout(PERIOD) {
-                // A driver that answers no more has told whoever runs.
+                // If the driver fails, the call that runs gets the error.
                 let _ = looker.look();
             }
         });
@@ -53,14 +53,14 @@ impl Drop for Watch {
     }
 }
 
-/// What the thread has.
+/// State of the thread.
 struct Looker {
     group: Arc<dyn Group>,
     device: Device,
-    /// Of no other work.
+    /// Stream of this thread alone.
     stream: Stream,
     words: Words,
-    /// Who has each piece, and which rows it is.
+    /// Owner and rows of each piece.
     pieces: Vec<(u32, Range<u32>)>,
     has_told: bool,
 }

@@ -1,12 +1,15 @@
-//! What streams and kernels wait for: words in each rank's own memory, written by the others.
+//! Words in each rank's memory that streams and kernels wait for. Other ranks write them.
 //!
-//! - `flag`, one a piece: the piece has come. Set by its owner; reset at the run's end, when all have come.
-//! - `late`: the kernels' own. Not 0: a piece did not come within the timeout, and no result of the run is one.
-//! - `free`, one a rank: that rank's buffers may be written again. Set by it at a run's end, reset by who writes there.
-//! - `home` and `home_free`, one a rank: the same of dK and dV, which go the other way, each to the owner of its keys as soon as no
-//!   later kernel of the rank changes it.
+//! - `flag`, one per piece: the piece has arrived. Its owner sets it; it is reset at the end of the run, when
+//!   all have arrived.
+//! - `late`, written by the kernels. Not 0: a piece did not arrive within the timeout, and the outputs of the
+//!   run are invalid.
+//! - `free`, one per rank: that rank's buffers may be written again. That rank sets it at the end of a run;
+//!   the rank that writes there resets it.
+//! - `home` and `home_free`, one per rank: `flag` and `free` for dK and dV, which go the other way. Each goes
+//!   to the owner of its keys as soon as no later kernel of the rank changes it.
 
-/// Where a rank's words are.
+/// Addresses of a rank's words.
 #[derive(Clone, Copy)]
 pub(super) struct Words {
     pub(super) address: u64,
@@ -15,7 +18,8 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Before the first run nothing has come and nothing is late, all is free; nothing has come home, and all is free for that.
+    /// Before the first run nothing has come and nothing is late, all is free; nothing has come home, and all
+    /// is free for that.
     pub(super) fn at_first(pieces: usize, ranks: u32) -> Vec<u32> {
         let mut words = vec![0; pieces + 1];
         for value in [1, 0, 1] {

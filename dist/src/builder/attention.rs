@@ -55,7 +55,7 @@ impl Builder<'_> {
         self.forward((q, k), &heads, operands, (q.row, k.row), (part.o, part.lse), how)
     }
 
-    /// As [`forward`](Self::forward), with O and LSE in rows of larger tensors.
+    /// Forward as in [`forward`](Self::forward), with O and LSE in rows of larger tensors.
     pub(crate) fn forward_into(
         &mut self,
         (q, k): (&Piece, &Piece),
@@ -77,7 +77,8 @@ impl Builder<'_> {
         self.copy_lse(&part.parts(q, 0, heads.num_q()), &lse.parts(q, rows.0, heads.num_q()))
     }
 
-    /// A part of no keys: O of 0 and an LSE of -inf, or of the sinks, if they are asked for and there are any.
+    /// Fills a part without keys: O of 0, and an LSE of -inf, or of the sinks if `sink` is set and there are
+    /// any.
     pub(crate) fn nothing(&mut self, q: &Piece, part: Partial, sink: bool) -> Result<()> {
         let (heads, none, operands) = (self.whole.all_heads(), q.without_rows(), self.own_operands());
         let how = Forward { sink, ..Forward::partial(true) };

@@ -45,7 +45,8 @@ impl Moves {
         parts.into_iter().for_each(|part| self.receive(peer, part));
     }
 
-    /// What a rank sends to itself beside where it is to be, in parts of as many rows; none if they have other rows.
+    /// Copies that a rank makes to itself, as pairs of source and destination with equal rows; `None` if
+    /// their rows differ.
     fn of(&self, rank: u32) -> Option<Vec<(Part, Part)>> {
         let of = |parcels: &[Parcel], bufs: &[Buf]| -> Vec<Part> {
             let own = parcels.iter().filter(|parcel| parcel.peer == rank);
@@ -71,20 +72,20 @@ impl Moves {
     }
 }
 
-/// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its rows do not lie one
-/// behind the other: of fewer each is a message, of some microseconds.
+/// A block of more rows than this is one message, packed before it moves and unpacked where it arrives if its
+/// rows do not lie one behind the other: of fewer each is a message, of some microseconds.
 const MOST_ROWS: u64 = 32;
 
 fn is_long(block: Block) -> bool {
     block.rows > MOST_ROWS
 }
 
-/// How many messages a block of so many rows is, which kernels pack or do not.
+/// Number of messages for a block of `rows` rows, packed by kernels or not.
 pub(crate) fn messages(rows: u64, packs: bool) -> u64 {
     if packs && rows > MOST_ROWS { 1 } else { rows }
 }
 
-/// What comes packed by an exchange, and the scratch that it leaves once it is in its place.
+/// Rows that arrive packed in an exchange, and the scratch that becomes free when they are in place.
 #[derive(Default)]
 pub(crate) struct Came {
     unpack: Vec<(Part, Part, DType)>,
@@ -131,7 +132,7 @@ impl Builder<'_> {
         Ok(came)
     }
 
-    /// What stays on this rank and is copied at once, from where, to where and of which type: where it is no copy of few rows.
+    /// Copies inside this rank, each with source, destination and type. `None` unless one of them has many rows.
     fn copies(&self, moves: &Moves) -> Option<Vec<(Part, Part, DType)>> {
         let own = moves.of(self.rank())?;
         let is_long = own.iter().any(|(from, to)| is_long(from.1) || is_long(to.1));
@@ -148,8 +149,9 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Where a block of many rows lies in one, and the type of its elements: itself, if it does, or scratch. What is one on a
-    /// rank is so on the other one, whose rows are as many and of the same type.
+    /// Contiguous form of a block of many rows, and the type of its elements: the block itself if it is
+    /// contiguous, or scratch. The choice is equal on the other rank, whose rows have the same count and
+    /// type.
     fn as_one(&mut self, (buf, block): Part) -> Option<(Part, DType)> {
         let dtype = self.dtype_of(buf).filter(|_| is_long(block))?;
         if block.stride == block.row_bytes {

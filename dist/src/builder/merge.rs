@@ -9,7 +9,7 @@ use crate::partition::Piece;
 use crate::problem::{Kind, LseRows, Tensor};
 use crate::program::{At, Buf, Part, Step};
 
-/// Where tensors that lie side by side in a buffer may begin: at multiples of what a buffer of its own is aligned to.
+/// Alignment of tensors that lie side by side in a buffer: that of a buffer of its own.
 const PLACE: u64 = 256;
 
 /// Parts or terms that one merge takes on every device.
@@ -26,7 +26,8 @@ impl Builder<'_> {
         (self.whole.tensor_of_piece(Kind::O, q, heads, DType::F32), LseRows::of_piece(q, heads))
     }
 
-    /// Partial results of all ranks, side by side in one buffer: by piece and rank; and the step that brings each rank's to all.
+    /// Partial results of all ranks, side by side in one buffer: by piece and rank; and the step that brings
+    /// each rank's to all.
     pub(crate) fn partials_of_all(&mut self, queries: &[Piece]) -> (Vec<Vec<Partial>>, Step) {
         let heads = self.whole.fwd.dims.num_heads_q;
         let (mut bytes, mut places) = (0u64, Vec::new());
@@ -126,7 +127,7 @@ impl Builder<'_> {
             self.merge(sum, terms, (DType::F32, DType::F32), Merge::Sum)?;
             terms = std::iter::once(sum).chain(rest).collect();
         }
-        // All parts of a call have the same strides: terms that lie otherwise than the first are copied to where they do not.
+        // All parts of a call must have equal strides: terms with other strides than the first are copied.
         let stride = |block: Block| if target.rows == 1 { block.row_bytes } else { block.stride };
         if terms.iter().any(|term| stride(term.1) != stride(terms[0].1)) {
             for term in &mut terms {

@@ -1,5 +1,5 @@
-//! What schemes are written in. A scheme says to the [`Builder`] what moves and what is computed; that puts down the steps, and the
-//! scratch that they need.
+//! Language of the schemes. A scheme tells the [`Builder`] the moves and the computations; the builder
+//! records the steps and the scratch that they need.
 //!
 //! - [operands](self::operands): tensors in buffers, and what attention reads and writes.
 //! - `exchange`: [`Moves`] between ranks; rows of many are packed to one message.
@@ -68,7 +68,7 @@ impl<'a> Builder<'a> {
         self.program.steps.push(step);
     }
 
-    /// Forward launches from here on take turns on two streams.
+    /// Makes all later forward launches alternate between two streams.
     pub(crate) fn take_turns(&mut self) {
         self.program.takes_turns = true;
     }
@@ -88,7 +88,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// dK and dV go home beside kernels that come.
+    /// Lets dK and dV go home while later kernels run.
     pub(crate) fn go_home(&mut self, home: Home) {
         if let Some(coming) = &mut self.program.coming {
             coming.home = Some(home);
@@ -118,7 +118,7 @@ impl<'a> Builder<'a> {
         Buf::Scratch(self.program.scratch.len() - 1)
     }
 
-    /// What no later step reads: steps to come may write to it.
+    /// Releases buffers that no later step reads: later steps may write to them.
     pub(crate) fn release(&mut self, held: impl IntoIterator<Item = Held>) {
         self.free.extend(held.into_iter().map(|held| (held.buf, held.tensor.bytes())));
     }
@@ -131,12 +131,12 @@ impl<'a> Builder<'a> {
         HeldLse { buf: self.scratch(DType::F32, rows.bytes()), rows }
     }
 
-    /// For the sinks' gradient of so many heads.
+    /// Holds room for the gradient of the sinks of `heads` heads.
     pub(crate) fn hold_dsink(&mut self, heads: u32) -> At {
         At(self.scratch(DType::F32, 4 * u64::from(heads)), 0)
     }
 
-    /// This rank's own Q, K, V or O.
+    /// Tensor of this rank: Q, K, V or O.
     pub(crate) fn own(&self, kind: Kind) -> Held {
         let buf = match kind {
             Kind::Q => Buf::Q,
@@ -147,12 +147,12 @@ impl<'a> Builder<'a> {
         self.own_as(buf, kind, self.whole.dtype(kind))
     }
 
-    /// This rank's own dO, dQ, dK or dV.
+    /// Gradient tensor of this rank: dO, dQ, dK or dV.
     pub(crate) fn own_as(&self, buf: Buf, kind: Kind, dtype: DType) -> Held {
         Held { buf, tensor: self.whole.tensor_of(kind, self.rank(), dtype) }
     }
 
-    /// This rank's own LSE.
+    /// LSE of this rank.
     pub(crate) fn own_lse(&self) -> HeldLse {
         HeldLse { buf: Buf::Lse, rows: self.whole.own_lse() }
     }

@@ -35,7 +35,7 @@ impl Held {
         self.tensor.rows_of_heads(row, count, heads).into_iter().map(|block| (self.buf, block)).collect()
     }
 
-    /// All of it, as one row.
+    /// Whole tensor as one row.
     pub(crate) fn block(&self) -> Part {
         (self.buf, self.tensor.block())
     }
@@ -54,7 +54,7 @@ impl HeldLse {
         self.rows.blocks_of_heads(row, count, heads).into_iter().map(|block| (self.buf, block)).collect()
     }
 
-    /// A piece's rows, of which the first is `row`, of the first so many heads.
+    /// Parts with a piece's rows, the first of which is `row`, for each of `heads` heads.
     pub(super) fn parts(&self, q: &Piece, row: u32, heads: u32) -> Vec<Part> {
         self.rows.blocks(row, q.rows(), &(0..heads)).into_iter().map(|block| (self.buf, block)).collect()
     }
@@ -67,16 +67,16 @@ pub(crate) struct Partial {
     pub(crate) lse: HeldLse,
 }
 
-/// Where the operands of a piece's attention lie.
+/// Operands of a piece's attention.
 pub(crate) struct Operands {
     pub(crate) q: Held,
     pub(crate) k: Held,
     pub(crate) v: Held,
-    /// In how many pieces K and V come while kernels run; 0: they are there.
+    /// Number of pieces in which K and V arrive while kernels run; 0 if they are present.
     pub(crate) arrivals: u32,
 }
 
-/// What a forward call of a piece writes.
+/// Outputs of a forward call of a piece.
 #[derive(Clone, Copy)]
 pub(super) struct Forward {
     pub(super) dtype: DType,
@@ -95,14 +95,14 @@ impl Forward {
     }
 }
 
-/// What backward reads beside Q, K and V.
+/// Inputs of the backward other than Q, K and V.
 pub(crate) struct Given {
     pub(crate) o: Held,
     pub(crate) dout: Held,
     pub(crate) lse: HeldLse,
 }
 
-/// Where a piece's gradients go: dQ, dK and dV, f32, each at a row; the sinks' gradient.
+/// Destinations of a piece's gradients: dQ, dK and dV, f32, each at a row; the gradient of the sinks.
 pub(crate) struct Grads {
     pub(crate) parts: [(Held, u32); 3],
     pub(crate) dsink: Option<At>,

@@ -6,10 +6,11 @@
 //!    Nccl    over a communicator of NCCL or RCCL, on a stream
 //! ```
 //!
-//! All that attention moves is one [`Exchange`]: rows of some buffers to some ranks and from some ranks, at once. A step of a
-//! ring, an all-gather and an all-to-all are exchanges, and so is a copy, which is a rank's parcel to itself. An exchange is
-//! planned once, so that each rank knows how many bytes every other one sends. What all ranks send to all, and is as long on
-//! each, is an `all_gather`, which a group may do as one call in place of a message to and from every rank.
+//! All that attention moves is one [`Exchange`]: rows of some buffers to some ranks and from some ranks, at
+//! once. A step of a ring, an all-gather and an all-to-all are exchanges, and so is a copy, which is a rank's
+//! parcel to itself. An exchange is planned once, so that each rank knows how many bytes every other one
+//! sends. What all ranks send to all, and is as long on each, is an `all_gather`, which a group may do as one
+//! call in place of a message to and from every rank.
 
 mod host;
 mod nccl;
@@ -31,18 +32,18 @@ use crate::error::{Error, Result};
 /// Rows of one buffer, in bytes: `rows` of them, `row_bytes` long and `stride` apart, the first at `offset`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Where the first begins.
+    /// Offset of the first row.
     pub offset: u64,
-    /// How many there are.
+    /// Number of rows.
     pub rows: u64,
     /// Bytes of each.
     pub row_bytes: u64,
-    /// From one to the next.
+    /// Bytes from one row to the next.
     pub stride: u64,
 }
 
 impl Block {
-    /// All bytes.
+    /// Number of bytes of all rows.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.rows.saturating_mul(self.row_bytes)
@@ -58,7 +59,7 @@ impl Block {
         self.offset.saturating_add(last).saturating_add(self.row_bytes)
     }
 
-    /// The same bytes as one row, where rows lie one behind the other.
+    /// Block of the same bytes as one row, for rows without gaps between them.
     pub(crate) fn as_one_row(&self) -> Self {
         Self { rows: 1, row_bytes: self.bytes(), stride: self.bytes(), ..*self }
     }
@@ -76,23 +77,24 @@ impl Block {
 pub struct Parcel {
     /// The other rank, or this one.
     pub peer: u32,
-    /// Which of the call's buffers.
+    /// Index of the buffer among those of the call.
     pub buffer: usize,
     /// The rows.
     pub block: Block,
 }
 
-/// What moves at once. The parcels to a rank are, one by one, as long as those that it expects of this one.
+/// Moves of one exchange. The parcels to a rank are, one by one, as long as those that it expects from this
+/// rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exchange {
-    /// From `sources` to other ranks.
+    /// Parcels from `sources` to other ranks.
     pub sends: Vec<Parcel>,
-    /// From other ranks into `sinks`. No two overlap.
+    /// Parcels from other ranks into `sinks`. No two overlap.
     pub receives: Vec<Parcel>,
 }
 
 impl Exchange {
-    /// How many rows move, in or out: each is a message on GPUs.
+    /// Number of rows that move, in or out: each is a message on GPUs.
     #[must_use]
     pub fn rows(&self) -> u64 {
         self.sends.iter().chain(&self.receives).map(|parcel| parcel.block.rows).sum()
@@ -104,7 +106,7 @@ impl Exchange {
         self.sends.iter().filter(|parcel| parcel.peer != rank).map(|parcel| parcel.block.bytes()).sum()
     }
 
-    /// Whether every parcel's rank is one of so many, and its block lies in its buffer.
+    /// Checks that every parcel's rank is below the number of ranks, and that its block lies in its buffer.
     ///
     /// # Errors
     /// The first of which that is not so, as a fault of `rank`.
@@ -136,7 +138,7 @@ impl Exchange {
     }
 }
 
-/// Whether so many stretches lie in a buffer.
+/// Checks that a stretch for each rank lies in a buffer.
 ///
 /// # Errors
 /// Both sizes, as a fault of `rank`.
@@ -154,21 +156,22 @@ fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> R
 
 /// Ranks that compute together. Every rank makes the same calls in the same order.
 ///
-/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call succeeds. Nothing
-/// waits longer than the group's timeout.
+/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
+/// succeeds. Nothing waits longer than the group's timeout.
 pub trait Group: Send + Sync {
-    /// Which of them this one is.
+    /// Index of this rank.
     fn rank(&self) -> u32;
 
-    /// How many there are.
+    /// Number of ranks.
     fn size(&self) -> u32;
 
-    /// Where the buffers of an exchange lie.
+    /// Memory space of the buffers of an exchange.
     fn space(&self) -> MemorySpace;
 
-    /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the rank and the field
-    /// where some ranks plan anew and others run what was planned before, or run another call: at once where ranks wait for each
-    /// other on the host, later, by [`failure`](Self::failure), where they do not.
+    /// A call begins, of a plan whose ranks have agreed on these fields. A group that keeps them can name the
+    /// rank and the field where some ranks plan anew and others run what was planned before, or run another
+    /// call: at once where ranks wait for each other on the host, later, by [`failure`](Self::failure), where
+    /// they do not.
     ///
     /// # Errors
     /// The rank that is at another call, and the field that differs; as [`share`](Self::share).
@@ -177,11 +180,11 @@ pub trait Group: Send + Sync {
         Ok(())
     }
 
-    /// The call that has begun is over, whatever became of it. Ranks of a group in host memory wait for each other no longer than
-    /// the timeout in a whole call.
+    /// The call that has begun is over, whatever became of it. Ranks of a group in host memory wait for each
+    /// other no longer than the timeout in a whole call.
     fn ends(&self) {}
 
-    /// How many calls have begun; of a group that keeps no count 0 on every rank.
+    /// Number of calls that have begun; 0 on every rank if the group keeps no count.
     fn calls(&self) -> u64 {
         0
     }
@@ -195,8 +198,8 @@ pub trait Group: Send + Sync {
     /// Moves rows, in the order of `stream`; on the host they have moved when it returns.
     ///
     /// # Errors
-    /// As [`share`](Self::share); a rank or a buffer that is not there, a block outside its buffer; a rank that sends another
-    /// number of bytes.
+    /// As [`share`](Self::share); a rank or a buffer that is not there, a block outside its buffer; a rank
+    /// that sends another number of bytes.
     fn exchange(
         &self,
         exchange: &Exchange,
@@ -205,8 +208,8 @@ pub trait Group: Send + Sync {
         stream: &Stream,
     ) -> Result<()>;
 
-    /// Brings what each rank has to all, in place and in the order of `stream`: `all` has a stretch of so many bytes for each
-    /// rank, by rank, of which this rank's own is filled.
+    /// Brings what each rank has to all, in place and in the order of `stream`: `all` has a stretch of so
+    /// many bytes for each rank, by rank, of which this rank's own is filled.
     ///
     /// # Errors
     /// As [`exchange`](Self::exchange).
@@ -217,9 +220,10 @@ pub trait Group: Send + Sync {
         let block = |offset| Block { offset, rows: 1, row_bytes: bytes, stride: bytes };
         let (space, first) = (all.space(), all.as_mut_ptr());
         let place = |rank: u32| first.wrapping_add(at(rank) as usize);
-        // SAFETY: this rank's stretch, inside `all`, as was checked; it is borrowed as long as this is, and written by nobody.
+        // SAFETY: this rank's stretch lies inside `all`, as was checked. It is borrowed as long as this is,
+        // and nothing writes it.
         let own = unsafe { DevSlice::from_raw(space, place(rank), bytes, all.elem()) };
-        // Those of the ranks below and of those above.
+        // Stretches of the ranks below, and of the ranks above.
         let mut sinks = Vec::new();
         let mut exchange = Exchange::default();
         for ranks in [0..rank, rank + 1..size] {
@@ -247,12 +251,12 @@ pub trait Group: Send + Sync {
         u64::MAX
     }
 
-    /// How long a rank waits for another one.
+    /// Time that a rank waits for another one.
     fn timeout(&self) -> Duration {
         Duration::from_secs(60)
     }
 
-    /// What has gone wrong on any rank so far, as far as it is known here.
+    /// First failure of any rank, if this rank knows of one.
     fn failure(&self) -> Option<Error> {
         None
     }

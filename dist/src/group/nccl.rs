@@ -1,10 +1,11 @@
 //! Ranks that are GPUs, over a communicator of NCCL or RCCL: the caller's, or one of its own.
 //!
-//! Both libraries have the same symbols, so one loader serves; it is found when it is asked for. Rows go by sends and receives
-//! in one group a step, on the caller's stream; what every rank sends to all by one all-gather. What ranks say to each other on
-//! the host goes over a [`Host`] group, which also says who has failed: a thread then aborts the communicator, so that no kernel
-//! and no call waits for a rank that is gone. The same thread finds a rank that plans, or runs another call, where this one runs a call that
-//! was planned before: nobody would wait for it on the host.
+//! Both libraries have the same symbols, so one loader serves both; it loads a library at first use. Rows go
+//! by sends and receives, one NCCL group per step, on the caller's stream. Rows that every rank sends to all
+//! go by one all-gather. Messages between the hosts of the ranks go over a [`Host`] group, which also reports
+//! a failed rank: a thread then aborts the communicator, so that no kernel and no call waits for a rank that
+//! is gone. That thread also finds a rank that plans, or runs another call, while this rank runs a planned
+//! call: no host waits there and could find it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -31,7 +32,7 @@ struct UniqueId([u8; 128]);
 /// `ncclUint8`: rows are moved as bytes, whatever they hold.
 const BYTES: c_int = 1;
 
-/// What is called, of either library.
+/// Functions of either library.
 struct Api {
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     comm_init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> Status,
@@ -43,7 +44,7 @@ struct Api {
     recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> Status,
     all_gather: unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm, *mut c_void) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
-    /// Whose functions these are; none of a test's.
+    /// Library of these functions; `None` in a test.
     _library: Option<Library>,
 }
 
@@ -54,7 +55,7 @@ impl Api {
             path.map_or_else(|| names.iter().map(Path::new).collect(), |path| vec![path]);
         let mut said = Vec::new();
         for name in wanted {
-            // SAFETY: NCCL's and RCCL's initialisers ask nothing of who loads them.
+            // SAFETY: the initialisers of NCCL and RCCL have no requirements.
             match unsafe { Library::new(name) } {
                 // SAFETY: the types are those of nccl.h, which RCCL's functions of these names share.
                 Ok(library) => return unsafe { Self::of(library) }.map_err(|error| error.to_string()),
@@ -107,7 +108,8 @@ struct Held {
     ended: AtomicBool,
 }
 
-// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one that is stuck.
+// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
+// that is stuck.
 unsafe impl Send for Held {}
 // SAFETY: as above.
 unsafe impl Sync for Held {}
@@ -132,11 +134,12 @@ impl Held {
     }
 }
 
-/// How long what ends by itself may take: a call that queues, the library's own end of a communicator.
+/// Time limit for calls that end by themselves: a call that queues, or the library's own end of a
+/// communicator.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Calls the library about a communicator that this was the last to have, and waits for it no longer than this: a call that waits
-/// for a rank that is gone keeps its thread, and nobody else.
+/// Calls the library with the last reference to a communicator, and waits at most this long. A call that
+/// waits for a rank that is gone blocks its own thread alone.
 fn by(
     patience: Duration,
     api: &Arc<Api>,
@@ -144,7 +147,7 @@ fn by(
     comm: Comm,
 ) {
     struct Last(Comm);
-    // SAFETY: nobody else has it.
+    // SAFETY: this is the only reference.
     unsafe impl Send for Last {}
     let (api, comm) = (api.clone(), Last(comm));
     let (tell, told) = std::sync::mpsc::channel();
@@ -158,8 +161,9 @@ fn by(
     }
 }
 
-/// A rank on a GPU. Dropped, it leaves the group, and ends a communicator of its own together with the other ranks: no later than
-/// the group's timeout, after which, or where one has failed, the communicator is aborted.
+/// A rank on a GPU. Dropped, it leaves the group, and ends a communicator of its own together with the other
+/// ranks: no later than the group's timeout, after which, or where one has failed, the communicator is
+/// aborted.
 pub struct Nccl {
     control: Arc<Host>,
     api: Arc<Api>,
@@ -171,9 +175,9 @@ impl Nccl {
     /// Rows that one exchange moves at most: each is a send of its own.
     const MAX_ROWS: u64 = 1 << 16;
 
-    /// A communicator of its own for the ranks of `control`, on the device that is current on this thread: with one process a
-    /// GPU, the one that `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` leaves. The library at `path`, or NCCL or RCCL where
-    /// the system finds it.
+    /// A communicator of its own for the ranks of `control`, on the device that is current on this thread:
+    /// with one process a GPU, the one that `CUDA_VISIBLE_DEVICES` or `HIP_VISIBLE_DEVICES` leaves. The
+    /// library at `path`, or NCCL or RCCL where the system finds it.
     ///
     /// # Errors
     /// On every rank: the rank that has no library, or what it said.
@@ -204,15 +208,15 @@ impl Nccl {
         Ok(Self::with(control, api, comm, true))
     }
 
-    /// The caller's communicator, whose ranks are those of `control`. It is not destroyed here, and aborted only when a rank
-    /// has failed.
+    /// Uses the caller's communicator, whose ranks are those of `control`. It is not destroyed here, and
+    /// aborted only when a rank has failed.
     ///
     /// # Safety
-    /// `comm` is a live `ncclComm_t` of the library at `path`, with the ranks of `control`; it lives as long as the group, and
-    /// nobody uses it at the same time.
+    /// `comm` is a live `ncclComm_t` of the library at `path`, with the ranks of `control`. It lives as long
+    /// as the group, and nothing else uses it meanwhile.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Errors of [`new`](Self::new).
     pub unsafe fn from_raw(control: Host, path: Option<&Path>, comm: *mut c_void) -> Result<Self> {
         let rank = control.rank();
         let api = Api::load(path).map_err(|text| control.fail(Error::new(rank, "nccl", text)))?;
@@ -231,7 +235,8 @@ impl Nccl {
             let (control, api, held) = (control.clone(), api.clone(), held.clone());
             std::thread::Builder::new().name("fmha-nccl-watch".to_owned()).spawn(move || {
                 while !held.ended.load(Ordering::Acquire) {
-                    // Ranks that run wait for nobody on the host, so it is here that they find others at another call.
+                    // A rank that runs does not wait on the host for others, so a difference between calls is
+                    // found here.
                     if control.failure().is_none() {
                         control.tell();
                         control.judged().map(|error| control.fail(error));
@@ -247,7 +252,7 @@ impl Nccl {
         Self { control, api, held, watch: watch.ok() }
     }
 
-    /// Queues something, unless a rank has failed; what goes wrong all ranks hear of.
+    /// Queues work, unless a rank has failed. All ranks get the error if it fails.
     fn with_comm(&self, queue: impl FnOnce(Comm) -> Result<()>) -> Result<()> {
         if let Some(error) = self.control.failure() {
             return Err(self.fail(error));
@@ -284,13 +289,14 @@ impl Nccl {
         let mut first = Ok(());
         for (peer, buffer, offset, bytes) in rows(&exchange.sends) {
             let from = sources[buffer].skip(offset).as_ptr().cast();
-            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the stream is done.
+            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the
+            // stream is done.
             let status = unsafe { (self.api.send)(from, bytes as usize, BYTES, peer as c_int, comm, stream) };
             first = first.and(self.api.check(rank, "ncclSend", status));
         }
         for (peer, buffer, offset, bytes) in rows(&exchange.receives) {
             let to = sinks[buffer].skip(offset).as_mut_ptr().cast();
-            // SAFETY: as above, and nobody else touches it.
+            // SAFETY: as above, and nothing else touches the memory.
             let status = unsafe { (self.api.recv)(to, bytes as usize, BYTES, peer as c_int, comm, stream) };
             first = first.and(self.api.check(rank, "ncclRecv", status));
         }
@@ -313,7 +319,7 @@ impl Group for Nccl {
         MemorySpace::Device
     }
 
-    /// The thread that watches tells and compares.
+    /// Records the call alone: the watch thread sends and compares it.
     fn begins(&self, planned: &Arc<[(String, String)]>) -> Result<()> {
         self.control.note(planned);
         Ok(())
@@ -353,8 +359,8 @@ impl Group for Nccl {
         self.with_comm(|comm| {
             let to = all.as_mut_ptr();
             let own = to.wrapping_add((u64::from(rank) * bytes) as usize);
-            // SAFETY: `all` was checked: device memory of as many stretches as there are ranks, which lives until the stream is
-            // done, and which nobody else touches.
+            // SAFETY: `all` was checked: device memory of as many stretches as there are ranks. It lives
+            // until the stream is done, and nothing else touches it.
             let status = unsafe {
                 (self.api.all_gather)(
                     own.cast(),
@@ -387,8 +393,9 @@ impl Group for Nccl {
 }
 
 impl Drop for Nccl {
-    /// Ends a communicator of its own together with the other ranks: the library's end of one is a call of all ranks, which waits
-    /// for each. Where one has failed, or has not left within the timeout, it is aborted, which waits for nobody.
+    /// Ends an own communicator together with the other ranks: the library's call waits for all of them. If a
+    /// rank has failed, or has not left within the timeout, the communicator is aborted, which waits for no
+    /// rank.
     fn drop(&mut self) {
         if self.held.owned {
             let end = after(self.control.timeout());

@@ -18,8 +18,9 @@ pub struct BwdPlan {
 }
 
 impl BwdPlan {
-    /// As [`FwdPlan::new`](super::FwdPlan::new); gradients of type `dtype_grad`, and those of the sinks if they are wanted. Where dK
-    /// and dV are summed over ranks they are so in f32, and rounded once.
+    /// Plans a backward call as [`FwdPlan::new`](super::FwdPlan::new) plans a forward one, with gradients of
+    /// type `dtype_grad`, and those of the sinks if they are wanted. Sums of dK and dV over ranks are made in
+    /// f32, and rounded once.
     ///
     /// # Errors
     /// As [`FwdPlan::new`](super::FwdPlan::new).
@@ -35,7 +36,7 @@ impl BwdPlan {
         Ok(Self { planned, gradients })
     }
 
-    /// What was chosen, and why.
+    /// Scheme of the plan, and the reason.
     #[must_use]
     pub fn choice(&self) -> &Choice {
         &self.planned.choice

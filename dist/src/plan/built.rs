@@ -12,7 +12,7 @@ use crate::scheme::Scheme;
 pub(super) struct Built {
     pub(super) program: Program,
     pub(super) scratch: Vec<DevBuffer>,
-    /// Of each stream that attention is launched on.
+    /// Workspace of each stream that attention is launched on.
     pub(super) workspaces: [Option<DevBuffer>; 2],
 }
 
@@ -63,7 +63,8 @@ impl Built {
         Ok(Self { program, scratch, workspaces })
     }
 
-    /// What comes while its kernels run, and the buffers that other ranks write; or why it has none.
+    /// Keys that arrive while the kernels run, and the buffers that other ranks write; or the reason why
+    /// there are none.
     pub(super) fn coming(&self) -> Result<(Coming, Vec<&DevBuffer>), String> {
         let coming = self.program.coming.clone().ok_or("its program waits for no keys")?;
         let buffer = |buf| match buf {
@@ -79,7 +80,7 @@ fn alloc(device: &Device, bytes: u64) -> Result<DevBuffer, fmha::Error> {
     device.memory().alloc(bytes)
 }
 
-/// So many bytes of a buffer from `offset` on.
+/// Part of a buffer: `bytes` bytes from `offset` on.
 fn stretch(of: &DevBuffer, offset: u64, bytes: u64) -> DevBuffer {
     let space: MemorySpace = of.slice().space();
     let place = of.as_ptr().wrapping_add(offset as usize);

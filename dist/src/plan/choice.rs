@@ -1,4 +1,4 @@
-//! Which scheme serves, by the model of kernels and links.
+//! Choice of a scheme, by the model of kernels and links.
 
 use std::fmt;
 
@@ -10,15 +10,15 @@ use crate::model::{Estimate, estimate};
 use crate::problem::{Problem, Whole};
 use crate::scheme::{SCHEMES, Scheme, most_groups};
 
-/// What became of each scheme.
+/// Scheme of a plan, and the verdict on each scheme.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Choice {
     /// The one that serves.
     pub scheme: Scheme,
-    /// Why.
+    /// Reason for the choice.
     pub reason: String,
-    /// What each would cost, or why it does not take the problem.
+    /// Estimate of each scheme, or the reason why it does not take the problem.
     pub considered: Vec<(Scheme, Result<Estimate, String>)>,
 }
 
@@ -35,7 +35,8 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Which scheme a group of `ranks` would take for a problem, and what each would cost; nothing is planned or sent.
+/// Chooses the scheme that a group of `ranks` would use for a problem, and estimates every scheme. Nothing is
+/// planned or sent.
 ///
 /// # Errors
 /// What is wrong with the problem; of no scheme that takes it, each one's refusal.
@@ -46,10 +47,11 @@ pub fn choose(problem: &Problem, ranks: u32, backward: bool, options: &Options) 
     choose_for(&whole, backward, options)
 }
 
-/// Whether gathered keys should come while kernels wait for them, as far as problem and model say: no device has been asked.
+/// Whether gathered keys should arrive while kernels wait for them, by the problem and the model alone,
+/// without a device.
 ///
 /// # Errors
-/// Why not.
+/// The reason why not.
 pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Result<(), String> {
     if options.flags == Some(false) {
         return Err("flags false was asked for".to_owned());
@@ -80,7 +82,8 @@ pub(super) fn may_wait(whole: &Whole, backward: bool, options: &Options) -> Resu
     Ok(())
 }
 
-/// In how many groups heads should travel by Ulysses: as many as can be, or one, whichever the model has faster. Backward takes one.
+/// Number of groups in which heads travel in Ulysses: the largest possible number or one, whichever the model
+/// predicts to be faster. Backward uses one.
 pub(super) fn head_groups(whole: &Whole, backward: bool, options: &Options) -> u32 {
     let seconds = |head_groups| {
         let whole = Whole { head_groups, ..whole.clone() };
@@ -108,7 +111,7 @@ pub(super) fn choose_for(whole: &Whole, backward: bool, options: &Options) -> Re
     }
     let room = options.links.memory;
     let takers = || considered.iter().filter_map(|(scheme, outcome)| Some((*scheme, outcome.as_ref().ok()?)));
-    // What fits comes before what does not.
+    // Schemes that fit in memory come before schemes that do not.
     let cost = |estimate: &Estimate| (estimate.memory > room, estimate.seconds);
     let best = takers().min_by(|(_, a), (_, b)| {
         let ((a_is_over, a), (b_is_over, b)) = (cost(a), cost(b));
@@ -156,8 +159,8 @@ mod tests {
         may_wait(&zig_zag(tokens, 2).on_hosts(options.links.ranks_per_host), false, options)
     }
 
-    /// Of two ranks the second one's shorter queries are the second of four runs: they see the first run, which is the other
-    /// rank's, and its own. Of four, those of the last rank see the first three.
+    /// Shortest queries of the last rank. With two ranks they are the second of four runs: they see the first
+    /// run, which is the other rank's, and their own. With four ranks they see the first three runs.
     #[test]
     fn what_goes_home_behind_the_last_kernel_is_what_the_shortest_queries_see_of_others() {
         for (ranks, part) in [(2, 0.25), (4, 0.375)] {
@@ -168,7 +171,7 @@ mod tests {
             estimate(Scheme::Gather, &whole, true, &Links::default())
         };
         let (first, beside) = (seconds(false), seconds(true));
-        // Of 3 / 4 of dK and dV, half is beside the other kernels.
+        // Half of the 3 / 4 of dK and dV that go home overlaps with the other kernels.
         let hidden = first.transfer - (beside.seconds - beside.compute);
         let home = 8192.0 * 8.0 * 256.0 * 4.0 * 0.375 / Links::default().bytes_per_second;
         assert!(hidden > home, "{first}, {beside}");
@@ -198,7 +201,7 @@ mod tests {
             Problem::new(whole, Partition::replicated(1, 4)).keys(Partition::contiguous(1 << 20, 4));
         let whole = Whole::new(&problem, 0, 4).unwrap();
         let seconds = |queueing: &str| {
-            // Of a device that has rested.
+            // Rate of a device that has rested.
             let flops = 32.0 * 512.0 * f64::from(1 << 20) / (0.931e-3 * 1.2);
             let links = format!("latency = 16e-6\nfwd_flops = {flops}\n{queueing}").parse().unwrap();
             estimate(Scheme::Decode, &whole, false, &links).seconds
@@ -216,7 +219,7 @@ mod tests {
             let options = Options::default().links(links.parse().unwrap());
             head_groups(whole, backward, &options)
         };
-        // Of two ranks each has 4 kv heads, of 16 a half.
+        // Each of two ranks has 4 kv heads, each of 16 ranks half a head.
         let [two, many] = [2, 16].map(|ranks| zig_zag(262_144, ranks));
         assert_eq!(groups(&two, false, ""), 4);
         assert_eq!(groups(&two, false, "latency = 1"), 1);
@@ -289,7 +292,7 @@ mod tests {
         assert_eq!(costs(0), costs(1));
     }
 
-    /// Each rank beside each other one would be minutes.
+    /// The largest group is priced in time. A model that goes through all pairs of ranks would take minutes.
     #[test]
     fn as_many_ranks_as_a_group_may_have_are_priced() {
         let ranks = crate::group::MAX_RANKS;

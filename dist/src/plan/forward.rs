@@ -25,7 +25,7 @@ impl FwdPlan {
         Ok(Self { planned: Planned::new(problem, group, device, options, None)? })
     }
 
-    /// What was chosen, and why.
+    /// Scheme of the plan, and the reason.
     #[must_use]
     pub fn choice(&self) -> &Choice {
         &self.planned.choice

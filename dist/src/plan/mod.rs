@@ -1,4 +1,4 @@
-//! From a problem to a plan that runs.
+//! Steps from a problem to a plan that runs.
 //!
 //! ```text
 //!  Whole      the problem as this rank sees it                     problem/check.rs
@@ -10,7 +10,7 @@
 //!      │ run                   a call's tensors, checked           forward.rs, backward.rs
 //! ```
 //!
-//! What goes wrong on one rank all hear of: each of these steps ends by the ranks telling each other.
+//! If one rank fails, all ranks get the error: each of these steps ends with messages between all ranks.
 
 mod backward;
 mod built;

@@ -17,14 +17,14 @@ use crate::scheme::Scheme;
 
 /// A program with its buffers, on one rank.
 pub(super) struct Planned {
-    /// Where keys come that kernels wait for; dropped before the buffers.
+    /// Meeting for keys that kernels wait for; dropped before the buffers.
     meeting: Option<Meeting>,
-    /// Why gathered keys come before the kernels.
+    /// Reason why gathered keys come before the kernels.
     why_not: Option<String>,
     group: Arc<dyn Group>,
     pub(super) whole: Whole,
     gradients: Option<Gradients>,
-    /// What its ranks have agreed on, by field.
+    /// Fields on which all ranks have agreed.
     says: Arc<[(String, String)]>,
     pub(super) choice: Choice,
     built: Built,
@@ -51,7 +51,7 @@ impl Planned {
         };
         let (mut chosen, mut says) = choose(problem);
         if let Some(settled) = agreed(&*group, &says)? {
-            // A rank has heard what it is to compute, and chooses once more; the others wait for it.
+            // A rank that has just learned its problem chooses once more; the others wait for it.
             if problem.is_open() {
                 (chosen, says) = choose(&problem.clone().settled(&settled));
             }
@@ -70,7 +70,7 @@ impl Planned {
                     if options.flags == Some(true) {
                         return Err(group.fail(Error::new(rank, "flags", reason)));
                     }
-                    // With all of the keys before the kernels, and in their memory what was for the others'.
+                    // Builds again, with all keys before the kernels, in the memory of the first program.
                     whole.flags = false;
                     drop(built);
                     built = build(&whole);
@@ -87,7 +87,7 @@ impl Planned {
         Ok(Self { meeting, why_not, group, whole, gradients, says, choice, built, streams })
     }
 
-    /// Runs the program; what goes wrong on this rank, all ranks hear of.
+    /// Runs the program. If it fails on this rank, all ranks get the error.
     pub(super) fn run(
         &mut self,
         call: Result<Call<'_>>,
@@ -118,14 +118,14 @@ impl Planned {
         *scratch = buffers.into_scratch();
         ran.map_err(|error| self.group.fail(error))?;
         if self.group.space() == MemorySpace::Host && self.group.size() > 1 {
-            // No rank takes its output for a result while another one fails.
+            // Waits for all ranks: no rank uses its output while another one fails.
             self.group.share(&[])?;
         }
         Ok(())
     }
 
-    /// What a plan does not know: ranks that drop by other seeds do not compute one problem, nor do those with other slopes, sinks
-    /// or scales. What lies in a device's memory nobody here reads.
+    /// Values of a call that a plan does not know. Ranks with different dropout seeds, slopes, sinks or
+    /// scales do not compute one problem. Values in device memory are not read.
     fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
         let mut says = Vec::new();
         if self.whole.fwd.dropout.p_drop > 0.0 {
@@ -232,11 +232,11 @@ impl Planned {
     }
 }
 
-/// What a rank would have, before it knows that all mean the same.
+/// Plan of one rank, before the ranks have compared their problems.
 struct Chosen {
     whole: Whole,
     choice: Choice,
-    /// Of a gather, why its keys come before the kernels.
+    /// Reason why the keys of a gather come before the kernels.
     why_not: Option<String>,
 }
 
@@ -264,7 +264,7 @@ impl Chosen {
         Ok(Self { whole, choice, why_not })
     }
 
-    /// What all ranks must say alike, by field.
+    /// Texts that must be equal on all ranks, by field.
     fn says(
         &self,
         problem: &Problem,
@@ -280,12 +280,12 @@ impl Chosen {
             ("flags", format!("{}, {:?}", whole.flags, options.flags)),
             ("head_groups", whole.head_groups.to_string()),
             ("ranks_per_host", format!("{:?}", options.links.ranks_per_host)),
-            // Of Ulysses a rank's rows are computed by the others' kernels.
+            // Kernels of other ranks compute this rank's rows in Ulysses, so these must be equal.
             ("accuracy", kernels.accuracy.to_string()),
             ("batch_invariant", kernels.batch_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),
         ];
-        // Chosen by what it has still to hear: not to be compared yet.
+        // Fields chosen from values that other ranks still have to send: not compared yet.
         let of_choice = |field: &str| ["scheme", "flags", "head_groups"].contains(&field);
         let more = more.map(|(field, text)| {
             (field, if problem.is_open() && of_choice(field) { AS_OTHERS.to_owned() } else { text })
@@ -295,7 +295,8 @@ impl Chosen {
     }
 }
 
-/// f32 numbers that every rank has alike: the first of them to be read, and all by their hash, FNV-1a, which is that of any machine.
+/// Text of f32 numbers that must be equal on every rank: the first of them, and a hash of all (FNV-1a), which
+/// does not depend on the machine.
 fn numbers(bytes: &[u8]) -> String {
     let numbers =
         bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));

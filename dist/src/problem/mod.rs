@@ -1,6 +1,6 @@
-//! The whole problem, and who has what of it.
+//! The whole problem, and the rows of each rank.
 //!
-//! - [`Problem`]: as the caller says it.
+//! - [`Problem`]: the problem as the caller gives it.
 //! - [`Whole`]: checked, as one rank sees it; cut into the problems of [pieces](crate::partition::Piece).
 //! - [`Tensor`], [`LseRows`]: where rows lie in a tensor, and which blocks they are.
 
@@ -18,10 +18,11 @@ use crate::partition::Partition;
 
 /// Attention over a whole that no rank has: the problem of one device, and which rows each rank has.
 ///
-/// A rank's tensors are contiguous: Q and O `[batch, own rows, num_heads_q, head_dim]`, K and V `[batch, own rows,
-/// num_heads_kv, head_dim]`, LSE `[batch, num_heads_q, own rows]`; packed, the batch is no axis, and rows are those of the
-/// packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise bias is `[.., own queries, all keys]`.
-/// Operands that have no rows (ALiBi's slopes, sinks, descales) are the same on every rank.
+/// A rank's tensors are contiguous: Q and O `[batch, own rows, num_heads_q, head_dim]`, K and V `[batch, own
+/// rows, num_heads_kv, head_dim]`, LSE `[batch, num_heads_q, own rows]`; packed, the batch is no axis, and
+/// rows are those of the packed tensor. The strides of `whole` play no part, its bias' apart: an elementwise
+/// bias is `[.., own queries, all keys]`. Operands that have no rows (ALiBi's slopes, sinks, descales) are
+/// the same on every rank.
 ///
 /// ```
 /// use fmha::{DType, Dims, FwdProblem, MaskSpec};
@@ -37,21 +38,21 @@ use crate::partition::Partition;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Problem {
-    /// What one device would compute.
+    /// Problem of one device with all rows.
     pub whole: FwdProblem,
-    /// Who has which queries.
+    /// Ranks that have each query.
     pub q: Partition,
-    /// Who has which keys.
+    /// Ranks that have each key.
     pub k: Partition,
     /// Packed: the first row of each sequence of queries, and the end.
     pub cu_seqlens_q: Option<Vec<u32>>,
     /// Packed: the first row of each sequence of keys, and the end.
     pub cu_seqlens_k: Option<Vec<u32>>,
-    /// What `whole` cannot say on this rank, which has no queries.
+    /// Fields that `whole` cannot give on this rank, because it has no queries.
     as_others: AsOthers,
 }
 
-/// Which operands of queries a rank without queries takes as the other ranks have them.
+/// Operands of queries that a rank without queries takes from the other ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct AsOthers {
     lse: bool,
@@ -86,20 +87,21 @@ impl Problem {
         self
     }
 
-    /// Whether LSE is written, and whether there is an elementwise bias, are as the other ranks have them: for a rank without
-    /// queries, whose tensors of no elements may have no address to tell it by. Where no rank says it, as `whole` has them.
+    /// Takes from the other ranks whether LSE is written and whether there is an elementwise bias. For a rank
+    /// without queries: its empty tensors may have no address that shows it. If no rank knows, `whole`
+    /// decides.
     #[must_use]
     pub fn as_others(mut self, lse: bool, bias: bool) -> Self {
         self.as_others = AsOthers { lse, bias };
         self
     }
 
-    /// Whether this rank has to hear of others what it computes.
+    /// Whether this rank needs other ranks' answers to know what it computes.
     pub(crate) fn is_open(&self) -> bool {
         self.as_others != AsOthers::default()
     }
 
-    /// With what the ranks have settled, by field.
+    /// Sets the fields that the ranks have agreed on.
     pub(crate) fn settled(mut self, fields: &[(String, String)]) -> Self {
         let said = |name: &str| fields.iter().find(|(field, _)| field == name).map(|(_, text)| text.as_str());
         if self.as_others.lse && said("write_lse") != Some(AS_OTHERS) {
@@ -123,7 +125,7 @@ impl Problem {
         self
     }
 
-    /// What every rank must say alike, field by field.
+    /// Texts that must be equal on every rank, field by field.
     pub(crate) fn description(&self) -> Vec<(String, String)> {
         let whole = &self.whole;
         let dims = whole.dims;
@@ -161,7 +163,7 @@ impl Problem {
 
 fn bias_words(bias: Bias) -> String {
     match bias {
-        // Its strides are the rank's own.
+        // The strides of the bias belong to this rank.
         Bias::Elementwise(bias) => format!("{} {:?}", bias.dtype, bias.broadcast),
         bias => format!("{bias:?}"),
     }

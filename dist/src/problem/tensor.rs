@@ -1,4 +1,4 @@
-//! Where rows lie in a tensor.
+//! Places of rows in a tensor.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use fmha::{DType, Strides};
 use crate::group::Block;
 use crate::partition::Piece;
 
-/// Which of the tensors: its rows are queries' or keys', and as long as those products need.
+/// Kind of tensor: its rows belong to queries or keys, and have the length that the products need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Q,
@@ -45,7 +45,7 @@ impl Tensor {
         u64::from(self.batch) * u64::from(self.rows) * self.row_bytes()
     }
 
-    /// Where a row of the first sequence begins.
+    /// Offset of a row of the first sequence.
     pub(crate) fn at(&self, row: u32) -> u64 {
         u64::from(row) * self.row_bytes()
     }
@@ -56,7 +56,7 @@ impl Tensor {
         Strides { batch: seq * rows, seq, head, dim: 1 }
     }
 
-    /// All of it.
+    /// Whole tensor.
     pub(crate) fn block(&self) -> Block {
         Block { offset: 0, rows: 1, row_bytes: self.bytes(), stride: self.bytes() }
     }
@@ -71,7 +71,7 @@ impl Tensor {
         }
     }
 
-    /// The same of some heads: a block for each sequence.
+    /// Rows of some heads: a list with one block for each sequence.
     pub(crate) fn rows_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let stride = self.row_bytes();
         let block = |sequence: u32| Block {
@@ -93,7 +93,7 @@ pub(crate) struct LseRows {
 }
 
 impl LseRows {
-    /// Of a piece of queries alone.
+    /// LSE rows of one piece of queries.
     pub(crate) fn of_piece(q: &Piece, heads: u32) -> Self {
         Self { batch: q.num_sequences(), heads, rows: q.rows() }
     }
@@ -111,7 +111,8 @@ impl LseRows {
         vec![Block { rows, ..self.block(row, count, 0) }]
     }
 
-    /// The same, a block for each sequence whatever the heads: rows that another rank has of more heads.
+    /// Rows of some heads, one block for each sequence even for all heads: the blocks of a rank whose LSE has
+    /// more heads are divided so.
     pub(crate) fn blocks_of_heads(&self, row: u32, count: u32, heads: &Range<u32>) -> Vec<Block> {
         let first = |sequence| u64::from(sequence) * u64::from(self.heads) + u64::from(heads.start);
         let rows = u64::from(heads.end - heads.start);

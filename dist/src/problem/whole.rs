@@ -13,11 +13,12 @@ pub(crate) struct Whole {
     pub(crate) fwd: FwdProblem,
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
-    /// Neighbours whose links are faster than those to the others; `ranks`, where all are alike.
+    /// Number of neighbouring ranks with links faster than those to other ranks; `ranks` if all links are
+    /// equal.
     pub(crate) ranks_per_host: u32,
     /// Gathered keys come while the kernels run, which wait for each piece's flag.
     pub(crate) flags: bool,
-    /// In how many groups the heads of a rank travel, by Ulysses.
+    /// Number of groups in which the heads of a rank travel, in Ulysses.
     pub(crate) head_groups: u32,
     /// Rows that an exchange of the group may have at most.
     pub(crate) most_rows: u64,
@@ -41,14 +42,14 @@ impl Heads {
         self.kv.end - self.kv.start
     }
 
-    /// Those of a tensor.
+    /// Heads of a tensor.
     pub(crate) fn of(&self, kind: Kind) -> Range<u32> {
         if kind.is_of_queries() { self.q.clone() } else { self.kv.clone() }
     }
 }
 
 impl Whole {
-    /// With so many ranks to a host; `None`: all.
+    /// Sets the number of ranks on a host; `None`: all ranks.
     pub(crate) fn on_hosts(mut self, ranks_per_host: Option<u32>) -> Self {
         self.ranks_per_host = ranks_per_host.unwrap_or(self.ranks).max(1);
         self
@@ -58,7 +59,7 @@ impl Whole {
         Heads { q: 0..self.fwd.dims.num_heads_q, kv: 0..self.fwd.dims.num_heads_kv }
     }
 
-    /// How many keys each query of a piece sees, of a piece of the same sequences.
+    /// Numbers of keys that each query of a piece sees in a piece of the same sequences.
     fn seen(&self, q: &Piece, k: &Piece) -> impl Iterator<Item = usize> {
         let (rows, keys) = (q.rows(), k.rows());
         let band = self.part(q, k, &self.all_heads()).band(rows, keys);
@@ -126,25 +127,25 @@ impl Whole {
         }
     }
 
-    /// Whose rows a tensor has.
+    /// Axis whose rows a tensor has: queries or keys.
     pub(crate) fn axis(&self, kind: Kind) -> &Axis {
         if kind.is_of_queries() { &self.q } else { &self.k }
     }
 
-    /// So many rows of a tensor, a rank's or the whole's.
+    /// Tensor of `rows` rows, a rank's or the whole's.
     pub(crate) fn tensor(&self, kind: Kind, rows: u32, heads: u32, dtype: DType) -> Tensor {
         let dims = self.fwd.dims;
         let dim = if matches!(kind, Kind::Q | Kind::K) { dims.head_dim_qk } else { dims.head_dim_v };
         Tensor { batch: self.axis(kind).tensor_batch(), rows, heads, dim, dtype }
     }
 
-    /// What `rank` has of a tensor of the call.
+    /// Part of a tensor of the call that `rank` has.
     pub(crate) fn tensor_of(&self, kind: Kind, rank: u32, dtype: DType) -> Tensor {
         let heads = self.all_heads().of(kind);
         self.tensor(kind, self.axis(kind).partition.rows_of(rank), heads.end - heads.start, dtype)
     }
 
-    /// What one device would have of it, with so many heads.
+    /// Tensor of the call on one device that had all rows, with `heads` heads.
     pub(crate) fn tensor_of_all(&self, kind: Kind, heads: u32, dtype: DType) -> Tensor {
         self.tensor(kind, self.axis(kind).partition.rows(), heads, dtype)
     }
@@ -154,18 +155,18 @@ impl Whole {
         Tensor { batch: piece.num_sequences(), ..self.tensor(kind, piece.rows(), heads, dtype) }
     }
 
-    /// This rank's LSE.
+    /// LSE of this rank.
     pub(crate) fn own_lse(&self) -> LseRows {
         let (batch, rows) = (self.q.tensor_batch(), self.q.partition.rows_of(self.rank));
         LseRows { batch, heads: self.fwd.dims.num_heads_q, rows }
     }
 
-    /// The LSE that one device would have, with so many heads.
+    /// LSE of one device with all rows, with `heads` heads.
     pub(crate) fn lse_of_all(&self, heads: u32) -> LseRows {
         LseRows { batch: self.q.tensor_batch(), heads, rows: self.q.partition.rows() }
     }
 
-    /// Where the operands of the score that have no rows of their own begin for these sequences and heads, in bytes.
+    /// Offsets in bytes of the score's operands without rows, for these sequences and heads.
     pub(crate) fn score_offsets(&self, q: &Piece, k: &Piece, heads: &Heads) -> ScoreOffsets {
         let dims = self.fwd.dims;
         let sequence = u64::from(q.sequences.start);

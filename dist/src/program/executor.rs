@@ -1,4 +1,4 @@
-//! How a program's steps are taken.
+//! Execution of a program's steps.
 
 use fmha::{
     Arrivals, BwdArgs, CombineArgs, DevBuffer, DevSlice, FwdArgs, FwdProblem, PartialResult, ScoreArgs,
@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::problem::ScoreOffsets;
 
-/// Where steps run.
+/// Environment in which steps run.
 pub(crate) struct Executor<'a> {
     pub(crate) group: &'a dyn Group,
     pub(crate) stream: &'a Stream,
     pub(crate) streams: Option<&'a Streams>,
     pub(crate) score: ScoreArgs<'a>,
-    /// Where keys come that kernels wait for.
+    /// Meeting for keys that kernels wait for.
     pub(crate) meeting: Option<&'a Meeting>,
 }
 
@@ -112,7 +112,8 @@ impl Executor<'_> {
         match step {
             Step::Send => {
                 meeting.send(address, stream)?;
-                // An emulated device does at once what is queued, and nothing comes while a kernel runs: before one all have sent.
+                // An emulated device does at once what is queued, and nothing comes while a kernel runs:
+                // before one all have sent.
                 if !stream.device().has_clock() {
                     self.group.share(&[])?;
                 }

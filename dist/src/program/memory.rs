@@ -38,7 +38,7 @@ pub(crate) struct Buffers<'a> {
 }
 
 impl<'a> Buffers<'a> {
-    /// Those of the call, by [`Buf`], and scratch.
+    /// Collects the buffers of the call, by [`Buf`], and scratch.
     pub(crate) fn new(call: impl IntoIterator<Item = (Buf, Memory<'a>)>, scratch: Vec<DevBuffer>) -> Self {
         let mut all: Vec<Memory<'a>> = (0..CALLS).map(|_| Memory::Absent).collect();
         for (buf, memory) in call {

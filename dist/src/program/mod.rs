@@ -1,4 +1,5 @@
-//! What a scheme becomes: [steps](Step) over numbered [buffers](Buf), made once when all ranks plan, and how they run.
+//! Programs of schemes: [steps](Step) over numbered [buffers](Buf), made once when all ranks plan, and their
+//! execution.
 //!
 //! ```text
 //!  Program     steps in their order, and the scratch that they need
@@ -42,7 +43,7 @@ pub(crate) enum Buf {
     Scratch(usize),
 }
 
-/// How many buffers of a call there are.
+/// Number of buffers of a call.
 const CALLS: usize = 10;
 
 impl Buf {
@@ -79,19 +80,21 @@ pub(crate) struct Backward {
 }
 
 pub(crate) enum Step {
-    /// This rank's keys go, piece by piece, to where other ranks' kernels wait for them.
+    /// Sends this rank's keys, piece by piece, to the buffers where other ranks' kernels wait for them.
     Send,
-    /// This rank's own keys go to their places among them.
+    /// Copies this rank's own keys to their places among the arriving ones.
     Fill { sinks: [Buf; 2] },
-    /// What has come was read: the next run may send again.
+    /// Allows the next run to send again, because the arrived keys have been read.
     Release { sinks: Vec<Buf> },
-    /// dK and dV that no later kernel changes go to where their owners add them, behind so many kernels.
+    /// Sends dK and dV that no later kernel changes to their owners, which add them. `step` is the number of
+    /// kernels before.
     SendHome { step: usize, sources: [Buf; 2] },
-    /// Those of this rank's keys are here.
+    /// Waits until the gradients of this rank's keys have arrived.
     AwaitHome { sinks: [Buf; 2] },
     /// Rows move between ranks.
     Exchange { exchange: Exchange, sources: Vec<Buf>, sinks: Vec<Buf> },
-    /// Each rank's stretch of a buffer goes to all: `own` lie in this rank's, of so many bytes, `others` in those of the others.
+    /// Gathers each rank's stretch of a buffer on all ranks. `own` lie in this rank's stretch of `bytes`
+    /// bytes, `others` in the others'.
     AllGather { all: Buf, bytes: u64, own: Vec<Buf>, others: Vec<Buf> },
     /// Attention of some queries over some keys: Q, K and V; O; LSE.
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },
@@ -107,7 +110,7 @@ pub(crate) enum Step {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scratch {
     pub(crate) bytes: u64,
-    /// Of one that is a stretch of another one: which, and where it begins.
+    /// Buffer that this one is a part of, and where the part begins; `None` for a buffer of its own.
     pub(crate) within: Option<(usize, u64)>,
 }
 
@@ -116,9 +119,9 @@ pub(crate) struct Program {
     pub(crate) steps: Vec<Step>,
     pub(crate) scratch: Vec<Scratch>,
     pub(crate) workspace: u64,
-    /// Of keys that kernels wait for.
+    /// Keys that arrive while kernels wait for them.
     pub(crate) coming: Option<Coming>,
-    /// Whether forward launches take turns on two streams.
+    /// Whether forward launches alternate between two streams.
     pub(crate) takes_turns: bool,
     pub(crate) ranks: u32,
 }
@@ -152,7 +155,7 @@ impl Step {
     fn touches(&self) -> (Vec<Buf>, Vec<Buf>) {
         let bufs = |places: &[At]| places.iter().map(|at| at.0).collect::<Vec<_>>();
         match self {
-            // Other ranks write the buffers that come; those who read them wait for flags.
+            // Other ranks write the buffers that arrive; readers wait for flags.
             Step::Send => (vec![Buf::K, Buf::V], vec![]),
             Step::Fill { sinks } => (vec![Buf::K, Buf::V], sinks.to_vec()),
             Step::Release { sinks } => (vec![], sinks.clone()),

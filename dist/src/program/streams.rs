@@ -1,4 +1,4 @@
-//! On which stream each step is, and which steps of other streams it waits for.
+//! Stream of each step, and the steps of other streams that it waits for.
 //!
 //! ```text
 //!  moving   K V of others ─┐
@@ -6,8 +6,8 @@
 //!  second                  └─► attend, queries of run 0 ─┘
 //! ```
 //!
-//! A step waits for the last one of each other stream that wrote what it touches, or read what it writes, and for no other;
-//! nothing waits on the host.
+//! A step waits for the last one of each other stream that wrote what it touches, or read what it writes, and
+//! for no other; nothing waits on the host.
 
 use fmha::{Device, Event, Stream};
 
@@ -17,8 +17,8 @@ use super::{Buf, CALLS, Program, Step};
 const CALLER: usize = 0;
 /// The one on which rows move.
 pub(super) const MOVING: usize = 1;
-/// The one that has every second launch of attention, so that where two do not wait for each other, the last tiles of one leave
-/// no processor idle.
+/// The one that has every second launch of attention, so that where two do not wait for each other, the last
+/// tiles of one leave no processor idle.
 pub(super) const SECOND: usize = 2;
 const STREAMS: usize = 3;
 
@@ -26,16 +26,18 @@ const STREAMS: usize = 3;
 pub(crate) struct Streams {
     moving: Stream,
     second: Stream,
-    /// The caller's stream has got so far before the run; none where each other stream's first step waits for one of its steps.
+    /// The caller's stream has got so far before the run; none where each other stream's first step waits for
+    /// one of its steps.
     begun: Option<Event>,
-    /// Of each step that another stream waits for.
+    /// Events of the steps that another stream waits for.
     done: Vec<Option<Event>>,
     turns: Vec<Turn>,
 }
 
 impl Streams {
-    /// For a program on this device; none where work is done at return, where there is one rank, or where each step waits for the
-    /// one before: all are then on the caller's stream, and there is no event for the host to queue.
+    /// Makes the streams for a program on this device. `None` where work is done at return, where there is
+    /// one rank, or where each step waits for the one before: all steps are then on the caller's stream, and
+    /// the host queues no event.
     pub(crate) fn new(device: &Device, program: &Program) -> Result<Option<Self>, fmha::Error> {
         if !device.has_streams() || program.ranks == 1 || is_one_behind_another(program) {
             return Ok(None);
@@ -50,7 +52,7 @@ impl Streams {
         Ok(Some(Self { moving, second, begun, done, turns }))
     }
 
-    /// What the caller's stream has before the run is before all steps.
+    /// Orders all steps after the work that the caller's stream has before the run.
     pub(super) fn begin(&self, caller: &Stream) -> Result<(), fmha::Error> {
         let Some(begun) = &self.begun else { return Ok(()) };
         begun.record(caller)?;
@@ -102,7 +104,7 @@ struct Last {
     read: [Option<usize>; STREAMS],
 }
 
-/// Which stream a step has, and which steps of other streams it waits for.
+/// Stream of a step, and the steps of other streams that it waits for.
 pub(super) struct Turn {
     pub(super) stream: usize,
     pub(super) after: Vec<usize>,
@@ -113,8 +115,8 @@ pub(super) fn is_rewritten(buf: &&Buf) -> bool {
     !matches!(buf, Buf::O | Buf::Lse)
 }
 
-/// Whether each step waits for the one before, so that no two could run beside each other. Where keys come while kernels run,
-/// other ranks' steps do.
+/// Whether each step waits for the one before, so that no two steps could overlap. If keys arrive while
+/// kernels run, steps of other ranks overlap.
 pub(super) fn is_one_behind_another(program: &Program) -> bool {
     let waits = |pair: &[Step]| {
         let ((read, wrote), (reads, writes)) = (pair[0].touches(), pair[1].touches());
@@ -130,12 +132,13 @@ pub(super) fn begins_with_the_run(turns: &[Turn], stream: usize) -> bool {
     first.is_some_and(|first| first.after.iter().all(|&before| turns[before].stream != CALLER))
 }
 
-/// A step waits for the last one of each other stream that wrote what it touches, or read what it writes, unless its own stream
-/// has waited for that one or a later one before. The last turn is the end of the run, behind all streams.
+/// Stream and dependencies of each step. A step waits for the last step of each other stream that wrote what
+/// it touches, or read what it writes, unless its own stream has already waited for that step or a later one.
+/// The last entry is the end of the run, after all streams.
 pub(super) fn turns(program: &Program) -> Vec<Turn> {
     let mut last = vec![Last::default(); CALLS + program.scratch.len()];
     let mut launches = 0u32;
-    // Of each stream, up to which step of each other one it is behind.
+    // Last step of each other stream that a stream has waited for.
     let mut behind = [[None; STREAMS]; STREAMS];
     let mut ends = [None; STREAMS];
     let mut waits = move |stream: usize, before: [Option<usize>; STREAMS]| -> Vec<usize> {

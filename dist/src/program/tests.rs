@@ -1,4 +1,4 @@
-//! What steps wait for, and what ranks send each other.
+//! Dependencies of steps, and messages between ranks.
 
 use fmha::{Backend, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
@@ -55,14 +55,14 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
     for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
         for rank in 0..4 {
             let whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
-            // Of Ulysses heads come in groups, or at once.
+            // Heads of Ulysses come in groups, or at once.
             for head_groups in [1, 2] {
                 let whole = Whole { head_groups, ..whole.clone() };
                 let mut forward = scheme.forward(&whole, &device, &options).unwrap();
                 let in_groups = scheme == Scheme::Ulysses && head_groups > 1;
                 assert_eq!(forward.takes_turns, scheme == Scheme::Gather || in_groups);
                 is_ordered(&forward);
-                // What goes first are rows that the caller's stream has before the run.
+                // Rows that go first are in memory before the run, on the caller's stream.
                 assert!(begins_with_the_run(&turns(&forward), MOVING), "{scheme}");
                 forward.takes_turns = true;
                 let second = turns(&forward).iter().filter(|turn| turn.stream == SECOND).count();
@@ -78,8 +78,8 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
     }
 }
 
-/// Of a step of decoding each part waits for the one before: no stream but the caller's, and so no event. Of a rank with two
-/// runs of keys their kernels wait for nobody.
+/// Each part of a decoding step waits for the part before it, so the step uses the caller's stream alone, and
+/// no event. The kernels of a rank with two runs of keys do not wait for each other.
 #[test]
 fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
     let dims = Dims {
@@ -120,12 +120,13 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
             assert_eq!(kinds, ["forward", "all-gather", "combine"], "{rank}");
         }
         assert_eq!(is_one_behind_another(&program), rank != 2);
-        // Where there are streams, the exchange waits for a step of the caller's, and not for the run's beginning.
+        // The exchange waits for a step on the caller's stream, if there are streams, and not for the
+        // beginning of the run.
         assert!(!begins_with_the_run(&turns(&program), MOVING));
     }
 }
 
-/// What ranks send to each other and expect of each other, a message for each row, as the GPUs' group has it.
+/// Messages that ranks send and expect, one for each row, as in the GPUs' group.
 #[test]
 fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
     let device = Device::open(Backend::Cpu).unwrap();
@@ -171,7 +172,7 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
                     })
                     .collect();
                 let what = format!("case {number}, {scheme}, backward: {backward}");
-                // By rank and peer, of all exchanges.
+                // Messages by rank and peer, of all exchanges.
                 let messages = |rank: u32, peer: u32, sent: bool| -> Vec<u64> {
                     let steps = programs[rank as usize].steps.iter();
                     let exchanges = steps.filter_map(|step| match step {
@@ -193,7 +194,8 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
     }
 }
 
-/// As many as a GPU's kernel takes: of dK and dV one of each rank, of the sinks' gradient one of each sequence.
+/// Most parts of a merge: as many as a GPU's kernel takes. dK and dV have one for each rank, the gradient of
+/// the sinks one for each sequence.
 #[test]
 fn no_merge_has_more_parts_than_every_device_takes() {
     assert_eq!(MAX_PARTS as usize, fmha_core::abi::MAX_PARTS);

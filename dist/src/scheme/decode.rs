@@ -1,6 +1,7 @@
-//! Decode: every rank has all queries and a part of the cache. Each attends to its part; O and LSE go to all in one exchange,
-//! and each merges them in the order of the ranks, so that all have the same bits. Both lie side by side in one buffer with those
-//! of the others, so that they are one all-gather and no message to and from each rank.
+//! Decode: every rank has all queries and a part of the cache. Each attends to its part; O and LSE go to all
+//! in one exchange, and each merges them in the order of the ranks, so that all have the same bits. Both lie
+//! side by side in one buffer with those of the others, so that they are one all-gather and no message to and
+//! from each rank.
 //!
 //! ```text
 //!  rank 0   Q x K0 V0 ─► O, LSE ─┐          ┌─► merge in rank order ─► O

@@ -59,14 +59,14 @@ fn gather(b: &mut Builder<'_>, order: Order) -> Result<Operands> {
     Ok(Operands { q: b.own(Kind::Q), k, v, arrivals: 0 })
 }
 
-/// Which keys kernels read first: forward, a tile's last ones; backward, the sequence's first ones.
+/// Keys that kernels read first: forward, the last keys of a tile; backward, the first keys of the sequence.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     LastFirst,
     FirstFirst,
 }
 
-/// The same, in pieces for which the kernels wait.
+/// Pieces of K and V that arrive while the kernels run, which wait for them.
 fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
     let own = [b.own(Kind::K), b.own(Kind::V)];
     let row_bytes = own.iter().map(|held| held.rows(0, 1).1.bytes()).sum();
@@ -74,7 +74,7 @@ fn coming(b: &Builder<'_>, all: [Held; 2], order: Order) -> Result<Coming> {
     let rows = |own_row: u32, whole_row: u32, count: u32| {
         [0, 1].map(|of| Rows { from: own[of].rows(own_row, count), to: all[of].rows(whole_row, count) })
     };
-    // A piece is needed by whom its run is needed.
+    // A rank needs a piece if it needs the run of the piece.
     let mut runs: Vec<(Range<u32>, Vec<bool>)> = Vec::new();
     for owner in 0..b.ranks() {
         for run in b.keys_of(owner) {
@@ -124,8 +124,9 @@ fn pairs(b: &Builder<'_>) -> Vec<(Piece, Piece)> {
 pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
     let operands = gather(b, Order::LastFirst)?;
     let (heads, out) = (b.whole.all_heads(), (b.own(Kind::O), b.own_lse()));
-    // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its tiles begin with
-    // keys that are here under a causal mask, and each run's way takes as long as a tile has to do with the one before.
+    // The longest launch first, and two side by side: the last tiles of one leave processors to the next. Its
+    // tiles begin with keys that are here under a causal mask, and each run's way takes as long as a tile has
+    // to do with the one before.
     b.take_turns();
     for (q, keys) in pairs(b) {
         b.forward_into((&q, &keys), &heads, &operands, (q.row, keys.whole_row), out)?;
@@ -139,7 +140,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     let operands = gather(b, Order::FirstFirst)?;
     let given = b.own_given();
     let [dk, dv] = [Kind::K, Kind::V].map(|kind| hold_all(b, kind, DType::F32));
-    // The longest kernel first: most of what it gives others goes home beside the shorter ones.
+    // The longest kernel comes first: most of its gradients go home while the shorter ones run.
     let pairs = pairs(b);
     let home = b.whole.flags.then(|| home(b, [dk, dv], &pairs));
     if let Some((home, _)) = &home {
@@ -190,7 +191,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients) -> Result<()> {
     Ok(())
 }
 
-/// Every rank's part of dK and dV goes to the owner of the keys, who adds the parts in the order of the ranks.
+/// Sends every rank's part of dK and dV to the owner of the keys, which adds the parts in rank order.
 fn bring_home(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], dtype: DType) -> Result<()> {
     let own = b.keys_of(b.rank());
     let mut moves = Moves::default();
@@ -216,7 +217,7 @@ struct Slot {
     of: u32,
     kind: Kind,
     held: Held,
-    /// Of its first byte in the buffer.
+    /// Offset of the slot's first byte in the buffer.
     offset: u64,
 }
 
@@ -227,7 +228,8 @@ impl Slot {
     }
 }
 
-/// The owner adds the parts of its keys' dK and dV in the order of the ranks; its own, if it has no slot, from where it is.
+/// The owner adds the parts of its keys' dK and dV in the order of the ranks; its own, if it has no slot,
+/// from where it is.
 fn add_up(b: &mut Builder<'_>, grads: [(Kind, Held, Buf); 2], slots: &[Slot], dtype: DType) -> Result<()> {
     for (kind, sum, buf) in grads {
         let out = b.own_as(buf, kind, dtype);
@@ -261,7 +263,8 @@ fn seen(whole: &Whole, q: &Piece) -> Vec<Range<u32>> {
     merged
 }
 
-/// How this rank's parts of dK and dV go to the owners of the keys beside its kernels, and where others' come to.
+/// Plan by which this rank's parts of dK and dV go to the owners of the keys while its kernels run, and the
+/// slots for the parts of other ranks.
 fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Home, Vec<Slot>) {
     let kinds = [Kind::K, Kind::V];
     // A slot for each rank, in their order.

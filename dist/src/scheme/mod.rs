@@ -1,5 +1,5 @@
-//! Who computes what, and what travels. Each scheme is a file, and says its steps once: `forward` and `backward` share the
-//! exchange of keys and values.
+//! Schemes: which rank computes what, and what moves between ranks. Each scheme is a file that gives its
+//! steps once: `forward` and `backward` share the exchange of keys and values.
 
 mod decode;
 mod gather;
@@ -18,15 +18,17 @@ use crate::error::{Error, Result};
 use crate::problem::{Gradients, Whole};
 use crate::program::Program;
 
-/// How attention goes over ranks.
+/// Distribution of attention over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheme {
-    /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the bits of one
-    /// device wherever a row's bits do not depend on how many rows a call has. Memory: the whole K and V.
+    /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the
+    /// bits of one device wherever a row's bits do not depend on how many rows a call has. Memory: the whole
+    /// K and V.
     Gather,
     /// Keys and values go round; each rank attends to those it has, and merges. Memory: two ranks' K and V.
     Ring,
-    /// Keys and values are gathered inside a host and go round hosts, whose links are slower. Memory: two hosts' K and V.
+    /// Keys and values are gathered inside a host and go round hosts, whose links are slower. Memory: two
+    /// hosts' K and V.
     Mixed,
     /// Heads travel: every rank has some heads of all rows. The bits of one device; as many ranks as heads divide into.
     Ulysses,
@@ -34,7 +36,7 @@ pub enum Scheme {
     Decode,
 }
 
-/// All of them, as a planner tries them.
+/// All schemes, in the order in which a planner tries them.
 pub const SCHEMES: [Scheme; 5] =
     [Scheme::Gather, Scheme::Ulysses, Scheme::Ring, Scheme::Mixed, Scheme::Decode];
 
@@ -51,7 +53,8 @@ impl Scheme {
         }
     }
 
-    /// Whether a forward call's results have the bits of one device, whatever the number of ranks, in `batch_invariant` mode.
+    /// Whether a forward call's results have the bits of one device, whatever the number of ranks, in
+    /// `batch_invariant` mode.
     #[must_use]
     pub const fn has_bits_of_one_device(self) -> bool {
         matches!(self, Self::Gather | Self::Ulysses)

@@ -1,5 +1,5 @@
-//! Ring: keys and values go round, and each rank attends to those it has. Mixed: they go round hosts, and are gathered inside
-//! each.
+//! Ring: keys and values go round, and each rank attends to those it has. Mixed: they go round hosts, and are
+//! gathered inside each.
 //!
 //! ```text
 //!  ring                                         mixed: two hosts of two ranks
@@ -9,12 +9,12 @@
 //!  2     K1 V1      K2 V2      K0 V0
 //! ```
 //!
-//! While a rank attends, its K and V go to the next rank, of the next host: each link between hosts carries one rank's share.
-//! Backward, dK and dV follow a step behind, and go home after the last.
+//! While a rank attends, its K and V go to the next rank, of the next host: each link between hosts carries
+//! one rank's share. Backward, dK and dV follow a step behind, and go home after the last.
 //!
-//! Partial O and LSE are merged in f32 in the order in which keys come; a sink enters last, as a part of no keys. dK and dV
-//! travel in f32 behind their keys, each rank adds its part (mixed: each host, in the order of its ranks), and the owner rounds
-//! once.
+//! Partial O and LSE are merged in f32 in the order in which keys come; a sink enters last, as a part of no
+//! keys. dK and dV travel in f32 behind their keys, each rank adds its part (mixed: each host, in the order
+//! of its ranks), and the owner rounds once.
 
 use fmha::DType;
 
@@ -42,7 +42,7 @@ impl Hosts {
         self.rank / self.size
     }
 
-    /// Whose keys this host attends to at a step.
+    /// Host whose keys this host attends to at a step.
     fn owner(self, step: u32) -> u32 {
         (self.own() + self.count - step) % self.count
     }
@@ -57,7 +57,7 @@ impl Hosts {
     }
 }
 
-/// Two buffers that are used in turns.
+/// Two buffers that are used alternately.
 struct Turns {
     kind: Kind,
     dtype: DType,
@@ -71,14 +71,14 @@ impl Turns {
         Self { kind, dtype, bufs: [(); 2].map(|()| b.scratch(dtype, most)) }
     }
 
-    /// What `rank` has, at a step.
+    /// Tensor of `rank` at a step.
     fn of(&self, b: &Builder<'_>, rank: u32, step: u32) -> Held {
         let tensor = b.whole.tensor_of(self.kind, rank, self.dtype);
         Held { buf: self.bufs[(step % 2) as usize], tensor }
     }
 }
 
-/// What this rank has goes to its counterpart of the next host, and what that of the one before has comes.
+/// Sends this rank's part to its counterpart on the next host, and receives that of the host before.
 fn pass_on(b: &mut Builder<'_>, hosts: Hosts, tensors: &[(Held, Held)]) -> Result<()> {
     let (next, before) =
         (hosts.counterpart(hosts.own() + 1), hosts.counterpart(hosts.own() + hosts.count - 1));
@@ -92,7 +92,7 @@ fn pass_on(b: &mut Builder<'_>, hosts: Hosts, tensors: &[(Held, Held)]) -> Resul
 
 /// The keys of a host as one tensor, in the order of their positions: pieces of ranks that touch are one.
 struct HostRows {
-    /// By host.
+    /// Pieces of each host.
     pieces: Vec<Vec<Piece>>,
     rows: Vec<u32>,
 }
@@ -112,7 +112,8 @@ impl HostRows {
         b.whole.tensor(kind, self.rows[host as usize], heads, dtype)
     }
 
-    /// Of the pieces of a rank of `host`: rows of its own tensor, of the host's, and how many.
+    /// Rows of the pieces of a rank of `host`: the first row in the rank's own tensor, the first in the
+    /// host's tensor, and their count.
     fn places(&self, b: &Builder<'_>, host: u32, rank: u32) -> Vec<(u32, u32, u32)> {
         let place = |own: &Piece| {
             let holds = |all: &&Piece| {
@@ -127,12 +128,13 @@ impl HostRows {
     }
 }
 
-/// K and V of each step, by turns; those of the next step are sent for before this step's attention.
+/// K and V of each step, in alternating buffers. The transfer of the next step's starts before this step's
+/// attention.
 struct Keys {
     hosts: Hosts,
     k: Turns,
     v: Turns,
-    /// Of several ranks' hosts: where their K and V are gathered.
+    /// Gathered K and V of hosts with several ranks.
     gathered: Option<[[Buf; 2]; 2]>,
     rows: HostRows,
 }
@@ -208,7 +210,7 @@ impl Keys {
     }
 }
 
-/// Whether hosts of so many ranks make a ring.
+/// Whether hosts of this many ranks make a ring.
 pub(super) fn takes_hosts(whole: &Whole) -> Result<()> {
     let (size, ranks) = (whole.ranks_per_host, whole.ranks);
     if size > 1 && size < ranks && ranks.is_multiple_of(size) {
@@ -244,7 +246,7 @@ pub(super) fn forward(b: &mut Builder<'_>, ranks_per_host: u32) -> Result<()> {
 #[derive(Default)]
 pub(super) struct Merging {
     pub(super) sum: Option<Partial>,
-    /// Where the next part is written, and where it is merged to.
+    /// Buffers for the next part, and for the merge.
     spare: Vec<Partial>,
 }
 
@@ -286,7 +288,7 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
         let sums = gathered.as_ref().map_or(shares, |gathered| gathered.of(b, &keys, step));
         let zeroed = if gathered.is_some() { vec![sums, shares] } else { vec![sums] };
         for (at, pair) in zeroed.into_iter().enumerate() {
-            // What a rank has of its own share begins at 0, and so does a host's part at every step.
+            // The sums of a rank's own share are zeroed at step 0, those of a host's part at every step.
             if step == 0 || gathered.is_some() && at == 0 {
                 for sum in pair {
                     b.sum(sum.block(), Vec::new(), DType::F32)?;
@@ -333,8 +335,8 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
     Ok(())
 }
 
-/// Where hosts have several ranks: this rank's part of dK and dV of a host's keys, and those of its share by each rank of its
-/// own host.
+/// Gradients if hosts have several ranks: this rank's part of dK and dV for a host's keys, and the parts for
+/// its own share from each rank of its host.
 struct HostGrads {
     parts: [Buf; 2],
     slots: Vec<[Buf; 2]>,

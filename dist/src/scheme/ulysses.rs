@@ -7,7 +7,7 @@
 //!          r0 │ r1 │ r2 │ r3              ─── rank 2 ───
 //! ```
 //!
-//! Forward, a rank's heads come in groups, one behind another, and go home likewise:
+//! Forward, the heads of a rank come in groups, one after another, and go home in the same groups:
 //!
 //! ```text
 //!  moves     in 0   in 1   out 0    out 1
@@ -37,7 +37,8 @@ fn heads_of(whole: &Whole, rank: u32) -> Heads {
 /// Groups of whole kv heads that a rank's heads can come in, at most.
 const MOST_GROUPS: u32 = 4;
 
-/// The most groups that a rank's heads can come in: of one launch's worth of sequences, since a group has a launch for each.
+/// The most groups that a rank's heads can come in: of one launch's worth of sequences, since a group has a
+/// launch for each.
 pub(crate) fn most_groups(whole: &Whole) -> u32 {
     let kv = heads_of(whole, 0).num_kv();
     if whole.ranks == 1 || whole.q.whole().len() != 1 || takes(whole).is_err() {
@@ -93,11 +94,11 @@ pub(super) fn takes(whole: &Whole) -> Result<()> {
     Ok(())
 }
 
-/// Which heads of a rank move: those that a function of the rank gives.
+/// Heads of a rank that move, as a function of the rank.
 type HeadsOf<'a> = &'a dyn Fn(&Whole, u32) -> Heads;
 
-/// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few rows, or of 8 bits, which
-/// kernels do not pack, since they compute in numbers.
+/// Rows of the largest exchange, backward's first, that the rank that has most has with others: those of few
+/// rows, or of 8 bits, which kernels do not pack, since they compute in numbers.
 fn most_rows_moved(whole: &Whole) -> u64 {
     let of = |axis: &Axis, dtype: DType| {
         let messages = |piece: &Piece| messages(piece.rows().into(), !dtype.is_fp8());
@@ -123,8 +124,8 @@ fn hold_all(b: &mut Builder<'_>, kind: Kind, heads: &Heads, dtype: DType) -> Hel
     b.hold(b.whole.tensor_of_all(kind, heads.of(kind).len() as u32, dtype))
 }
 
-/// Where `peer`'s heads of this rank's rows lie, and `peer`'s rows of this rank's heads: where rows of some heads lie in each of both
-/// is a function of the first row, of how many there are, and of the heads.
+/// Parts that hold `peer`'s heads of this rank's rows, and `peer`'s rows of this rank's heads. Each side has
+/// a function from the first row, the number of rows and the heads to the place.
 fn parts(
     b: &Builder<'_>,
     (kind, peer): (Kind, u32),
@@ -170,7 +171,7 @@ fn swap_in(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, own: Held, heads:
     all
 }
 
-/// This rank's rows of all heads, from the ranks that have the heads.
+/// Moves this rank's rows of all heads back from the ranks that have the heads.
 fn swap_out(b: &Builder<'_>, moves: &mut Moves, kind: Kind, (all, own): (Held, Held), heads: HeadsOf<'_>) {
     for peer in 0..b.ranks() {
         let [of_own, of_all] = tensor_parts(b, (kind, peer), own, all, heads);
@@ -203,7 +204,7 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         came.push((operands, b.begin_exchange(&moves)?));
     }
     if groups > 1 {
-        // One group's last tiles run beside the next one's first.
+        // The last tiles of one group run together with the first tiles of the next.
         b.take_turns();
     }
     let mut gone = Vec::new();
@@ -290,7 +291,7 @@ fn bring_home(b: &mut Builder<'_>, moves: &mut Moves, kind: Kind, all: Held) -> 
     slots
 }
 
-/// Of each kv head and sequence the parts of the ranks that compute it, in their order.
+/// Adds, for each kv head and sequence, the parts of the ranks that compute it, in rank order.
 fn add_up(b: &mut Builder<'_>, out: Held, slots: &[Held], dtype: DType) -> Result<()> {
     let rows = out.tensor.rows;
     for head in 0..out.tensor.heads {

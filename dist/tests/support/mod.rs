@@ -24,7 +24,7 @@ const FOLDER: &str = "DIST_TEST_FOLDER";
 const RANK: &str = "DIST_TEST_RANK";
 const SIZE: &str = "DIST_TEST_SIZE";
 
-/// A rank that is a process: one of this file's tests, by name, which asks [`as_process`] what it is.
+/// A rank that is a process: a test of this file, by name, which reads its role from [`as_process`].
 pub(crate) fn process(test: &str, folder: &Path, rank: u32, size: u32) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", test]).env(FOLDER, folder).stdout(Stdio::null());
@@ -32,14 +32,14 @@ pub(crate) fn process(test: &str, folder: &Path, rank: u32, size: u32) -> Comman
     child
 }
 
-/// The folder, the rank and the size of a [`process`]; none of a test that nobody has begun as one.
+/// Folder, rank and size of a [`process`]; `None` in a test that was not started as one.
 pub(crate) fn as_process() -> Option<(PathBuf, u32, u32)> {
     let number = |name| std::env::var(name).unwrap().parse().unwrap();
     let folder = std::env::var(FOLDER).ok()?;
     Some((folder.into(), number(RANK), number(SIZE)))
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 pub(crate) fn on_ranks<T: Send>(
     ranks: u32,
     timeout: Duration,
@@ -233,14 +233,14 @@ pub(crate) fn backward(host: &mut HostBwd, problem: &Problem, options: &Options)
     Ok(())
 }
 
-/// The same on one device.
+/// Runs the forward call of `host` on one device.
 pub(crate) fn forward_alone(host: &mut HostFwd) {
     let device = device();
     let plan = device.plan_fwd(&host.problem, &PlanOptions::default().batch_invariant(true)).unwrap();
     fmha_conformance::execute::run_fwd(&device, &plan, host).unwrap();
 }
 
-/// The same on one device.
+/// Runs the backward call of `host` on one device.
 pub(crate) fn backward_alone(host: &mut HostBwd) {
     let device = device();
     let plan = device.plan_bwd(&host.problem, &PlanOptions::default()).unwrap();
@@ -251,13 +251,13 @@ pub(crate) fn bytes(operands: &Operands, operand: Operand) -> Vec<u8> {
     operands.expect(operand).elems().to_vec()
 }
 
-/// How a rank ends.
+/// Ways in which a rank ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
     Panics,
     /// Without a word.
     Leaves,
-    /// With its process.
+    /// The process of the rank aborts.
     Aborts,
 }
 

@@ -12,8 +12,8 @@ struct PlainTile {
   uint16_t elems[rows][dim];
 
   FMHA_DEVICE uint32_t address(int32_t row, int32_t column) const { return ptx::shared_address(&elems[row][column]); }
-  // Where this lane's row of eight lies, of the four 8 x 8 matrices that an ldmatrix reads from 16 x 16 elements:
-  // those below one another first, or those beside one another.
+  // Address of this lane's row of eight, in the four 8 x 8 matrices that an ldmatrix reads from 16 x 16 elements:
+  // `down` goes down a column of matrices first, `across` along a row.
   FMHA_DEVICE uint32_t down(int32_t row, int32_t column) const {
     const int32_t lane = threadIdx.x % 32;
     return address(row + lane % 16, column + lane / 16 * 8);

@@ -56,7 +56,8 @@ struct TmaSmem {
     __syncthreads();
   }
 
-  // What one thread does: a slot's first turn waits for nobody, since the phase before the first counts as complete.
+  // Loop of the loading thread. The first wait for a slot returns at once: the phase before the first counts as
+  // complete.
   FMHA_DEVICE void load(const Maps& maps, const Call& call, const Work& work, int32_t num_blocks) {
     ptx::mbarrier_arrive_expect_tx(q_full, q.tile_bytes);
     load_tile(q, maps.q, q_full, call, work.head, work.first_query);

@@ -1,4 +1,4 @@
-//! What a product asks memory for, ahead of who will read it.
+//! Prefetch of rows from memory, ahead of the products that read them.
 
 use super::{BLOCK_KEYS, KEY_BYTES, TILE_KEYS};
 use crate::simd::Simd;
@@ -6,25 +6,27 @@ use crate::simd::Simd;
 /// Bytes of a line of the cache.
 const LINE_BYTES: usize = 64;
 
-/// Lines that are asked for together: a row of 128 bf16.
+/// Lines that are prefetched together: a row of 128 bf16.
 const RUN_LINES: usize = 4;
 
-/// What is asked for of a tile's keys before it is another tile's turn.
+/// Bytes of a tile's keys that are prefetched before those of another tile.
 const PIECE_BYTES: usize = 512;
 
 /// Bytes within which the processor goes ahead by itself.
 const PAGE_BYTES: usize = 4 << 10;
 
-/// What [`Ahead::lines`] asks for of a tile before it is another's turn: two lines.
+/// Bytes of a tile that [`Ahead::lines`] prefetches before those of another tile: two lines.
 const TURN_BYTES: usize = 2 * LINE_BYTES;
 
 /// Pieces of K and V of a block of keys of [`KEY_BYTES`].
 const MOST_PIECES: usize = 2 * BLOCK_KEYS * KEY_BYTES / PIECE_BYTES;
 
-/// A block of K and of V in the order that tiles want them asked for: half a kilobyte of each tile of either in turn. A prefetch holds
-/// one of a core's sixteen fill buffers until memory answers, and those alone are slower than plain reads; the processor's own
-/// prefetches, which go ahead within 4 KiB from where they have seen a few lines, take others. So eight pages of 4 KiB are begun
-/// soon and gone on with by turns: one thread had 0.50 of plain reads in pages of 16 tokens of a head, and so 0.73, of 64/8 0.82 and 0.89.
+/// A block of K and of V in the order in which tiles need their prefetch: half a kilobyte of each tile of
+/// either in rotation. A prefetch holds one of a core's sixteen fill buffers until memory answers, and
+/// prefetches alone are slower than plain reads. The processor's own prefetches, which run ahead within 4 KiB
+/// after a few lines, use other buffers. So eight pages of 4 KiB are started early and continued in rotation.
+/// In pages of 16 tokens of a head, one thread reaches 0.73 of the speed of plain reads instead of 0.50, and
+/// on 64/8 heads 0.89 instead of 0.82.
 pub(crate) struct Pieces {
     at: [*const u8; MOST_PIECES],
     count: usize,
@@ -36,7 +38,7 @@ impl Pieces {
         Self { at: [std::ptr::null(); MOST_PIECES], count: 0, bytes: 0 }
     }
 
-    /// Those of K's rows and V's, which are `row_bytes` long.
+    /// Pieces of K's rows and V's, which have `row_bytes` bytes.
     pub(crate) fn of(
         &mut self,
         [keys, values]: [&[*const u8]; 2],
@@ -63,8 +65,8 @@ impl Pieces {
         (&self.at[..self.count], self.bytes)
     }
 
-    /// A piece of each tile of a whole block, without a question for each row: with those 8/1 had 21.2 GB/s from the second-level
-    /// cache, so 22.9.
+    /// Prefetches a piece of each tile of a whole block, without a branch per row: the L2 cache gives 22.9
+    /// GB/s instead of 21.2 (8/1 heads).
     #[inline(always)]
     fn turn<const TOGETHER: usize>(&mut self, of: [&[*const u8; BLOCK_KEYS]; 2], first: usize, start: usize) {
         for rows in of {
@@ -79,7 +81,8 @@ impl Pieces {
         }
     }
 
-    /// Of keys of more bytes than a block has, for which there is no room, the rest comes unasked.
+    /// Adds rows to prefetch. Rows beyond the capacity of the list are dropped: keys with more bytes than a
+    /// block are not prefetched to their end.
     #[inline(always)]
     fn add<const COUNT: usize>(&mut self, rows: [*const u8; COUNT]) {
         if let Some((at, _)) = self.at[self.count..].split_first_chunk_mut::<COUNT>() {
@@ -89,23 +92,23 @@ impl Pieces {
     }
 }
 
-/// Rows that the second-level cache is asked for, one after another, evenly over the passes that queries take over
-/// each row: asked for in the first of two, eight queries a key had 7.1 GB/s of 13, as if nothing overlapped;
-/// evenly 8.8.
+/// Rows to prefetch into the L2 cache, spread evenly over the passes that the queries make over each row.
+/// With all prefetches in the first of two passes (eight queries a key) the loads do not overlap: 7.1 GB/s of
+/// 13 instead of 8.8.
 #[derive(Clone, Copy)]
 pub(crate) struct Ahead<'a> {
-    /// With the bytes of each, those that come first and those after them.
+    /// Rows that come first and rows after them, each with the bytes of a row.
     rows: [(&'a [*const u8], usize); 2],
-    /// What comes next of the row that is being asked for, and how many bytes of it are left.
+    /// Next address of the row that is being prefetched, and the bytes of it that are left.
     at: *const u8,
     left: usize,
-    /// Lines that are asked for together, and each time so many bytes have been passed over.
+    /// Lines that are prefetched together, and the bytes that are passed between two prefetches.
     run: usize,
     every: usize,
     passes: usize,
-    /// Bytes passed over that nothing is asked for yet.
+    /// Bytes that were passed and have no prefetch yet.
     owed: usize,
-    /// K and V of a whole block, where [`lines`](Self::lines) alone asks; how often it did.
+    /// K and V of a whole block, if [`lines`](Self::lines) alone prefetches, and how often it did.
     turns: Option<[&'a [*const u8; BLOCK_KEYS]; 2]>,
     calls: usize,
 }
@@ -120,8 +123,9 @@ impl<'a> Ahead<'a> {
         ahead
     }
 
-    /// K and V of a whole block for [`lines`](Self::lines), two lines of each tile in turn; where tiles of less than 4 KiB follow one
-    /// another, as many of several together as of one alone. `None` for rows whose bytes are no power of two, or half a turn.
+    /// K and V of a whole block for [`lines`](Self::lines), two lines of each tile in rotation. Tiles of less
+    /// than 4 KiB that follow one another count as one. `None` for rows whose bytes are no power of two, or
+    /// too few for one rotation.
     pub(crate) fn by_turns([keys, values]: [&'a [*const u8]; 2], row_bytes: usize) -> Option<Self> {
         if !(row_bytes.is_power_of_two() && row_bytes >= LINE_BYTES) {
             return None;
@@ -141,7 +145,7 @@ impl<'a> Ahead<'a> {
         Some(Self { turns: Some(turns), every: row_bytes, run, ..Self::new([(&[], 0); 2], 1) })
     }
 
-    /// Bytes that are not asked for yet.
+    /// Bytes that have no prefetch yet.
     pub(crate) fn bytes(&self) -> usize {
         self.left + self.rows.iter().map(|(rows, bytes)| rows.len() * bytes).sum::<usize>()
     }
@@ -151,7 +155,7 @@ impl<'a> Ahead<'a> {
         self.every = self.run * LINE_BYTES * self.passes;
     }
 
-    /// As much as `bytes` that one pass has come by.
+    /// Prefetches as much as one pass has read: `bytes`.
     #[inline(always)]
     pub(crate) fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
         self.owed += bytes;
@@ -160,7 +164,7 @@ impl<'a> Ahead<'a> {
             if self.left == 0 && !self.begin_row() {
                 return;
             }
-            // What lies beyond a row's end is another's, or nobody's: to ask for it is as good as not to.
+            // A prefetch beyond the end of a row is harmless, and as good as none.
             if self.run == RUN_LINES {
                 for line in 0..RUN_LINES {
                     s.prefetch(self.at.wrapping_add(line * LINE_BYTES));
@@ -175,8 +179,9 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// One line. One beside arithmetic that takes 5.9 ns costs 0.4 ns, eight beside eight times that 21: they wait for fill
-    /// buffers, and so does what is loaded meanwhile (a loop in C, docs/kernels/cpu.md).
+    /// Prefetches one line. Beside arithmetic that takes 5.9 ns it costs 0.4 ns; eight at once beside eight
+    /// times that arithmetic cost 21 ns: they wait for fill buffers, and so do the loads meanwhile (a loop in
+    /// C, docs/kernels/cpu.md).
     #[inline(always)]
     pub(crate) fn ask_for_line<S: Simd>(&mut self, s: S) {
         if self.left == 0 {
@@ -191,13 +196,13 @@ impl<'a> Ahead<'a> {
         (self.at, self.left) = (self.at.wrapping_add(LINE_BYTES), self.left.saturating_sub(LINE_BYTES));
     }
 
-    /// The next lines, as many as a tile has rows, for who asks for one beside each. When all are asked for, the last one again, which
-    /// costs nothing.
+    /// Next lines, as many as a tile has rows, for a caller that prefetches one beside each row. After the
+    /// last line it is returned again, which costs nothing.
     #[inline(always)]
     pub(super) fn lines(&mut self) -> [*const u8; TILE_KEYS] {
         let Some(tensors) = self.turns else { return self.lines_one_by_one() };
         let mut lines = [self.at; TILE_KEYS];
-        // So many bytes of each tile are asked for already.
+        // Bytes of each tile that have a prefetch already.
         let done = self.calls * TURN_BYTES;
         if done >= TILE_KEYS * self.every {
             return lines;
@@ -351,14 +356,15 @@ mod tests {
             assert_eq!(sorted, all, "rows of {row_bytes}, tiles {step} apart");
             assert_eq!(ahead.lines(), [asked[asked.len() - 1]; TILE_KEYS]);
         }
-        // Rows of other lengths, half lines among them, or half a turn in tiles that lie apart; a block that is not whole.
+        // Rows of other lengths, some with half lines or with half a rotation in tiles that lie apart; a
+        // block that is not whole.
         for (row_bytes, step) in [(96, 2048), (64, 2048), (32, 512)] {
             let keys = in_tiles(row_bytes, step);
             assert!(Ahead::by_turns([&keys, &keys], row_bytes).is_none());
         }
         let keys = in_tiles(128, 2048);
         assert!(Ahead::by_turns([&keys, &keys[..63]], 128).is_none());
-        // Without turns, row after row.
+        // Row after row, without rotation.
         let mut ahead = Ahead::new([(&keys[..3], 128), (&keys[8..9], 100)], 1);
         let lines = ahead.lines();
         let mut wanted: Vec<*const u8> =

@@ -9,12 +9,13 @@ use crate::tensor::{Elem, of_type};
 /// `scores[query][key] = factor[head] * Q[query] . K[key]`, for a block.
 pub(crate) struct Dots<'a> {
     pub(crate) keys: Block<'a>,
-    /// Rows of whole units, of pairs of them beside codes, `stride` f32 apart, zeros beyond the head dimension.
+    /// Rows of whole units (for codes, of pairs of units), `stride` f32 apart, with zeros beyond the head
+    /// dimension.
     pub(crate) queries: *const f32,
     /// Theirs: as bf16 where products are of pairs.
     pub(crate) order: Order,
     pub(crate) stride: usize,
-    /// Which queries of each head.
+    /// Live queries of each head.
     pub(crate) live: &'a [usize],
     /// One for each head.
     pub(crate) factors: &'a [f32],
@@ -132,7 +133,8 @@ impl Dots<'_> {
                     add_unit::<S, E, Q, MET>(s, elem, &codes, &mut sums, keys, queries);
                 }
                 for (q, [a, b, c, d]) in sums_of::<S, Q>(s, &sums).into_iter().enumerate() {
-                    // Those beyond `count` too: a block of scores has room for them, and they are hidden next.
+                    // Scores beyond `count` are written too: a block of scores has room for them, and they
+                    // are hidden next.
                     let dots = [a * factor, b * factor, c * factor, d * factor];
                     scores.add(q * BLOCK_KEYS + first).cast::<[f32; FOUR]>().write_unaligned(dots);
                 }
@@ -141,7 +143,7 @@ impl Dots<'_> {
     }
 }
 
-/// Of each vector the sum of its lanes.
+/// Sums the lanes of each vector.
 #[inline(always)]
 fn sums_of<S: Simd, const Q: usize>(s: S, sums: &[[S::V; FOUR]; Q]) -> [[f32; FOUR]; Q] {
     let mut of = [[0.0; FOUR]; Q];

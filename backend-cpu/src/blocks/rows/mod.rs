@@ -1,8 +1,8 @@
-//! A block of keys against a few queries, key after key: what a short query over a long cache takes.
+//! Products of a block of keys and a few queries, key after key, for a short query over a long cache.
 //!
-//! Nothing is copied: rows of K and V are converted in registers as they come from memory, for up to four
-//! queries at once, a *unit* of two vectors at a time. Each query's arithmetic is its own, whatever others are
-//! beside it, and however a block is cut into runs of rows.
+//! Nothing is copied. Rows of K and V are converted in registers as they arrive from memory, for up to four
+//! queries at once, one *unit* of two vectors at a time. The arithmetic of a query does not depend on the
+//! other queries, nor on how a block is cut into runs of rows.
 
 mod ahead;
 mod dots;
@@ -32,21 +32,22 @@ pub(crate) const fn unit<S: Simd>() -> usize {
     2 * S::LANES
 }
 
-/// How a row lies for a unit's arithmetic.
+/// Order in which a row's elements lie for the arithmetic of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// f32, as they come.
+    /// f32 in their own order.
     Plain,
-    /// f32, in each unit the elements at even places before those at odd ones: as bf16 are widened.
+    /// f32; in each unit the elements at even places come before those at odd places, as widened bf16 do.
     EvenOdd,
-    /// f32, in each unit the even fours of elements before the odd ones: as rows of bf16 are paired.
+    /// f32; in each unit the even groups of four elements come before the odd groups, as paired rows of bf16
+    /// do.
     Fours,
-    /// bf16, as they come.
+    /// bf16 in their own order.
     Bf16,
 }
 
 impl Order {
-    /// That of results, and of operands that are f32, beside elements of `dtype`.
+    /// Order of f32 results and of f32 operands of a product with rows of `dtype`.
     pub(crate) fn beside(dtype: DType) -> Self {
         fn of<E: Elem>(_: E) -> Order {
             if E::EVEN_ODD { Order::EvenOdd } else { Order::Plain }
@@ -54,7 +55,7 @@ impl Order {
         of_type!(dtype, elem => of(elem))
     }
 
-    /// Where element `d` of a row of f32 is.
+    /// Index of element `d` in a row of f32.
     pub(crate) fn place<S: Simd>(self, d: usize) -> usize {
         match self {
             Order::EvenOdd => d - d % unit::<S>() + d % 2 * S::LANES + d % unit::<S>() / 2,
@@ -74,45 +75,46 @@ pub(crate) struct Block<'a> {
     pub(crate) heads: usize,
     pub(crate) dim: usize,
     pub(crate) dtype: DType,
-    /// Of FP8 that is met as bf16: what widens each head's.
+    /// Tables that widen FP8 codes to bf16, one for each head; empty for other types.
     pub(crate) codes: &'a [BytePlanes],
-    /// Queries of each head: their rows follow those of the head before.
+    /// Queries of each head. The rows of one head follow those of the head before.
     pub(crate) queries: usize,
-    /// Whether they lie in the caller's memory; else in scratch, which is in the cache.
+    /// Whether the rows lie in the caller's memory. Otherwise they lie in scratch, which is in the cache.
     pub(crate) in_place: bool,
-    /// The rows that are read after this block, and the bytes of each.
+    /// Rows that are read after this block, and the bytes of each.
     pub(crate) next: (&'a [*const u8], usize),
 }
 
-/// What of a block of K the heads take in turn: it is to stay in the first-level cache.
+/// Bytes of a block of K that all heads go through before the next bytes: they stay in the L1 cache.
 const KEYS_WINDOW: usize = 8 << 10;
 
-/// So of V: larger, since every head's sums of O are read and written once a window.
+/// Bytes of a block of V that all heads go through before the next bytes. It is larger than [`KEYS_WINDOW`],
+/// because every head's sums of O are read and written once per window.
 const VALUES_WINDOW: usize = 32 << 10;
 
-/// Bytes of a key that are taken together, of all heads.
+/// Bytes of a key, over all heads, that are processed together.
 const KEY_BYTES: usize = 4 << 10;
 
-/// How far ahead rows are asked for.
+/// Distance of the prefetch, in bytes.
 const AHEAD_BYTES: usize = 32 << 10;
 
 /// Keys whose sums are taken together.
 const FOUR: usize = 4;
 
-/// How many heads of `row_bytes` a block takes.
+/// Number of heads of `row_bytes` in a block.
 pub(crate) fn heads_of_block(row_bytes: usize) -> usize {
     (KEY_BYTES / row_bytes).max(1)
 }
 
-/// How a product meets the elements of a block.
+/// Form in which a product reads the elements of a block.
 mod met {
     /// Converted to f32.
     pub(super) const AS_F32: u8 = 0;
-    /// As pairs of bf16.
+    /// Pairs of bf16.
     pub(super) const IN_PAIRS: u8 = 1;
-    /// As codes of FP8 that are widened to pairs of bf16 in registers.
+    /// FP8 codes, widened to pairs of bf16 in registers.
     pub(super) const CODES_IN_PAIRS: u8 = 2;
-    /// As codes of FP8 that are widened to bf16, and those to f32.
+    /// FP8 codes, widened to bf16 and then to f32.
     pub(super) const CODES_AS_F32: u8 = 3;
 
     /// Whether elements are codes.
@@ -127,16 +129,17 @@ mod met {
 }
 
 impl<'a> Block<'a> {
-    /// `work(head, first key, one past the last, rows ahead)` over windows of keys. It is to ask for as much of what is
-    /// ahead as it has used up, a little at a time.
+    /// Calls `work(head, first key, one past the last, rows ahead)` for windows of keys. `work` must prefetch
+    /// as many bytes of the rows ahead as it has used, a little at a time.
     ///
-    /// Heads want rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and four such
-    /// streams in a page are none to a hardware prefetcher. So rows are asked for in the order of their addresses.
-    /// Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, beside other programs, by processor time, as
-    /// parts of plain reads' speed: no prefetch 0.4 to 0.5; 16 KiB ahead and windows of 8 KiB read once before they are
-    /// used 0.68, not read 0.74; windows of 32 KiB, 32 KiB ahead, asked for by 2 KiB at once 0.73, by four keys of a
-    /// head 0.80; 8 KiB ahead 0.71; into the first-level cache 0.54. Of four query heads a kv head, windows of 8 KiB and
-    /// 32 KiB: K 0.97 and 0.90; V 0.99 and 0.86 from memory, but 34 and 45 GB/s from the second-level cache.
+    /// A head needs rows that lie apart: sixteen tokens of eight heads are 4 KiB apart for one head, and a
+    /// hardware prefetcher does not follow four such streams in a page. So rows are prefetched in the order
+    /// of their addresses. Measured for 8 heads of 128 bf16 on an EPYC with these loops alone, by processor
+    /// time, as a share of the speed of plain reads: no prefetch 0.4 to 0.5; 16 KiB ahead with windows of 8
+    /// KiB, read once before use 0.68, not read 0.74; windows of 32 KiB and 32 KiB ahead, prefetched by 2 KiB
+    /// at once 0.73, by four keys of a head 0.80; 8 KiB ahead 0.71; into the L1 cache 0.54. With four query
+    /// heads per kv head, windows of 8 KiB and 32 KiB give 0.97 and 0.90 for K, and 0.99 and 0.86 for V from
+    /// memory, but 34 and 45 GB/s for V from the L2 cache.
     #[inline(always)]
     fn windows<S: Simd, E: Elem>(
         &self,
@@ -158,30 +161,30 @@ impl<'a> Block<'a> {
         }
     }
 
-    /// From a key's first byte to its last, of all heads.
+    /// Bytes from a key's first byte to its last, over all heads.
     fn bytes_of_key(&self) -> usize {
         let row_bytes = self.dim * self.dtype.size_bytes() as usize;
         row_bytes + (self.heads - 1) * self.head_step.max(0) as usize
     }
 
-    /// Keys that the block before asks for.
+    /// Number of keys that the block before prefetches.
     fn keys_ahead(&self) -> usize {
         self.keys.len().min((AHEAD_BYTES / self.bytes_of_key()).max(FOUR))
     }
 
-    /// Its first bytes, for the block before it to ask for.
+    /// First bytes of the block, which the block before prefetches.
     pub(crate) fn ahead(&self) -> (&'a [*const u8], usize) {
         let count = if self.in_place { self.keys_ahead() } else { 0 };
         (&self.keys[..count], self.bytes_of_key())
     }
 
-    /// What it asks for itself.
+    /// Rows that the block prefetches itself, over `passes` passes.
     fn rows_ahead(&self, passes: usize) -> Ahead<'a> {
         let rows = if self.in_place { &self.keys[self.keys_ahead()..] } else { &[] };
         Ahead::new([(rows, self.bytes_of_key()), self.next], passes)
     }
 
-    /// All its bytes, for who asks for them before.
+    /// All bytes of the block, for a caller that prefetches all of it.
     pub(crate) fn whole(&self) -> (&'a [*const u8], usize) {
         (if self.in_place { self.keys } else { &[] }, self.bytes_of_key())
     }
@@ -193,8 +196,8 @@ impl<'a> Block<'a> {
     }
 }
 
-/// How many of `live`'s first rows a kernel takes together: four where `most` allows and they lie one after another, or two,
-/// or one.
+/// Number of `live`'s first rows that a kernel processes together: four if `most` allows and they are
+/// consecutive, otherwise two or one.
 #[inline(always)]
 fn taken_together(live: &[usize], most: usize) -> usize {
     let run = |count: usize| live.len() >= count && live[count - 1] == live[0] + count - 1;
@@ -205,7 +208,7 @@ fn taken_together(live: &[usize], most: usize) -> usize {
     }
 }
 
-/// In how many steps [`taken_together`] takes all of `live`.
+/// Number of steps in which [`taken_together`] goes through `live`.
 fn steps_of(mut live: &[usize], most: usize) -> usize {
     let mut steps = 0;
     while !live.is_empty() {

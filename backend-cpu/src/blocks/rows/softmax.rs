@@ -22,8 +22,8 @@ impl RowSums {
         if self.row_max == f32::NEG_INFINITY { 0.0 } else { self.row_max }
     }
 
-    /// Raises the maximum to a block's. What was summed before is to be multiplied by `e` to the power of what this gives, 0 where the
-    /// maximum was as large already.
+    /// Raises the maximum to a block's. Returns the exponent: earlier sums must be multiplied by `e` to that
+    /// power. It is 0 if the maximum was as large already.
     #[inline(always)]
     fn raise_to(&mut self, most: f32) -> f32 {
         let old = self.row_max;
@@ -67,8 +67,8 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
 /// Rows whose factors are one vector at least.
 const TOGETHER: usize = 16;
 
-/// [`SoftmaxRow`] of rows that see all of a block, step by step beside other work: to the same bits, without a branch that guesses
-/// whether a row has a new maximum.
+/// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Its bits are
+/// equal, and no branch depends on whether a row has a new maximum.
 pub(crate) struct SoftmaxRows<'a> {
     /// [`BLOCK_KEYS`] for each row.
     pub(crate) scores: *mut f32,
@@ -76,7 +76,7 @@ pub(crate) struct SoftmaxRows<'a> {
     /// One for each row, of which there is room for a multiple of sixteen.
     pub(crate) alpha: *mut f32,
     pub(crate) round: DType,
-    /// Steps in which they are to be done, what of a row is due, and how many are done.
+    /// Number of steps, the work due for each row, and the number of steps done.
     steps: usize,
     due: usize,
     done: usize,
@@ -87,7 +87,7 @@ impl<'a> SoftmaxRows<'a> {
         Self { scores, sums, alpha, round, steps: 1, due: 0, done: 0 }
     }
 
-    /// Maxima, and what was summed before is to be multiplied by.
+    /// Updates the maxima and the factors of the earlier sums.
     #[inline(always)]
     pub(super) fn begin<S: Simd>(&mut self, s: S, steps: usize) {
         self.steps = steps.max(1);
@@ -116,7 +116,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// Those that are left.
+    /// Processes the rows that are left.
     #[inline(always)]
     pub(super) fn finish<S: Simd>(&mut self, s: S) {
         while self.done < self.sums.len() {
@@ -151,7 +151,8 @@ unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
     s.largest(most)
 }
 
-/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what they were before that.
+/// `e^(score - base)` in the place of scores, rounded to `round` when that is a 16-bit type; the sum of what
+/// they were before that.
 ///
 /// # Safety
 /// [`BLOCK_KEYS`] f32 are there at `scores`.
@@ -202,7 +203,8 @@ mod tests {
         assert!(softmax(DType::F16) == (in_f16, state));
         assert!(softmax(DType::Bf16) == (in_bf16, state));
     }
-    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has seen nothing.
+    /// Twenty rows in seven steps and what is left; the second block has new maxima for some, and a row has
+    /// seen nothing.
     #[test]
     fn rows_step_by_step_have_the_bits_of_each_alone() {
         const ROWS: usize = 20;

@@ -1,4 +1,4 @@
-//! What a block of values adds to O.
+//! Product of weights and a block of values.
 
 use super::{
     Ahead, BLOCK_KEYS, Block, FOUR, Order, UNIT_BYTES, VALUES_WINDOW, met, steps_of, taken_together, unit,
@@ -24,7 +24,8 @@ pub(crate) struct AddValues<'a> {
     pub(crate) stride: usize,
 }
 
-/// Queries that are taken together: beside two units of codes, sixteen registers hold the sums of two.
+/// Number of queries that are processed together: with two units of codes, sixteen registers hold the sums of
+/// two.
 const fn most_queries<S: Simd>(met: u8) -> usize {
     if met::are_codes(met) && S::TILE_ROWS <= 6 { 2 } else { 4 }
 }
@@ -62,7 +63,8 @@ impl AddValues<'_> {
     #[inline(always)]
     fn of<S: Simd, E: Elem>(&self, s: S, elem: E) {
         let codes = E::BYTES == 1 && !self.values.codes.is_empty();
-        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets is not compiled.
+        // Sums are in fours on no other set, and codes are met there in pairs alone: what a set never meets
+        // is not compiled.
         let pairs = S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.order == Order::Fours;
         debug_assert!(pairs || !(S::DOTS_OUTRUN_FMAS && codes), "codes are bf16, whose sums are in fours");
         if pairs {
@@ -84,8 +86,8 @@ impl AddValues<'_> {
         }
     }
 
-    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a thread has 2 MB, and
-    // a decode ended the program.
+    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a
+    // thread has 2 MB, and a decode ended the program.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(

@@ -25,15 +25,16 @@ pub(super) struct Rows<'a> {
     pub(super) heads: Vec<HeadScore>,
     k: Cached<'a>,
     v: Cached<'a>,
-    /// Of each kv head: what widens K and V, and what the product of Q and K is multiplied by after that.
+    /// Tables that widen K and V and the factor of the product of Q and K after widening, each for every kv
+    /// head.
     widen_k: Vec<BytePlanes>,
     widen_v: Vec<BytePlanes>,
     factors: Vec<f32>,
-    /// Query, and query head of the group, of each row of a kv head.
+    /// Query, and query head within the group, of each row of a kv head.
     pub(super) of: Vec<(u32, usize)>,
-    /// Whether weights are nothing but exponentials of scaled products.
+    /// Whether a weight is the exponential of a scaled product and nothing else.
     is_plain: bool,
-    /// What is seen where every row sees every key.
+    /// Visibility in blocks where every row sees every key.
     pub(super) all: Seen,
     pub(super) tree: Option<TreeMask<'a>>,
 }
@@ -51,7 +52,7 @@ impl<'a> Shared<'a> {
         let of_each = |of: &dyn Fn(&HeadScore) -> f32| -> Vec<f32> {
             heads.iter().step_by(ratio as usize).map(of).collect()
         };
-        // What a widened cache was multiplied by is in it.
+        // A widened cache contains its descale already.
         let descale = |head: &HeadScore| if self.k.widened.is_some() { 1.0 } else { head.descale_k };
         let (k, widen_k) = self.k.widened_by::<S>(&of_each(&|head| head.descale_k), task.rows);
         let (v, widen_v) = self.v.widened_by::<S>(&of_each(&|head| head.descale_v), task.rows);
@@ -89,7 +90,7 @@ impl<'a> Shared<'a> {
         mut done: impl FnMut(u32, &mut Scratch, &mut [State]),
     ) {
         let last = rows.span.seqlen_k.min(chunks.1.saturating_mul(CHUNK_KEYS));
-        // A block and the two after it, by turns.
+        // A block and the two after it, in rotation.
         let mut located = [Located::NOWHERE; 3];
         for (located, n) in located.iter_mut().zip(0..) {
             rows.locate((chunks.0 * CHUNK_KEYS).saturating_add(n * BLOCK_KEYS as u32), located);
@@ -131,8 +132,8 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The block of keys from `j` on, of keys up to `last`. Where softmax is all that lies between its two products, it may go on
-    /// beside the scores of the next block.
+    /// Attends to the block of keys from `j` on, up to key `last`. If nothing but softmax lies between its
+    /// two products, the softmax may run beside the scores of the next block.
     fn attend_block<S: Simd>(
         &self,
         s: S,
@@ -188,9 +189,10 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// In what order tiles ask for the next block. Sixteen threads, whose memory answers later, have 84 GB/s of K and then V, and 66 of
-    /// K alone (64/8 76 and 69, 16/1 69 and 60, in pages of 16 83 and 66); on another such machine 75 of K and then V, and 86 in pieces
-    /// (64/8 64 and 72, 16/1 64 and 62, in pages of 16 81 and 79).
+    /// Order in which tiles prefetch the next block. Sixteen threads, whose memory answers later, reach 84
+    /// GB/s with K and then V, and 66 with K alone (64/8 heads 76 and 69, 16/1 69 and 60, pages of 16 83 and
+    /// 66). Another machine of this kind reaches 75 with K and then V, and 86 in pieces (64/8 64 and 72, 16/1
+    /// 64 and 62, pages of 16 81 and 79).
     fn asked_order<S: Simd>(&self, beside_many: bool, keys: &Block<'_>, values: &Block<'_>) -> AskedOrder {
         if !self.in_tiles::<S>() {
             AskedOrder::Nothing
@@ -203,9 +205,10 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// The first line of each page of a block, early, so that its address is translated by when the others are asked for: where
-    /// pages are of 16 tokens of a head, 0.53 and 0.63 of what plain reads have. Not where rows follow one another, where the
-    /// processor goes ahead by itself: FP8 for eight queries 0.64 and 0.57.
+    /// Prefetches the first line of each page of a block early, so that its address is translated before the
+    /// other lines are prefetched. In pages of 16 tokens of a head this gives 0.63 of the speed of plain
+    /// reads instead of 0.53. Contiguous rows go without it, because the processor prefetches them itself:
+    /// FP8 for eight queries falls from 0.64 to 0.57 with it.
     fn ask_for_pages<S: Simd>(&self, s: S, (rows, _): (&[*const u8], usize)) {
         if let (KvLayout::Paged { page_size }, true) = (self.problem.layout.kv, self.in_tiles::<S>()) {
             rows.iter().step_by(page_size.max(1) as usize).for_each(|&row| s.prefetch(row));
@@ -228,7 +231,8 @@ impl<'a> Shared<'a> {
         [block(&rows.k, &rows.widen_k, &located.keys), block(&rows.v, &rows.widen_v, &located.values)]
     }
 
-    /// S of a block, for every head of the task; beside it the softmax of the one before, where S is computed in tiles.
+    /// Computes S of a block for every head of the task. If S is computed in tiles, the softmax of the block
+    /// before runs beside it.
     fn multiply_keys<'p, S: Simd>(
         &self,
         s: S,
@@ -250,13 +254,14 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// What weights are rounded to where they are stored: those that are packed to bf16 afterwards are rounded by that.
+    /// Type that weights are rounded to when they are stored. Packing rounds those that are packed to bf16
+    /// afterwards.
     fn round_weights<S: Simd>(&self, sees_all: bool) -> DType {
         let packs = S::BF16_DOT && self.order_of_sums::<S>() == Order::Fours;
         if packs || self.values_in_tiles::<S>() && sees_all { DType::F32 } else { self.problem.dtypes.v }
     }
 
-    /// P of a block in the place of S, and what of it is to be dropped.
+    /// Computes P of a block in the place of S, and applies dropout.
     fn weigh<S: Simd>(
         &self,
         s: S,
@@ -340,16 +345,17 @@ impl Scores {
     }
 }
 
-/// In what order the next block is asked for.
+/// Order in which the next block is prefetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AskedOrder {
-    /// Where there are no tiles: rows of this block go ahead of themselves.
+    /// No prefetch by tiles: the rows of this block prefetch themselves.
     Nothing,
     KeysThenValues,
-    /// K and V in turn.
+    /// K and V in rotation.
     Pieces,
-    /// Where their rows are of different lengths. V is loaded by tiles of sixteen lines, many at once, which overlap with one another and
-    /// with the processor's own prefetches: asked for after K as well, one thread had 0.74 of plain reads, and 0.83 without.
+    /// K alone, for K and V with rows of different lengths. V is loaded by tiles of sixteen lines, many at
+    /// once, which overlap with one another and with the processor's own prefetches. One thread reaches 0.83
+    /// of plain reads so, and 0.74 with a prefetch of V after K.
     KeysAlone,
 }
 
@@ -374,12 +380,13 @@ impl AskedOrder {
         Ahead::new(blocks, 1)
     }
 
-    /// How much is asked for beside K's products, in quarters of what is multiplied.
+    /// Prefetch beside K's products, in quarters of the bytes that are multiplied.
     fn quarters_beside_keys(self) -> usize {
         if self == AskedOrder::Pieces { 4 } else { 1 }
     }
 
-    /// Which part of what is left then is asked for beside the softmax; V's products ask for the rest.
+    /// Divisor of what is left after that, which gives the part that is prefetched beside the softmax. V's
+    /// products prefetch the rest.
     fn part_beside_softmax(self) -> usize {
         match self {
             AskedOrder::Nothing | AskedOrder::KeysThenValues => 2,
@@ -389,7 +396,7 @@ impl AskedOrder {
     }
 }
 
-/// Where the rows of a block lie.
+/// Addresses of the rows of a block.
 struct Located {
     keys: [*const u8; BLOCK_KEYS],
     values: [*const u8; BLOCK_KEYS],
@@ -436,7 +443,7 @@ impl Rows<'_> {
         located.count = count;
     }
 
-    /// Whether lines are asked for one by one beside codes, and none beside the softmax.
+    /// Whether lines are prefetched one by one beside codes, and none beside the softmax.
     fn are_codes(&self) -> bool {
         !self.widen_v.is_empty()
     }

@@ -1,4 +1,4 @@
-//! What happens to a row's block of scores before its softmax, and to its weights after it.
+//! Changes to a row's block of scores before its softmax, and to its weights after it.
 
 use crate::blocks::BLOCK_KEYS;
 use crate::score::HeadScore;

@@ -1,4 +1,4 @@
-//! Which rows of a task see a block of keys.
+//! Rows of a task that see a block of keys.
 
 use fmha_core::BlockClass;
 
@@ -6,13 +6,13 @@ use super::MAX_ROWS;
 use super::chunk::Rows;
 use crate::blocks::BLOCK_KEYS;
 
-/// Which rows of a kv head see a block.
+/// Rows of a kv head that see a block.
 pub(super) struct Seen {
     live: [usize; MAX_ROWS],
     num_live: usize,
     whole: [usize; MAX_ROWS],
     num_whole: usize,
-    /// With a bit for each key.
+    /// Rows that see a part of the block, with a bit for each key.
     partial: [(usize, u64); MAX_ROWS],
     num_partial: usize,
 }
@@ -39,7 +39,7 @@ impl Seen {
         &self.partial[..self.num_partial]
     }
 
-    /// Every key, by so many rows.
+    /// Block of which `rows` rows see every key.
     pub(super) fn by_all(rows: usize) -> Self {
         let mut all = Self { num_live: rows, num_whole: rows, ..Self::NOTHING };
         for (row, (live, whole)) in all.live.iter_mut().zip(&mut all.whole).enumerate().take(rows) {
@@ -55,7 +55,7 @@ impl Rows<'_> {
         self.of.iter().any(|&(i, _)| self.seen(i, j, count) != 0)
     }
 
-    /// Which rows see the keys `j .. j + count`: all of them as is known already, or in `seen`.
+    /// Rows that see the keys `j .. j + count`: the known result for all rows, or one in `seen`.
     pub(super) fn who_sees<'s>(&'s self, j: u32, count: usize, seen: &'s mut Seen) -> &'s Seen {
         let queries = self.of.first().map_or(0, |&(i, _)| i)..self.of.last().map_or(0, |&(i, _)| i + 1);
         if self.tree.is_none()
@@ -88,7 +88,7 @@ impl Rows<'_> {
         seen
     }
 
-    /// Which of the keys `j .. j + count` query `i` sees: a bit for each.
+    /// Keys of `j .. j + count` that query `i` sees: a bit for each.
     fn seen(&self, i: u32, j: u32, count: usize) -> u64 {
         // The mask is the sequence's: every head has the same.
         let head = &self.heads[0];

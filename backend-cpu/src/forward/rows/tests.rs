@@ -1,4 +1,4 @@
-//! Rows in tiles and beside them, in software: most processors have no tiles.
+//! Rows in matrix tiles and without, emulated in software: most processors have no tiles.
 
 use fmha_core::dropout::philox4x32_10;
 use fmha_core::seq::KvRows;
@@ -21,8 +21,8 @@ use crate::tensor::fp8_table;
 const SEQLEN_Q: u32 = 2;
 const SEQLEN_K: u32 = 150;
 
-/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a hundredth: the scale makes
-/// scores of them that differ.
+/// Two queries of one sequence; the last key is hidden from the first. The numbers of Q and K are a
+/// hundredth: the scale makes scores of them that differ.
 fn problem(heads: (u32, u32), dims: (u32, u32), cache: Option<DType>) -> ValidFwd {
     let dims = Dims {
         batch: 1,
@@ -43,7 +43,7 @@ fn attend<S: Simd>(s: S, valid: &ValidFwd, q: &[bf16], k: DevSlice<'_>, v: DevSl
     attend_pages(s, valid, q, k, v, &[])
 }
 
-/// Of a cache in these pages, if there are any.
+/// Runs attention over a cache in `pages`; over a contiguous one if `pages` is empty.
 fn attend_pages<S: Simd>(
     s: S,
     valid: &ValidFwd,
@@ -79,7 +79,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     for (heads, dims) in [
         ((8, 1), (96, 32)),
         ((16, 2), (64, 160)),
-        // Of each kv head two tiles of queries.
+        // Two tiles of queries for each kv head.
         ((32, 2), (64, 32)),
         ((8, 1), (64, 40)),
         ((8, 1), (40, 64)),
@@ -124,7 +124,7 @@ fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too(
     }
 }
 
-/// What `look` sees of a call that has no tensors.
+/// Calls `look` on a call without tensors.
 fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Shared<'_>) -> T) -> T {
     let nothing = DevSlice::host::<f32>(&[]);
     let args = FwdArgs::new(nothing, nothing, nothing, DevSliceMut::host::<f32>(&mut []));
@@ -133,7 +133,7 @@ fn of_problem<T>(problem: &FwdProblem, spans: &[SeqSpan], look: impl FnOnce(&Sha
     look(&call.shared(KvRows::UNPAGED, None, blocks, None))
 }
 
-/// What `look` sees of a call whose sequences have these lengths, all taken in rows.
+/// Calls `look` on a call whose sequences have these lengths and all go through the row path.
 fn of_call<T>(
     (heads_kv, ratio): (u32, u32),
     dim: u32,
@@ -266,7 +266,7 @@ fn heads_are_taken_together_where_they_lie_so_as_evenly_as_it_goes() {
         of_call((8, 1), dim, strides, &[(1, 100)], |shared| shared.heads_together(rows))
     };
     assert_eq!([1, 16, 20, 32].map(|rows| together(8, Strides::bshd, rows)), [8, 4, 3, 2]);
-    // Of one key, 2 KiB and 16 KiB a head.
+    // One key of one head takes 2 KiB and 16 KiB.
     assert_eq!([512, 4096].map(|dim| together(dim, Strides::bshd, 1)), [2, 1]);
     assert_eq!(together(8, Strides::bhsd, 1), 1, "a head's keys lie together");
 }
@@ -307,7 +307,7 @@ fn tiles_are_for_four_heads_of_bf16_whose_dimension_is_whole_and_dot_products_wh
     }
 }
 
-/// Of ten rows of two heads at most.
+/// Sizes of scratch for tasks of at most ten rows of two heads.
 #[test]
 fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
     fn sizes<S: Simd>(problem: &FwdProblem) -> [usize; 10] {
@@ -325,8 +325,9 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
             [queries, q, scores, alpha, out, total, keys, values, staged, packed]
         })
     }
-    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged of K, whole vectors
-    // of codes too; weights of four tiles of eight queries; scores of codes twice, of a block and the next.
+    // Rows of Q and O in whole vectors of codes, 64 and 16 numbers; blocks of 64 keys in bf16; what is staged
+    // of K, whole vectors of codes too; weights of four tiles of eight queries; scores of codes twice, of a
+    // block and the next.
     let tiled = problem((16, 2), (96, 32), Some(DType::E4m3Fn));
     assert_eq!(sizes::<SoftTiles>(&tiled), [2048, 2048, 2 * 26 * 64, 16, 640, 640, 6144, 2048, 4096, 4096]);
     assert_eq!(sizes::<Portable>(&tiled), [960, 960, 640, 16, 320, 320, 6144, 2048, 0, 0]);
@@ -336,7 +337,7 @@ fn a_threads_scratch_has_what_its_rows_and_a_block_of_its_heads_take() {
     assert_eq!(sizes::<SoftTiles>(&beside), [640, 640, 640, 16, 640, 640, 2560, 1536, 0, 0]);
 }
 
-/// Where every score is 0, a row's sum counts the keys that it has seen.
+/// Scores of 0: a row's sum then counts the keys that it has seen.
 #[test]
 fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     let dims = Dims { seqlen_k: 1100, ..problem((2, 1), (8, 8), None).dims };
@@ -361,7 +362,8 @@ fn a_chunk_has_512_keys_and_the_last_one_what_is_left() {
     assert_eq!(sums, [(0, 512.0), (1, 512.0), (2, 76.0)].map(|(chunk, count)| (chunk, vec![count; 4])));
 }
 
-/// With every query's softmax beside the scores of the next block: from chunk to chunk, and where blocks are skipped or seen by half.
+/// Every query's softmax runs beside the scores of the next block: from chunk to chunk, and where blocks are
+/// skipped or half visible.
 #[test]
 fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     let values = fp8_table(DType::E4m3Fn);
@@ -400,7 +402,8 @@ fn codes_have_the_bits_of_their_bf16_from_chunk_to_chunk() {
     }
 }
 
-/// Of two heads in one task: V of the second one's first block, which lies in scratch that the first one's last block finds.
+/// Plants NaN in V of the second head's first block, where two heads share a task. The last block of the
+/// first head leaves its scratch to that block.
 #[test]
 fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     let valid = problem((16, 2), (64, 64), None);
@@ -423,11 +426,11 @@ fn what_a_head_leaves_in_the_tiles_of_v_reaches_no_other_head() {
     }
 }
 
-/// What [`keeps_columns_apart`] plants in V: the key and the column of a head.
+/// Places in V where [`keeps_columns_apart`] plants numbers: the key, and the column of a head.
 const PLANTED: [(u32, u32); 6] = [(3, 0), (17, 33), (17, 62), (70, 7), (149, 94), (149, 95)];
 
-/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie a page or one
-/// distance apart, or neither.
+/// Tiles multiply pairs of columns: neither element of a pair is to reach the other one's sums. Rows of V lie
+/// a page or one distance apart, or neither.
 fn keeps_columns_apart<S: Simd>(s: S) {
     // Numbers up to 1, and NaN and both infinities, in e5m2: its codes are the high halves of f16.
     let code = |i: u64, salt: u32| philox4x32_10([i as u32, salt, 0, 0], [3, 4])[0] as u8 & 0xbc;
@@ -461,7 +464,7 @@ fn keeps_columns_apart<S: Simd>(s: S) {
                     0 => key,
                     _ => pages[(key / page_size) as usize] as u32 * page_size + key % page_size,
                 };
-                // Of the second head.
+                // Row of the second head.
                 spoilt[((row * 2 + 1) * 96 + d) as usize] = planted[n % 3];
             }
             let of = |k: DevSlice<'_>, v: DevSlice<'_>, problem: &ValidFwd| {

@@ -128,7 +128,8 @@ fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
 #[test]
 fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     let few = BwdProblem::new(of_lengths([1024, 1024], [8, 1], 128, "0"));
-    // 8 blocks of keys: as many parts as there are heads, and two of each head's query blocks are still less than a round.
+    // 8 blocks of keys: one part per head, and two parts of each head's query blocks, still give less than a
+    // round.
     let choice = backward(&few, &tile("")).unwrap();
     let shared = detail(&choice, "query heads").unwrap();
     assert_eq!(shared, "8 of a kv head shared by 8 tiles, and their queries by 2 each");
@@ -141,7 +142,8 @@ fn a_kv_heads_query_heads_are_shared_out_where_tiles_are_few() {
     assert_eq!(detail(&backward(&apart, &tile("")).unwrap(), "query heads"), None);
 }
 
-/// Tiles are claimed from a number that the launch over queries sets: without queries there is none.
+/// The launch over queries sets the counter that tiles take their index from. Without queries there is no
+/// counter.
 #[test]
 fn tiles_of_keys_are_claimed_where_there_are_queries() {
     for (queries, ctas) in [(1024, 132), (0, 4 * 64)] {

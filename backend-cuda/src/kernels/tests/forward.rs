@@ -25,8 +25,8 @@ fn schedule<K>(choice: &Choice<K>) -> Vec<String> {
     detail(choice, "schedule").unwrap().split(", ").map(str::to_owned).collect()
 }
 
-/// The words of a choice that has a knob as `off` and as `on` say `words` of the second alone, and of the first with no
-/// other number either.
+/// The detail text of a choice with a tile field `on` contains `words`, and with `off` it does not, not even
+/// with another number.
 fn says<K>(choose: impl Fn(&str) -> Choice<K>, [off, on, words]: [&str; 3]) {
     let (off, on) = (schedule(&choose(off)), schedule(&choose(on)));
     let no_digits = |words: &str| words.replace(|c: char| c.is_ascii_digit(), "");
@@ -88,19 +88,19 @@ fn a_v_of_fp8_is_prepared_by_a_launch_before_or_beside_the_tiles() {
         assert_eq!(prepare.grid, Grid { groups: 2 * 8 * units / 8, threads: 256, dependent: true });
         assert_eq!((prepare.tiles, prepare.tiles_at_once), (u64::from(2 * units), 8 * 132));
         let blocks = 2 * 8 * block_bytes;
-        // 32 tiles for 132 CTAs: nobody claims a second, and there is no counter.
+        // 32 tiles for 132 CTAs: no CTA takes a second tile, so there is no counter.
         assert_eq!(before.workspace, Workspace { bytes: blocks, zeroed_bytes: 0 });
 
         let beside = choose("prepare_v=beside");
         let [main] = &beside.launches[..] else { panic!("{} launches", beside.launches.len()) };
         assert_eq!(main.kernel, "sm90");
-        // A number of units that are claimed, and one for each block; then whole lines.
+        // One counter for the units and one for each block, rounded up to whole lines.
         let expected = Workspace { bytes: blocks + 128, zeroed_bytes: 4 * (1 + 2 * 8) };
         assert_eq!(beside.workspace, expected);
     }
 }
 
-/// Of a plan whose bits no batch may change V is prepared as of others: its bits are the same either way.
+/// A batch-invariant plan prepares V as other plans do: the bits of V are equal in both.
 #[test]
 fn a_plan_of_fp8_whose_bits_no_batch_changes_has_the_blocks_of_its_table() {
     for (dim, block_n) in [(64, 128), (128, 80), (256, 128)] {
@@ -233,7 +233,8 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
     assert!(refusal.contains("tile split_keys=512: sink_columns 2"), "{refusal}");
 }
 
-/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has pairs of CTAs.
+/// A row's bits are its own where a short query's keys would not be split, and no problem of the spec has
+/// pairs of CTAs.
 #[test]
 fn blackwell_promises_bits_that_no_batch_changes_where_no_length_changes_the_arithmetic() {
     let invariant = PlanOptions::default().batch_invariant(true);

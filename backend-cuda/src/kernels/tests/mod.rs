@@ -1,4 +1,4 @@
-//! What the recipes choose for this seat, on the devices that NVIDIA states. Nothing is compiled or run.
+//! Choices of the recipes for this backend, on the devices that NVIDIA states. Nothing is compiled or run.
 
 mod backward;
 mod choice;
@@ -15,7 +15,7 @@ use fmha_kernels_cuda::nvidia::DeviceFacts;
 use super::{Cuda, NVTX, nvtx};
 use crate::search::libraries;
 
-/// What a kernel chooses for this seat.
+/// Choice of a kernel for this backend.
 fn choose<K: Kernel<P, Cuda>, P: GpuProblem>(
     problem: &P,
     facts: &DeviceFacts,
@@ -38,7 +38,7 @@ pub(crate) fn of_lengths(seqlens: [u32; 2], heads: [u32; 2], dim: u32, mask: &st
     FwdProblem::batch(DType::Bf16, dims).mask(mask.parse().unwrap())
 }
 
-/// The same with a bf16 bias for each head, whose rows lie `row` elements apart.
+/// Adds a bf16 bias for each head, with rows `row` elements apart.
 fn biased(mut problem: FwdProblem, row: i64) -> FwdProblem {
     let rows = i64::from(problem.dims.seqlen_q);
     let strides = Strides { batch: 0, head: rows * row, seq: row, dim: 1 };

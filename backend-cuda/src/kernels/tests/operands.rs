@@ -1,4 +1,4 @@
-//! Where kernels take operands, and what tensor maps say of them. No memory lies at these addresses.
+//! Addresses that kernels accept for operands, and their tensor maps. No memory lies at these addresses.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{
@@ -36,14 +36,14 @@ impl Places {
     }
 
     fn read(self, name: &str) -> DevSlice<'static> {
-        // SAFETY: nobody reads it.
+        // SAFETY: nothing reads the memory.
         unsafe {
             DevSlice::from_raw(MemorySpace::Device, self.of(name) as *const u8, 1, fmha_core::ElemType::Bytes)
         }
     }
 
     fn written(self, name: &str) -> DevSliceMut<'static> {
-        // SAFETY: nobody writes it.
+        // SAFETY: nothing writes the memory.
         unsafe {
             DevSliceMut::from_raw(
                 MemorySpace::Device,
@@ -70,8 +70,8 @@ impl Places {
     }
 }
 
-/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples of: 0 where
-/// it takes the operand there.
+/// Each operand and how far from a multiple of 64 KiB it is moved, and what the kernel must lie at multiples
+/// of: 0 where it takes the operand there.
 type Rows = &'static [(&'static str, u64, u64)];
 
 fn takes(what: &str, rows: Rows, takes: impl Fn(Places) -> Result<(), ProblemError>) {

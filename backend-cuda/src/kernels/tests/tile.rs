@@ -1,4 +1,4 @@
-//! Whose tile a plan has: the user's, a measured one, or the kernel's own.
+//! Source of a plan's tile: the user, a measurement, or the kernel's own table.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TunedTile, TunedTiles};
@@ -60,7 +60,7 @@ fn a_backward_plan_has_the_tile_that_was_kept_for_its_class_where_it_fits() {
         ),
         (kept("80"), user_sets, ("64 queries x 128 keys", TileFrom::Table)),
         (kept("80"), PlanOptions::default().deterministic(true), ("64 queries x 128 keys", TileFrom::Table)),
-        // It has too many accumulators; it was kept by a kernel that took it.
+        // The tile needs too many accumulators; an earlier kernel took it.
         (kept("128"), PlanOptions::default(), ("64 queries x 128 keys", TileFrom::Table)),
         // Under the label of the forward.
         (

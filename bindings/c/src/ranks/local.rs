@@ -1,4 +1,4 @@
-//! What a rank's structs say of a call over ranks, read and checked before the others are asked.
+//! A call over ranks in the structs of one rank, read and checked before any message to the others.
 
 use std::ffi::CString;
 use std::sync::{Arc, Mutex};
@@ -28,7 +28,7 @@ pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> cr
     }
 }
 
-/// What this rank says of a call, before the others are asked.
+/// One rank's view of a call, before any message to the others.
 pub(super) struct Local {
     call: FmhaCall,
     pointed: Pointed,

@@ -7,14 +7,14 @@ use candle_core::{DType, Device, Result, Tensor};
 use rand::Rng;
 use rand::rngs::StdRng;
 
-/// Where the tests' tensors lie: on the first CUDA device with the feature `cuda`, else on the CPU.
+/// Device of the tests' tensors: the first CUDA device with the feature `cuda`, otherwise the CPU.
 pub fn device() -> Device {
     // One handle for all threads: tensors of two handles are of two devices to candle.
     static DEVICE: OnceLock<Device> = OnceLock::new();
     DEVICE.get_or_init(|| Device::cuda_if_available(0).unwrap()).clone()
 }
 
-/// What the tests compare: heads of one sequence, `[seqlen, heads, head_dim]`, in f64.
+/// Values that the tests compare: heads of one sequence, `[seqlen, heads, head_dim]`, in f64.
 pub struct Plain {
     pub scale: f64,
     pub left: Option<usize>,

@@ -1,7 +1,7 @@
-//! Whether ranks begin the same call, and whose fault it is where they do not.
+//! Comparison of calls: whether all ranks begin the same call, and which rank is at fault where they do not.
 //!
-//! A call that was planned as the one before is told by its number alone; of another one its fields are told too, and kept until all
-//! ranks have begun it.
+//! A call that is planned as the one before is sent by its number alone. Another one is sent with its fields,
+//! which are kept until all ranks have begun it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,17 +12,18 @@ use crate::agree::{Fields, MOMENT, Said, disagreement, out_of_turn};
 use crate::error::{Error, Result};
 use crate::group::Group as _;
 
-/// How many calls that were planned otherwise than those before are kept, to be compared with what other ranks tell of theirs.
+/// Largest number of stored calls that were planned otherwise than the call before, for comparison with those
+/// of other ranks.
 const MOST_BEGUN: usize = 1 << 12;
 
-/// Whether two calls were planned alike: mostly by one plan.
+/// Whether two calls have equal plans: usually they share one.
 fn is_same(a: &Arc<Fields>, b: &Arc<Fields>) -> bool {
     Arc::ptr_eq(a, b) || a == b
 }
 
 impl Host {
-    /// Whose fault it is that some ranks have planned, as far as they have told, where this one has begun a call. None where none
-    /// has, or only ranks that are ahead.
+    /// Error where some ranks plan, by their messages so far, while this rank has begun a call. `None` where
+    /// no rank plans, or only ranks that are ahead.
     fn out_of_turn(&self) -> Option<Error> {
         let state = self.mailbox.lock();
         let plans = |(rank, peer): (u32, &Peer)| {
@@ -33,7 +34,7 @@ impl Host {
         out_of_turn(self.rank, self.size, state.planned(state.calls)?, &said)
     }
 
-    /// Whose fault it is that ranks have begun a call each that were planned otherwise, as far as they have told.
+    /// Error where ranks have begun the same call with different plans, by their messages so far.
     fn begun_otherwise(&self) -> Option<Error> {
         let mut state = self.mailbox.lock();
         let call = (0..self.size).filter_map(|rank| state.otherwise(rank)).min()?;
@@ -42,7 +43,7 @@ impl Host {
         disagreement(&state.peers.iter().map(of).collect::<Vec<_>>())
     }
 
-    /// Whose fault it is that ranks are at unlike calls, once all have had a moment to tell.
+    /// Error where ranks are at different calls, after a moment in which all can send their messages.
     pub(in crate::group) fn judged(&self) -> Option<Error> {
         let fault = || self.out_of_turn().or_else(|| self.begun_otherwise());
         fault()?;
@@ -50,7 +51,8 @@ impl Host {
         fault()
     }
 
-    /// The same, by any rank that knows it: of two at unlike calls it may be the other one that can tell.
+    /// Error where ranks are at different calls, found by any rank. Of two such ranks only one may be able to
+    /// find it.
     fn heard(&self) -> Option<Error> {
         let end = Instant::now() + (5 * MOMENT).min(self.timeout / 2);
         loop {
@@ -63,7 +65,8 @@ impl Host {
         }
     }
 
-    /// A call begins; [`tell`](Self::tell) tells the other ranks. Its number, and how the one before was planned.
+    /// Counts a call that begins; [`tell`](Self::tell) sends it to the other ranks. Returns the number of the
+    /// call, and the fields of the call before.
     pub(in crate::group) fn note(&self, planned: &Arc<Fields>) -> (u64, Option<Arc<Fields>>) {
         let mut state = self.mailbox.lock();
         state.calls += 1;
@@ -77,7 +80,8 @@ impl Host {
         (call, before)
     }
 
-    /// Tells the other ranks of calls that have begun since it last did, and were planned otherwise than those before.
+    /// Sends the other ranks the calls that have begun since the last time and were planned otherwise than
+    /// the call before.
     pub(in crate::group) fn tell(&self) {
         let mut state = self.mailbox.lock();
         let (told, calls) = (state.told, state.calls);
@@ -90,7 +94,7 @@ impl Host {
         }
     }
 
-    /// All ranks wait for each other, and go on if they begin the same call.
+    /// Waits until all ranks begin a call, and goes on if it is the same call.
     pub(super) fn begin(&self, planned: &Arc<Fields>) -> Result<()> {
         let (call, before) = self.note(planned);
         let is_again = before.as_ref().is_some_and(|before| is_same(before, planned));
@@ -107,7 +111,7 @@ impl Host {
             match Said::of_runner(&bytes, before.as_deref().unwrap_or(&[])) {
                 Some(other) => said[from as usize] = other,
                 None => {
-                    // It stays for who asks whose fault that is.
+                    // The frame stays in the mailbox for the search for the rank at fault.
                     self.mailbox.lock().peers[from as usize].frames.push_front(bytes);
                     stranger = stranger.or(Some(from));
                 }
@@ -122,7 +126,7 @@ impl Host {
         match disagreement(&said) {
             Some(error) => Err(self.fail(error)),
             None => {
-                // None of the calls before this one is asked for again.
+                // Calls before this one are never looked up again.
                 let mut state = self.mailbox.lock();
                 let all = state.begun.len();
                 state.begun.drain(..all.saturating_sub(1));
@@ -170,7 +174,8 @@ mod tests {
         assert_eq!(fault(1, (4, 1)), named("calls", "rank 1 says calls 4, but most say 3"));
     }
 
-    /// Who runs two plans in turn tells of each call, and is not remembered by those who have begun as many.
+    /// A rank that alternates two plans reports each call. Ranks that have begun as many calls forget the
+    /// report.
     #[test]
     fn calls_that_all_have_begun_alike_are_forgotten() {
         let hosts = crate::group::threads(3, Duration::from_secs(9));

@@ -1,4 +1,4 @@
-//! Where frames of the other ranks arrive, and what is known of those ranks.
+//! Arrival of frames from other ranks, and what is known of those ranks.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use super::Frame;
 use crate::agree::{Fields, Said};
 use crate::error::Error;
 
-/// Where frames of the other ranks arrive.
+/// Frames that have arrived from the other ranks.
 pub(crate) struct Mailbox {
     state: Mutex<State>,
     pub(super) changed: Condvar,
@@ -16,24 +16,26 @@ pub(crate) struct Mailbox {
 pub(super) struct State {
     pub(super) peers: Vec<Peer>,
     pub(super) failure: Option<Error>,
-    /// How many calls have begun here, and of each that was planned otherwise than the one before its number and its fields.
+    /// Number of calls that have begun on this rank. `begun` has the number and the fields of each call that
+    /// was planned otherwise than the call before.
     pub(super) calls: u64,
     pub(super) begun: VecDeque<(u64, Arc<Fields>)>,
-    /// Up to which call the other ranks have been told.
+    /// Number of the last call that the other ranks have been sent.
     pub(super) told: u64,
 }
 
 #[derive(Clone, Default)]
 pub(super) struct Peer {
-    /// Of shares and exchanges, in their order.
+    /// Frames of shares and exchanges, in order.
     pub(super) frames: VecDeque<Vec<u8>>,
-    /// Its calls that were planned otherwise than those before, as far as they are not known to be those of this rank.
+    /// Calls of the rank that were planned otherwise than the call before, as far as they are not known to
+    /// equal this rank's calls.
     pub(super) begun: VecDeque<Said>,
     waits_for: Option<u32>,
     pub(super) gone: Option<Gone>,
 }
 
-/// Why a rank sends nothing more.
+/// Reason why a rank sends nothing more.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Gone {
     Left,
@@ -42,7 +44,7 @@ pub(super) enum Gone {
 }
 
 impl Gone {
-    /// That it is, as its fault.
+    /// Error that blames the rank for being gone.
     pub(super) fn error(self, rank: u32) -> Error {
         let how = match self {
             Self::Left => "has left the group",
@@ -90,13 +92,14 @@ impl Mailbox {
 }
 
 impl State {
-    /// What was planned of a call of this rank; none of one that has not begun, or too long ago.
+    /// Fields of a call of this rank; `None` if it has not begun or is too old.
     pub(super) fn planned(&self, call: u64) -> Option<&Arc<Fields>> {
         let (_, planned) = self.begun.iter().rev().find(|(first, _)| *first <= call)?;
         (call <= self.calls).then_some(planned)
     }
 
-    /// The first call of a rank, as far as it has told, that was planned otherwise here. Those before it are forgotten.
+    /// First call of a rank, by its messages so far, with another plan than here. Calls before it are
+    /// forgotten.
     pub(super) fn otherwise(&mut self, rank: u32) -> Option<u64> {
         let rank = rank as usize;
         while let Some(said) = self.peers[rank].begun.front() {

@@ -1,4 +1,4 @@
-//! A group in host memory, over whatever carries frames from rank to rank.
+//! A group in host memory, over any link that carries frames between ranks.
 
 mod calls;
 mod mailbox;
@@ -17,40 +17,41 @@ use super::{Exchange, Group, Parcel};
 use crate::agree::Fields;
 use crate::error::{Error, Result};
 
-/// What one rank tells another.
+/// Frame that one rank sends to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Frame {
     /// Bytes of a share or an exchange.
     Bytes(Vec<u8>),
-    /// A call has begun that was planned otherwise than the one before.
+    /// A call has begun that was planned otherwise than the call before.
     Begun(Vec<u8>),
-    /// Which rank it has been waiting for, for some of its timeout: whom to blame if it comes late itself.
+    /// Rank that the sender has been waiting for, for part of its timeout. That rank is to blame if the
+    /// sender is late itself.
     Waits(u32),
-    /// Nothing succeeds any more.
+    /// Failure of the group: nothing succeeds any more.
     Failed(Error),
-    /// It has finished, and sends nothing more.
+    /// Farewell: the sender has finished and sends nothing more.
     Left,
-    /// Its connection broke without a farewell.
+    /// Connection of the sender broke without a farewell.
     Died,
-    /// What it sent is no frame, so nothing more is read of it.
+    /// Bytes that are no frame; nothing more is read from the sender.
     Garbled,
 }
 
 /// Carries frames to other ranks.
 pub(super) trait Link: Send + Sync {
-    /// Sends, without waiting. A rank that is gone has nobody to tell.
+    /// Sends without waiting. Frames to a rank that is gone are dropped.
     fn post(&self, to: u32, frame: Frame);
 }
 
-/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that [`connect`](super::connect)ed.
-/// Dropped, it leaves the group.
+/// A rank of a group in host memory: of [`threads`](super::threads), or of processes that
+/// [`connect`](super::connect)ed. Dropped, it leaves the group.
 pub struct Host {
     rank: u32,
     size: u32,
     timeout: Duration,
     mailbox: Arc<Mailbox>,
     link: Box<dyn Link>,
-    /// How long the call that runs has waited for other ranks; none between calls.
+    /// Time that the running call has waited for other ranks; `None` between calls.
     waited: Mutex<Option<Duration>>,
     /// Whether it has said farewell.
     left: AtomicBool,
@@ -80,7 +81,7 @@ impl Host {
         if std::thread::panicking() {
             self.fail(Error::new(self.rank, "group", format!("rank {} has panicked", self.rank)));
         }
-        // What it failed of goes before its farewell: the rank that found it out may not have told everybody yet.
+        // The failure goes before the farewell: the rank that found it may not have sent it to all ranks yet.
         let failure = self.mailbox.lock().failure.clone();
         for to in self.others() {
             if let Some(error) = &failure {
@@ -118,8 +119,8 @@ impl Host {
         Ok(())
     }
 
-    /// Receives from each of these ranks, in their order, and waits no longer than the timeout in all; of a call that has begun,
-    /// no longer than the timeout in the whole call.
+    /// Receives from each of these ranks, in their order, and waits no longer than the timeout in all; of a
+    /// call that has begun, no longer than the timeout in the whole call.
     fn receive_all(
         &self,
         ranks: impl Iterator<Item = u32>,
@@ -234,7 +235,7 @@ impl Group for Host {
         exchange.check((self.rank, self.size), sources, sinks).map_err(|error| self.fail(error))?;
         let on_a_device =
             || self.fail(Error::new(self.rank, "exchange", "a buffer is in device memory, not the host's"));
-        // What goes to this rank itself is there without a frame.
+        // Rows from this rank to itself need no frame.
         let mut own = Vec::new();
         for to in 0..self.size {
             match packed(of(&exchange.sends, to), sources).ok_or_else(on_a_device)? {

@@ -1,4 +1,4 @@
-//! A stand-in of NCCL, whose ranks are threads of this process, and what is asked of it.
+//! A fake NCCL whose ranks are threads of this process, and tests of the calls that it gets.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::cell::{Cell, RefCell};
@@ -15,7 +15,7 @@ use crate::{FwdPlan, Options, Partition, Problem, Scheme};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What ranks have sent each other and not received yet, by who, to whom.
+/// Messages sent and not received yet, by sender and receiver.
 type Letters = HashMap<(u32, u32), VecDeque<Vec<u8>>>;
 
 /// The ranks of a communicator.
@@ -23,7 +23,7 @@ type Letters = HashMap<(u32, u32), VecDeque<Vec<u8>>>;
 struct World {
     letters: Mutex<Letters>,
     come: Condvar,
-    /// Which ranks have ended their communicators, and how.
+    /// Ranks that have ended their communicators, and how.
     ends: Mutex<Vec<(u32, &'static str)>>,
     ended: Condvar,
 }
@@ -42,7 +42,7 @@ impl World {
     }
 }
 
-/// What a communicator points to.
+/// Rank behind a communicator.
 struct Rank {
     rank: u32,
     size: u32,
@@ -58,11 +58,11 @@ enum Message {
 }
 
 thread_local! {
-    /// What this rank has called, in order.
+    /// Names of the calls of this rank, in order.
     static CALLS: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
-    /// Of the group that is open.
+    /// Messages of the group that is open.
     static OPEN: RefCell<Vec<Message>> = const { RefCell::new(Vec::new()) };
-    /// Whose memory is moved; none: the host's.
+    /// Device whose memory is moved; host memory if `None`.
     static DEVICE: RefCell<Option<Device>> = const { RefCell::new(None) };
 }
 
@@ -96,7 +96,7 @@ fn write(to: *mut c_void, bytes: &[u8]) {
 
 impl Rank {
     /// # Safety
-    /// `comm` is one of the stand-in's.
+    /// `comm` is one of the fake's.
     unsafe fn of<'a>(comm: Comm) -> &'a Self {
         // SAFETY: the caller's promise; it is never freed.
         unsafe { &*comm.cast::<Self>() }
@@ -143,7 +143,7 @@ unsafe extern "C" fn comm_init_rank(comm: *mut Comm, size: c_int, id: UniqueId, 
     0
 }
 
-/// As the library's: a call of all ranks, which waits for each.
+/// Ends a communicator as the library does: a call of all ranks, which waits for each.
 unsafe extern "C" fn comm_destroy(comm: Comm) -> Status {
     // SAFETY: one of ours.
     let Rank { rank, size, world } = unsafe { Rank::of(comm) };
@@ -201,7 +201,7 @@ thread_local! {
 unsafe extern "C" fn group_end() -> Status {
     called("ncclGroupEnd");
     let mut all = OPEN.take();
-    // What goes is there before anybody waits.
+    // Sends come before receives, so that data is there before a rank waits.
     all.sort_by_key(|message| matches!(message, Message::Receive(..)));
     // SAFETY: the messages' own.
     let rank = (!all.is_empty()).then(|| unsafe { Rank::of(COMM.get()) });
@@ -249,7 +249,7 @@ fn api() -> Api {
     }
 }
 
-/// What each rank's closure gives, by rank.
+/// Results of each rank's closure, by rank.
 fn on_ranks<T: Send>(ranks: u32, run: impl Fn(Nccl) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let run = &run;
@@ -312,7 +312,7 @@ fn an_all_gather_is_one_call_and_brings_what_messages_bring() {
                     let mut all = vec![0u8; expected.len()];
                     let at = rank as usize * bytes;
                     all[at..at + bytes].copy_from_slice(&stretch(rank));
-                    // SAFETY: the stand-in moves host memory.
+                    // SAFETY: the fake moves host memory.
                     let mut to = unsafe {
                         DevSliceMut::from_raw(
                             MemorySpace::Device,
@@ -347,7 +347,7 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).flat_map(|_| next().to_bits().to_le_bytes()).collect()
 }
 
-/// On an emulated device, whose kernels need NVRTC: where there is none, it says `absent` and checks nothing.
+/// Runs on an emulated device, whose kernels need NVRTC: without it, prints `absent` and checks nothing.
 #[test]
 fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
     let device = match Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }) {
@@ -415,7 +415,7 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
         first
     });
     assert!(results.iter().all(|bits| *bits == results[0]), "ranks have other bits");
-    // Of the softmax over all keys, by f64.
+    // Softmax over all keys in f64.
     let number = |bytes: &[u8], at: usize| {
         f64::from(bf16::from_bits(u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]])))
     };
@@ -443,7 +443,8 @@ fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
     }
 }
 
-/// What each of three ranks hears, of which these plan, or run, a call of 96 keys where the others run one of 48.
+/// Errors of three ranks. The ranks in `of_96` plan, or run, a call of 96 keys where the others run one of
+/// 48.
 fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
     let fields =
         |keys: &str| vec![("sink".to_owned(), "false".to_owned()), ("seqlen_k".to_owned(), keys.to_owned())];
@@ -461,16 +462,16 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             return agree(&group, &Ok(fields("96"))).unwrap_err();
         }
         if plans {
-            // Behind a call that all have begun nobody is out of turn.
+            // After a call that all ranks have begun, no rank is at another call.
             std::thread::sleep(Duration::from_millis(300));
             assert_eq!(group.failure(), None);
         }
         group.begins(if is_of_96 { &long } else { &short }).unwrap();
-        // As over devices, nobody waits on the host for another rank, or reads what it says.
+        // No rank waits on the host for another one, or reads its messages, as on devices.
         while group.failure().is_none() && start.elapsed() < TIMEOUT / 4 {
             std::thread::sleep(Duration::from_millis(5));
         }
-        // No later call succeeds.
+        // Later calls fail too.
         let stream = Device::open(Backend::Cpu).unwrap().default_stream();
         group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
     });
@@ -522,7 +523,7 @@ fn ranks_of(ranks: u32, timeout: Duration) -> (Vec<Nccl>, Arc<World>) {
         joined.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     let comm = all[0].held.comm.lock().unwrap().unwrap();
-    // SAFETY: one of the stand-in's.
+    // SAFETY: `comm` is one of the fake's.
     let world = unsafe { Rank::of(comm) }.world.clone();
     (all, world)
 }
@@ -579,7 +580,7 @@ fn a_call_that_waits_for_a_rank_that_has_failed_is_aborted() {
         let queues = scope.spawn(|| {
             let stream = Device::open(Backend::Cpu).unwrap().default_stream();
             let mut room = [0u8; 16];
-            // SAFETY: the stand-in moves host memory.
+            // SAFETY: the fake moves host memory.
             let mut all = unsafe {
                 DevSliceMut::from_raw(MemorySpace::Device, room.as_mut_ptr(), 16, fmha::ElemType::Bytes)
             };

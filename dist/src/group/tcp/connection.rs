@@ -1,4 +1,5 @@
-//! A connection that lasts: a thread that reads frames, one that writes them, and a way out that no other rank can block.
+//! A connection that lasts: a thread that reads frames, one that writes them, and a way out that no other
+//! rank can block.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,10 +13,10 @@ use super::timed::{POLL, Polled};
 use crate::error::Error;
 use crate::group::host::{Frame, Link, Mailbox};
 
-/// How long a rank that takes nothing of what is sent to it keeps this one from leaving.
+/// Time after which a rank may leave although another rank takes nothing of what is sent to it.
 const STANDSTILL: Duration = Duration::from_secs(5);
 
-/// Bytes that are written at once: a rank that has taken so many more stands not still.
+/// Bytes of one write: a rank that has taken that many more makes progress.
 const CHUNK: usize = 1 << 16;
 
 /// Connections to all other ranks, by rank; none to this one.
@@ -78,7 +79,7 @@ impl Drop for Mesh {
     }
 }
 
-/// What both threads of a connection, and who leaves it, know.
+/// State shared by both threads of a connection and by the caller that closes it.
 struct Wire {
     stream: TcpStream,
     /// Bytes that the system has taken.
@@ -123,8 +124,8 @@ impl Connection {
 }
 
 impl Wire {
-    /// Delivers what the other rank sends, until it leaves. What comes after this rank has left is read for a while, lest the
-    /// system drop what has just been sent.
+    /// Delivers what the other rank sends, until it leaves. What comes after this rank has left is read for a
+    /// while, lest the system drop what has just been sent.
     fn read(&self, peer: u32, mailbox: &Mailbox) {
         let goes_on = || self.left.get().is_none_or(|left| left.elapsed() < self.timeout);
         let mut from = Polled { stream: &self.stream, goes_on };

@@ -1,4 +1,4 @@
-//! How ranks find each other: one deadline for all of it, and no connection that keeps another one waiting.
+//! Meeting of ranks: one deadline for all of it, and no connection that delays another one.
 
 use std::io;
 use std::io::Write as _;
@@ -16,28 +16,28 @@ use super::proof::{
 use super::{Place, SECRET};
 use crate::error::{Error, Result};
 
-/// Time in which a connection says and proves who it is: one that does not is closed.
+/// Time in which a connection must say and prove its rank. Otherwise it is closed.
 const GREETING: Duration = Duration::from_secs(5);
 
 /// Time for a last word to each rank of a meeting that has failed.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-/// Connections that are heard at once.
+/// Largest number of connections that are checked at once.
 const MOST_HEARD: usize = 256;
 
 /// One to each other rank, none to itself.
 pub(super) type Streams = Vec<Option<TcpStream>>;
 
-/// A rank that has proved who it is, and where it listens.
+/// A rank that has proved its identity, and its address.
 struct Seat {
     talk: Talk,
     listens: SocketAddr,
 }
 
-/// What became of a connection.
+/// Outcome of a connection.
 enum Heard {
     Rank(Hello, Talk, SocketAddr),
-    /// It says that it is this rank, and does not know the secret.
+    /// Rank that the connection names, without knowledge of the secret.
     Stranger(u32, SocketAddr),
     /// Bytes of another program, too few of them, or too late.
     Nothing,
@@ -80,12 +80,12 @@ impl<'a> Meeting<'a> {
         std::thread::sleep(Duration::from_millis(2));
     }
 
-    /// How long the meeting lasts from here on.
+    /// Time left for the meeting.
     fn left(&self) -> Duration {
         self.end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
     }
 
-    /// The addresses of a name, which a name server may be asked for.
+    /// Addresses of a name, possibly from a name server.
     fn resolve(&self, name: &str) -> io::Result<Vec<SocketAddr>> {
         if let Ok(address) = name.parse() {
             return Ok(vec![address]);
@@ -130,7 +130,7 @@ impl<'a> Meeting<'a> {
         listener.local_addr().map_err(|error| self.system(&error))
     }
 
-    /// Accepts the `expected` ranks; the others of a meeting that fails hear why.
+    /// Accepts the `expected` ranks. If the meeting fails, all other ranks get the reason.
     fn accept(
         &self,
         listener: &TcpListener,
@@ -203,7 +203,7 @@ impl<'a> Meeting<'a> {
         Ok(())
     }
 
-    /// Hears who has connected, on a thread of its own, which ends by itself.
+    /// Checks a new connection on a thread of its own, which ends by itself.
     fn hear(&self, stream: TcpStream, from: SocketAddr, key: &Arc<Key>, tells: Sender<Heard>) -> Result<()> {
         let (whom, key) = ((self.rank, self.size), key.clone());
         let end = self.end.min(Instant::now() + GREETING);
@@ -219,7 +219,7 @@ impl<'a> Meeting<'a> {
                     Heard::Rank(hello, talk, listens)
                 }
                 Ok((hello, talk, false)) => {
-                    // Its MAC tells the other side that the secrets differ.
+                    // The MAC of the refusal shows the other side that the secrets differ.
                     let error = Error::new(hello.rank, "secret", "the secrets differ");
                     let _ = talk.send(&key, &Letter::Refusal(error), end);
                     Heard::Stranger(hello.rank, from)
@@ -260,14 +260,14 @@ impl<'a> Meeting<'a> {
         }
         *seat = match talk.send(key, &Letter::Welcome, Instant::now() + LAST_WORD) {
             Ok(()) => Some(Seat { talk, listens }),
-            // It may come again.
+            // The rank may connect again.
             Err(_) => None,
         };
         Ok(())
     }
 
-    /// Connects to `peer`, which may not listen yet, and proves who this rank is. `found` says where it is and by which key it
-    /// is known, `listens` where this rank listens that reaches it by this stream.
+    /// Connects to `peer`, which may not listen yet, and proves this rank's identity. `found` gives the
+    /// addresses and the key of `peer`; `listens` gives this rank's address as seen over this stream.
     fn reach(
         &self,
         peer: u32,
@@ -416,7 +416,7 @@ impl<'a> Meeting<'a> {
             let above = above.join().map_err(|_| {
                 Error::new(self.rank, "group", "the thread that waits for higher ranks has panicked")
             })?;
-            // Of two that failed the first knows why: the other one has been told to give up.
+            // The thread that fails first has the cause; the other one is told to give up.
             match (above, below) {
                 (Ok(above), Ok(below)) => Ok((above, below)),
                 (_, Err(error)) | (Err(error), _) => Err(error),
@@ -431,14 +431,14 @@ impl<'a> Meeting<'a> {
     }
 }
 
-/// Why another rank was not reached.
+/// Reason why another rank was not reached.
 enum Tried {
-    /// It may be there later.
+    /// The rank may be there later.
     Again(io::Error),
     Failed(Error),
 }
 
-/// Whether `accept` may go on: nobody is there, or who was has gone.
+/// Whether `accept` may go on: no connection waits, or the one that waited is gone.
 fn is_of_the_other_side(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted, WouldBlock};
     matches!(error.kind(), ConnectionAborted | ConnectionReset | Interrupted | WouldBlock)
@@ -448,11 +448,11 @@ fn has_left(rank: u32, how: &str) -> Error {
     Error::new(rank, "group", format!("rank {rank} has left the meeting: {how}"))
 }
 
-/// Tells all who have come why there is no group.
+/// Sends every rank that has connected the reason why there is no group.
 fn dismiss(seats: &[Option<Seat>], key: &Key, error: &Error) {
     let end = Instant::now() + LAST_WORD;
     for seat in seats.iter().flatten() {
-        // One that is gone hears nothing.
+        // A rank that is gone gets nothing.
         let _ = seat.talk.send(key, &Letter::Refusal(error.clone()), end);
     }
 }
@@ -474,7 +474,7 @@ fn announce(path: &Path, address: SocketAddr, drawn: &[u8]) -> io::Result<()> {
     std::fs::rename(&beside, path)
 }
 
-/// What [`announce`] wrote.
+/// Address and secret that [`announce`] has written.
 fn announced(path: &Path) -> io::Result<(SocketAddr, Vec<u8>)> {
     let text = std::fs::read_to_string(path)?;
     let of = |text: &str| {

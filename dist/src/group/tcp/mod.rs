@@ -1,11 +1,13 @@
 //! Ranks that are processes, of one host or several, over TCP.
 //!
-//! - `meeting`: rank 0 listens where the rendezvous says; every other rank tells it where it listens itself, gets the list, and
-//!   connects to the ranks below it. All of it ends by one deadline.
+//! - `meeting`: rank 0 listens at the rendezvous. Every other rank sends rank 0 its own address, gets the
+//!   list of all, and connects to the ranks below it. One deadline ends all of it.
 //! - `proof`: both sides of every connection prove that they know the job's secret.
-//! - `connection`: one that lasts has a thread that reads and one that writes, so sending never waits.
+//! - `connection`: each lasting connection has a thread that reads and one that writes, so sending never
+//!   waits.
 //!
-//! Who knows no secret is in no group. What ranks send each other afterwards is neither encrypted nor authenticated.
+//! Ranks without the secret cannot join a group. What ranks send each other afterwards is neither encrypted
+//! nor authenticated.
 
 mod connection;
 mod meeting;
@@ -23,12 +25,12 @@ use connection::{Connection, Mesh};
 use meeting::Meeting;
 use proof::{SHORTEST_SECRET, Secret};
 
-/// Where the ranks of a group find each other, and what they know of each other.
+/// Place where the ranks of a group meet, and the facts that they share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// Which rank this is.
+    /// Index of this rank.
     pub rank: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub size: u32,
     place: Place,
     secret: Option<Secret>,
@@ -54,31 +56,33 @@ impl Rendezvous {
         Self { rank, size, place: Place::Address(address.into()), secret: None, listen: None }
     }
 
-    /// Rank 0 listens at a port of this host that is free, and writes it into a file that does not exist yet and that every
-    /// rank sees, beside a secret that is drawn for this meeting: on Unix only the file's owner reads it.
+    /// Rank 0 listens at a free port of this host, and writes the port and a random secret for this meeting
+    /// into a file. The file must not exist yet, and every rank must see it. On Unix its owner alone can read
+    /// it.
     #[must_use]
     pub fn file(path: impl AsRef<Path>, rank: u32, size: u32) -> Self {
         Self { rank, size, place: Place::File(path.as_ref().to_owned()), secret: None, listen: None }
     }
 
-    /// What all ranks of the job know, and nobody else: at least 16 bytes that nobody guesses, as `openssl rand -hex 16` gives.
-    /// Every connection of the group is proved by it, by both sides.
+    /// Secret of the job, known to its ranks alone: at least 16 bytes that cannot be guessed, such as the
+    /// output of `openssl rand -hex 16`. Both sides of every connection of the group prove that they know it.
     #[must_use]
     pub fn secret(mut self, secret: impl AsRef<[u8]>) -> Self {
         self.secret = Some(Secret(secret.as_ref().to_owned()));
         self
     }
 
-    /// The address of this host at which this rank listens. By default rank 0 listens where the others look for it, and every
-    /// other rank at the address by which it reaches rank 0.
+    /// The address of this host at which this rank listens. By default rank 0 listens where the others look
+    /// for it, and every other rank at the address by which it reaches rank 0.
     #[must_use]
     pub fn listen(mut self, address: IpAddr) -> Self {
         self.listen = Some(address);
         self
     }
 
-    /// What torchrun sets: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. The port above is taken, since torch's own
-    /// store listens at that one. And [`with_env`](Self::with_env).
+    /// Reads torchrun's variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and those of
+    /// [`with_env`](Self::with_env). Uses the next higher port, since torch's own store listens at the given
+    /// one.
     ///
     /// # Errors
     /// The variable that is missing or no number, with its text.
@@ -86,8 +90,8 @@ impl Rendezvous {
         Self::from_words(|name| std::env::var(name).map_err(|error| error.to_string()))?.with_env()
     }
 
-    /// The [`secret`](Self::secret) of `FMHA_DIST_SECRET` and the address to [`listen`](Self::listen) at of `FMHA_DIST_LISTEN`,
-    /// each where it is set and none was given.
+    /// The [`secret`](Self::secret) of `FMHA_DIST_SECRET` and the address to [`listen`](Self::listen) at of
+    /// `FMHA_DIST_LISTEN`, each where it is set and none was given.
     ///
     /// # Errors
     /// The variable that is no address, with its text.
@@ -125,11 +129,12 @@ impl Rendezvous {
     }
 }
 
-/// Joins the group, and waits for all of its ranks, at most `timeout` long. The same timeout then says when a rank is late.
+/// Joins the group, and waits for all of its ranks, at most `timeout` long. The same timeout then says when a
+/// rank is late.
 ///
 /// # Errors
-/// The rank that has not come, has left, or does not know the secret, or what the system said. `secret`: rank 0 is looked for
-/// beyond the loopback, and this rank has no secret, or too short a one.
+/// The rank that has not come, has left, or does not know the secret, or what the system said. `secret`: rank
+/// 0 is looked for beyond the loopback, and this rank has no secret, or too short a one.
 pub fn connect(rendezvous: &Rendezvous, timeout: Duration) -> Result<Host> {
     let Rendezvous { rank, size, ref place, ref secret, listen } = *rendezvous;
     if rank >= size {

@@ -1,4 +1,4 @@
-//! What two ranks say to each other when they meet, and how each proves that it knows the job's secret.
+//! Messages of two ranks when they meet, and the proof by each that it knows the job's secret.
 //!
 //! ```text
 //!  connecting rank                                     listening rank
@@ -9,8 +9,8 @@
 //!             ◄── Letter     from rank 0 alone: where all ranks listen
 //! ```
 //!
-//! The rank that connects proves first, so that who merely connects to a port gets nothing to try secrets on. Both nonces are
-//! random, so neither side's words serve for another meeting.
+//! The rank that connects proves first, so a stranger that connects to a port gets nothing to try secrets on.
+//! Both nonces are random, so the messages of one meeting serve for no other.
 
 use std::fmt;
 use std::io;
@@ -25,7 +25,7 @@ use crate::error::Error;
 /// Bytes of a secret at least: shorter ones can be guessed by a rank's proof.
 pub(super) const SHORTEST_SECRET: usize = 16;
 
-/// What the ranks of a job know, and nobody else does.
+/// Secret that the ranks of a job share.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Secret(pub(super) Vec<u8>);
 
@@ -35,13 +35,14 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What messages are authenticated by.
+/// Key that authenticates messages.
 pub(super) struct Key([u8; 32]);
 
 type Mac = [u8; 32];
 
 impl Key {
-    /// From the job's secret and the one in the file where the ranks meet. Where there is neither, everybody knows the key.
+    /// Makes the key from the job's secret and the one in the file where the ranks meet. If both are missing,
+    /// the key is public.
     pub(super) fn new(secret: Option<&Secret>, of_file: &[u8]) -> Self {
         let secret = secret.map_or(&[][..], |secret| &secret.0);
         Self(mac(b"fmha-dist key", &[secret, of_file]).finalize())
@@ -62,7 +63,7 @@ fn mac(key: &[u8], parts: &[&[u8]]) -> HMAC {
     mac
 }
 
-/// Bytes that nobody foresees.
+/// Random bytes from the system.
 pub(super) fn random() -> io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes).map_err(io::Error::other)?;
@@ -91,21 +92,21 @@ pub(super) fn address_of_bytes(bytes: &[u8; ADDRESS_BYTES]) -> SocketAddr {
     SocketAddr::new(Ipv6Addr::from(ip).to_canonical(), u16::from_le_bytes([low, high]))
 }
 
-/// Who connects.
+/// Introduction of the rank that connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) rank: u32,
     pub(super) size: u32,
     /// The rank that is to listen there.
     pub(super) wants: u32,
-    /// Where the rank that connects listens itself.
+    /// Address of the rank that connects.
     pub(super) listens: SocketAddr,
 }
 
 const HELLO_BYTES: usize = 16 + ADDRESS_BYTES + 32;
 const CHALLENGE_BYTES: usize = 12 + 32;
 
-/// All that was said before the proofs, which they are made over.
+/// Messages before the proofs, which the proofs cover.
 type Transcript = [u8; HELLO_BYTES + CHALLENGE_BYTES];
 
 fn words(words: &[u32]) -> Vec<u8> {
@@ -120,37 +121,37 @@ fn another_program() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "another program, or another version, is there")
 }
 
-/// What the rank that listens tells the one that has connected.
+/// Message of the rank that listens to the rank that has connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Letter {
-    /// It has its seat.
+    /// The rank is accepted.
     Welcome,
     /// The meeting has failed.
     Refusal(Error),
-    /// Where all ranks listen, rank by rank.
+    /// Addresses of all ranks, by rank.
     List(Vec<u8>),
 }
 
 /// Bytes of a refusal at most.
 const LONGEST_REFUSAL: usize = 1 << 12;
 
-/// A connection whose ranks have told each other who they are.
+/// A connection between two ranks that have proved their identity.
 pub(super) struct Talk {
     pub(super) stream: TcpStream,
     said: Transcript,
 }
 
-/// How a rank's attempt to be heard ended.
+/// Result of a connection attempt.
 pub(super) enum Answer {
     Welcome(Talk),
-    /// As the other rank said, who knows the secret.
+    /// Refusal by the other rank, which knows the secret.
     Refused(Error),
-    /// It answers, and does not know the secret.
+    /// The other side answers, and does not know the secret.
     OtherSecret,
 }
 
 impl Talk {
-    /// Says `hello`, proves it, and hears the answer.
+    /// Sends `hello` and its proof, and reads the answer.
     pub(super) fn connect(stream: TcpStream, hello: &Hello, key: &Key, end: Instant) -> io::Result<Answer> {
         let mut said = [0; HELLO_BYTES + CHALLENGE_BYTES];
         let (own, theirs) = said.split_at_mut(HELLO_BYTES);
@@ -177,7 +178,7 @@ impl Talk {
         })
     }
 
-    /// Hears a hello, and whether it is of one who knows the secret: the answer is still to be sent.
+    /// Reads a hello and checks the proof. The caller sends the answer.
     pub(super) fn accept(
         stream: TcpStream,
         (rank, size): (u32, u32),

@@ -19,7 +19,7 @@ const SHORT: Duration = Duration::from_millis(700);
 /// Time that a meeting has which is to succeed.
 const LONG: Duration = Duration::from_secs(20);
 
-/// An address of the loopback where nobody listens.
+/// A loopback address at which no program listens.
 fn free() -> SocketAddr {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
 }
@@ -72,7 +72,7 @@ fn key(secret: &[u8]) -> Key {
     Key::new(Some(&Secret(secret.to_owned())), &[])
 }
 
-/// Both ranks of a group tell each other a byte.
+/// Checks that both ranks of a group can send each other a byte.
 fn serves(ranks: [JoinHandle<Result<Host>>; 2]) {
     let hosts = ranks.map(|rank| rank.join().unwrap().unwrap());
     let all = hosts.map(|host| spawn(move || host.share(&[host.rank() as u8]).unwrap()));
@@ -171,7 +171,7 @@ fn a_root_that_sends_a_byte_now_and_then_holds_no_rank_beyond_its_timeout() {
     drips.join().unwrap();
 }
 
-/// A root of the protocol that announces so many bytes of a list is not read to their end.
+/// A root that announces a list longer than the ranks need is not read to the end.
 #[test]
 fn a_list_is_as_long_as_the_ranks_need() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -265,7 +265,7 @@ fn recorded(to: SocketAddr) -> (SocketAddr, JoinHandle<Vec<u8>>) {
             let _ = server.write_all(&bytes[..count]);
         }
         let _ = server.shutdown(std::net::Shutdown::Both);
-        // How the connection ended plays no part.
+        // The end of the connection plays no part.
         let _ = answers.join();
         said
     });
@@ -320,7 +320,7 @@ fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
     let key = key(SECRET_A);
     let root = join(with(0), LONG);
     let first = join(with(1), LONG);
-    // As rank 2 it hears from the root where rank 1 listens, and comes there by another secret first.
+    // As rank 2, the test gets rank 1's address from the root, and first connects there with another secret.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let hello = Hello { rank: 2, size: 3, wants: 0, listens: listener.local_addr().unwrap() };
     let talk = welcome(Talk::connect(dial(address), &hello, &key, after(LONG)).unwrap());
@@ -331,7 +331,7 @@ fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
         let answer = Talk::connect(dial(there), &to_first, &wrong, after(LONG)).unwrap();
         assert!(matches!(answer, Answer::OtherSecret));
     }
-    // What was proved to rank 0 is none to rank 1.
+    // A proof for rank 0 is none for rank 1.
     let to_another = Hello { wants: 2, ..hello };
     let answer = Talk::connect(dial(there), &to_another, &key, after(LONG)).unwrap();
     assert!(matches!(answer, Answer::Refused(error) if (error.rank, &*error.field) == (2, "rank")));
@@ -393,7 +393,7 @@ fn leaving_a_rank_that_takes_nothing_ends_in_time() {
 #[test]
 fn a_rank_that_takes_slowly_gets_all_before_the_other_one_has_left() {
     let (host, mut slow) = half_a_group(LONG);
-    // Its own bytes, so that the other rank waits for nothing before it leaves.
+    // The slow rank sends its own bytes first: the other rank waits for nothing before it leaves.
     slow.write_all(&[0, 1, 0, 0, 0, 0, 0, 0, 0, 5]).unwrap();
     let takes = spawn(move || {
         let (mut all, mut bytes) = (0, vec![0; 1 << 20]);
@@ -429,7 +429,7 @@ fn bytes_that_are_no_message_are_named_at_once() {
     }
 }
 
-/// At each message of a meeting a rank, or the root, says so many bytes of nothing, and goes on or closes.
+/// At each message of a meeting, a rank or the root sends some bytes of garbage, and then goes on or closes.
 #[test]
 fn garbage_of_any_length_at_each_message_ends_in_time_and_takes_no_seat() {
     let mut state = 9u64;

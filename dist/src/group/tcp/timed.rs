@@ -17,7 +17,7 @@ fn left(end: Instant) -> io::Result<Duration> {
     Ok(left.max(Duration::from_micros(10)))
 }
 
-/// Whether a call is to be made again: it was interrupted, or its timeout is over and the instant may not be.
+/// Whether a call must be made again: it was interrupted, or its timeout is over and the instant may not be.
 fn is_again(error: &io::Error) -> bool {
     use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
     matches!(error.kind(), Interrupted | TimedOut | WouldBlock)
@@ -55,7 +55,7 @@ pub(super) fn write_all(mut to: &TcpStream, bytes: &[u8], end: Instant) -> io::R
     Ok(())
 }
 
-/// Reads as [`Read`] does, without an end, but asks every [`POLL`] whether `goes_on`.
+/// Reads as [`Read`] does, without a deadline, but checks `goes_on` every [`POLL`].
 pub(super) struct Polled<'a, F> {
     pub(super) stream: &'a TcpStream,
     pub(super) goes_on: F,

@@ -8,28 +8,29 @@ use crate::blocks::rows::{Ahead, BLOCK_KEYS, Block, SoftmaxRows};
 use crate::simd::{Op, Simd, Tables, TileRows};
 use crate::tensor::{Elem, of_type};
 
-/// Where element `d` of a head's row `r` is in the packed queries, counted in bf16.
+/// Index of element `d` of a head's row `r` in the packed queries, counted in bf16.
 pub(crate) fn place_of_query((head, queries): (usize, usize), r: usize, d: usize, dim: usize) -> usize {
     let group = head * queries.div_ceil(ROWS) + r / ROWS;
     (group * dim / 2 + d / 2) * 2 * ROWS + r % ROWS * 2 + d % 2
 }
 
-/// As [`Dots`](crate::blocks::Dots), in tiles.
+/// Dot products of queries and keys, as [`Dots`](crate::blocks::Dots), on matrix tiles.
 pub(crate) struct TileDots<'a, 'b> {
-    /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
+    /// Keys in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
     pub(crate) keys: Block<'a>,
-    /// As [`place_of_query`] says.
+    /// Packed queries, laid out by [`place_of_query`].
     pub(crate) queries: *const f32,
-    /// One for each head.
+    /// Factors of the scores, one for each head.
     pub(crate) factors: &'a [f32],
-    /// [`BLOCK_KEYS`] for each of the queries.
+    /// Scores, [`BLOCK_KEYS`] for each query.
     pub(crate) scores: *mut f32,
-    /// As [`staged_len`](super::staged_len) says, lines of the cache.
+    /// Staging memory of [`staged_len`](super::staged_len) numbers, aligned to cache lines.
     pub(crate) staged: *mut f32,
-    /// What is asked for meanwhile, and beside a tile's bytes how many quarters of them.
+    /// Rows to prefetch meanwhile, and how many quarters of a tile's bytes are prefetched beside it.
     pub(crate) quarters: usize,
     pub(crate) ahead: &'b mut Ahead<'a>,
-    /// The block before, whose softmax goes on beside the products: each waits for what the other does not use.
+    /// The block before: its softmax runs beside these products, since the two use different units of the
+    /// core.
     pub(crate) before: SoftmaxRows<'a>,
 }
 
@@ -65,7 +66,7 @@ impl TileDots<'_, '_> {
                 unsafe { self.multiply_codes(s, rows, head, &mut sums) };
                 continue;
             }
-            // In registers: behind its reference every line that is asked for would be written there.
+            // A copy in registers: through the reference, every prefetched line would be written to memory.
             let mut ahead = *self.ahead;
             for group in 0..queries.div_ceil(ROWS) {
                 // SAFETY: the task has entered tiles; keys and queries of the call, whole tiles.
@@ -112,8 +113,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces) does, with nothing to find
-    /// out on the way.
+    /// A whole block of codes against one group of queries: what [`multiply_pieces`](Self::multiply_pieces)
+    /// does, with nothing to find out on the way.
     ///
     /// # Safety
     /// The task has entered tiles; the head dimension is whole vectors of codes.
@@ -125,7 +126,7 @@ impl TileDots<'_, '_> {
         head: usize,
         sums: &mut Lines<{ TILES * TILE_LEN }>,
     ) {
-        // By halves, so that scores of the first one are written while the second one is staged.
+        // Works in halves, so that scores of the first half are written while the second half is staged.
         // SAFETY: the caller's promise; half of the accumulators.
         unsafe {
             s.tile_zero();
@@ -171,8 +172,8 @@ impl TileDots<'_, '_> {
         }
     }
 
-    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next one is staged:
-    /// otherwise one waits for the other.
+    /// A block by pieces, which the first group of queries finds or stages. Each is multiplied after the next
+    /// one is staged: otherwise one waits for the other.
     ///
     /// # Safety
     /// As for [`multiply_in_place`](Self::multiply_in_place), of the tiles that have steps.
@@ -190,7 +191,7 @@ impl TileDots<'_, '_> {
         let pieces_kept = if queries > ROWS { usize::MAX } else { TILES };
         let mut staged = 0;
         let tiles = keys.len().div_ceil(ROWS);
-        // By halves, so that scores of the first one are written while the second one is staged.
+        // Works in halves, so that scores of the first half are written while the second half is staged.
         for half in [0..tiles.min(2), 2..tiles] {
             if half.is_empty() {
                 continue;

@@ -1,13 +1,15 @@
-//! The products of a block in tiles of bf16: what several queries of a kv head cost one.
+//! Products of a block in matrix tiles of bf16: several queries of a kv head cost as much as one.
 //!
-//! K's rows are left operands and V's right ones, both where they lie; Q, the other right one, is packed once a task. A tile's
-//! rows and columns do not meet: what lies in those that are nobody's does not matter.
+//! Rows of K are left operands and rows of V right operands, both in place. Q, the other right operand, is
+//! packed once per task. Rows and columns of a tile do not mix, so the content of unused ones does not
+//! matter.
 //!
-//! The next block is asked for meanwhile, as time passes and not as bytes do: of bf16 half beside K's products, a sixth beside the
-//! softmax, a third beside V's, K and V in turn by half a kilobyte of each tile; where these have no common shape many threads ask
-//! for K and then V, an eighth, half and three eighths, and few for K alone. Of FP8, which is widened first, a line beside each vector of
-//! codes, in turn too; its softmax goes on beside the scores of the next block, so that nothing waits for lines meanwhile
-//! (docs/kernels/cpu.md).
+//! The next block is prefetched meanwhile, paced by time and not by bytes. For bf16 half of it is prefetched
+//! beside K's products, a sixth beside the softmax, a third beside V's, K and V in rotation by half a
+//! kilobyte of each tile. If K and V have different shapes, many threads prefetch K and then V (an eighth,
+//! half and three eighths), and few threads K alone. For FP8, which is widened first, a line is prefetched
+//! beside each vector of codes, also in rotation. Its softmax runs beside the scores of the next block, so
+//! that nothing waits for lines meanwhile (docs/kernels/cpu.md).
 
 mod keys;
 mod values;
@@ -22,7 +24,7 @@ pub(crate) use values::{TileValues, packed_len};
 /// Queries across a tile.
 pub(crate) const TILED_QUERIES: u32 = 16;
 
-/// As many keys are a tile's rows.
+/// Rows of a tile, one for each key.
 pub(super) const ROWS: usize = 16;
 
 /// Tiles of a block of keys.
@@ -37,9 +39,9 @@ const TILE_LEN: usize = ROWS * ROWS;
 /// Columns that a vector of codes has.
 const COLUMNS: usize = 2 * DEPTH;
 
-/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so that one can be written
-/// while the one before is loaded. 4 KiB apart, each load waited for the store at the same place of a page: a block of FP8 took
-/// 1.5 times as long.
+/// f32 of a piece: a vector of codes wide, of a tile's rows. What is staged is staged by pieces: 2 KiB, so
+/// that one can be written while the one before is loaded. 4 KiB apart, each load waited for the store at the
+/// same place of a page: a block of FP8 took 1.5 times as long.
 const PIECE_LEN: usize = ROWS * COLUMNS / 2;
 
 /// f32 of what is staged: of V a few columns, of K, whose head dimension is `dim`, all of them.
@@ -50,7 +52,7 @@ pub(crate) const fn staged_len(dim: usize) -> usize {
 /// Bytes from row to row of the accumulators where they are stored.
 const SUMS_ROW_BYTES: usize = 2 * ROWS * size_of::<f32>();
 
-/// Where one of their four tiles begins there.
+/// Start of one of the four tiles.
 const fn place_of_quarter(quarter: usize) -> usize {
     quarter / 2 * ROWS * 2 * ROWS + quarter % 2 * ROWS
 }
@@ -73,14 +75,15 @@ impl<const LEN: usize> Lines<LEN> {
     }
 }
 
-/// Of each tile of rows the bytes from one to the next, if all are as far apart and there are as many as a tile has.
+/// Bytes from one row to the next, for each tile of rows. `None` where the tile is not full or its rows are
+/// not equally far apart.
 #[inline(always)]
 fn steps_of_tiles(rows: &[*const u8]) -> [Option<isize>; TILES] {
     let mut steps = [None; TILES];
     for (step, rows) in steps.iter_mut().zip(rows.chunks_exact(ROWS)) {
         let from_to = |two: &[*const u8]| (two[1] as isize).wrapping_sub(two[0] as isize);
         let first = from_to(rows);
-        // All of them, without a branch: in vectors.
+        // Compares all rows without a branch, in vectors.
         let differs = rows.windows(2).fold(0, |differs, two| differs | (from_to(two) ^ first));
         *step = (differs == 0).then_some(first);
     }
@@ -101,8 +104,8 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     copy.as_ptr()
 }
 
-/// A tile's rows, a vector of codes each, widened to a piece. Beside each a line is asked for: what is asked for in bursts waits for
-/// fill buffers, and so do the loads beside it.
+/// Widens a tile's rows, a vector of codes each, to a piece, and prefetches a line beside each row.
+/// Prefetches in bursts would wait for fill buffers, and so would the loads beside them.
 ///
 /// # Safety
 /// [`COLUMNS`] codes are readable `offset` bytes behind each of `rows`; a piece is writable at `to`.

@@ -1,13 +1,14 @@
-//! What a block of values adds to O, in tiles.
+//! Product of weights and a block of values, in matrix tiles.
 //!
-//! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so the pairs are of
-//! columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high one, gives the even columns, and the
-//! other way round the odd ones. Both forms of eight queries' weights are one tile. So nothing of V is moved, and O's sums are
-//! [`EvenOdd`](crate::blocks::Order::EvenOdd).
+//! A product of tiles is of pairs, and V is taken as it lies: a row of its tile is 32 columns of one key, so
+//! the pairs are of columns 2n and 2n + 1. A weight that stands in the low half of its pair, 0 in the high
+//! one, gives the even columns, and the other way round the odd ones. Both forms of eight queries' weights
+//! are one tile. So nothing of V is moved, and O's sums are [`EvenOdd`](crate::blocks::Order::EvenOdd).
 //!
-//! 0 times what is not finite is NaN, so such a V would spoil the other column of its pair: where a sum is not finite, even and
-//! odd columns are multiplied again, each with zeros in the places of the other. A product keeps both elements of a pair in sums of
-//! their own until its end: the sums of the other columns have the same bits either way.
+//! 0 times what is not finite is NaN, so such a V would spoil the other column of its pair: where a sum is
+//! not finite, even and odd columns are multiplied again, each with zeros in the places of the other. A
+//! product keeps both elements of a pair in sums of their own until its end: the sums of the other columns
+//! have the same bits either way.
 
 use super::{
     COLUMNS, DEPTH, Lines, PIECE_LEN, ROWS, SUMS_ROW_BYTES, TILE_LEN, TILES, place_of_quarter,
@@ -26,28 +27,30 @@ const WEIGHTS_LEN: usize = ROWS * BLOCK_KEYS;
 /// Columns that are taken together where V lies: four tiles across.
 const SPAN: usize = 4 * DEPTH;
 
-/// f32 of the packed weights of so many rows of a head.
+/// f32 of the packed weights of `rows` rows of a head.
 pub(crate) const fn packed_len(rows: usize) -> usize {
     rows.div_ceil(GROUP) * WEIGHTS_LEN
 }
 
-/// As [`AddValues`](crate::blocks::AddValues), in tiles, for the queries that see every key of the block.
+/// Product of weights and values, as [`AddValues`](crate::blocks::AddValues), on matrix tiles, for queries
+/// that see every key of the block.
 pub(crate) struct TileValues<'a, 'b> {
-    /// Of bf16, or codes that are widened to it; the head dimension is a multiple of 32.
+    /// Values in bf16, or in codes that are widened to bf16. The head dimension is a multiple of 32.
     pub(crate) values: Block<'a>,
-    /// [`BLOCK_KEYS`] for each query.
+    /// Weights, [`BLOCK_KEYS`] for each query.
     pub(crate) weights: *const f32,
-    /// One for each query.
+    /// Factors of the running sums, one for each query.
     pub(crate) alpha: *const f32,
     /// Queries of each head.
     pub(crate) whole: &'a [usize],
-    /// Rows, `stride` apart.
+    /// Rows of the sums of O, `stride` numbers apart.
     pub(crate) out: *mut f32,
     pub(crate) stride: usize,
-    /// Lines of the cache: [`staged_len`](super::staged_len) and [`packed_len`].
+    /// Staging memory of [`staged_len`](super::staged_len) numbers and packed weights of [`packed_len`]
+    /// numbers, both aligned to cache lines.
     pub(crate) staged: *mut f32,
     pub(crate) packed: *mut f32,
-    /// What is asked for meanwhile.
+    /// Rows to prefetch meanwhile.
     pub(crate) ahead: &'b mut Ahead<'a>,
 }
 
@@ -138,7 +141,8 @@ impl TileValues<'_, '_> {
         }
     }
 
-    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the others find.
+    /// Products of a group's weights and a vector of codes of each key, which the first group widens and the
+    /// others find.
     ///
     /// # Safety
     /// As for [`add_codes`](Self::add_codes).
@@ -298,7 +302,8 @@ impl TileValues<'_, '_> {
     }
 }
 
-/// Where a query's sums of a unit's even or odd columns are there: `part` counts both of the first unit, then of the next.
+/// Index of a query's sums for the even or odd columns of a unit: `part` counts both of the first unit, then
+/// both of the next.
 #[inline(always)]
 const fn place_of_sums(query: usize, part: usize) -> usize {
     let (unit, odd) = (part / 2, part % 2);
@@ -312,7 +317,7 @@ fn left_tile(weights: *const f32, tile: usize) -> TileRows {
     TileRows { first: weights.wrapping_add(tile * ROWS).cast(), step: step as isize }
 }
 
-/// That of a unit of rows.
+/// Part of a tile that holds unit `unit` of its rows.
 #[inline(always)]
 fn unit_of(rows: TileRows, unit: usize) -> TileRows {
     TileRows { first: rows.first.wrapping_add(unit * DEPTH * 2), ..rows }
@@ -338,7 +343,7 @@ unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, ti
     }
 }
 
-/// Those that are rows of a group.
+/// Rows that belong to a group.
 #[inline(always)]
 fn rows_of_group(rows: &[usize], group: usize) -> &[usize] {
     let before = |end: usize| rows.iter().take_while(|&&row| row < end).count();
@@ -372,8 +377,8 @@ unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: 
 /// The sums of a group again, those of even columns with zeros in the places of odd ones and the other way round.
 ///
 /// # Safety
-/// `weights` are tiles of a group and `rows` as many of V, `units` tiles across; this thread has entered tiles; 32 rows of 32
-/// are writable at `sums`.
+/// `weights` are tiles of a group and `rows` as many of V, `units` tiles across; this thread has entered
+/// tiles; 32 rows of 32 are writable at `sums`.
 #[cold]
 #[inline(never)]
 unsafe fn multiply_apart<S: Simd>(
