@@ -7,10 +7,10 @@
 
 namespace fmha {
 
-// The threads that copy: of a warpgroup the warps whose bits are set.
+// The threads that copy: the warps of a warpgroup whose bits in `copying` are set.
 template <int warpgroup, uint32_t copying>
 struct CopyWarps {
-  // Of the warpgroup's first `warps` those that copy.
+  // Number of copying warps among the warpgroup's first `warps`.
   FMHA_DEVICE static constexpr int num_warps(uint32_t warps) {
     int number = 0;
     for (uint32_t warp = 0; warp < warps; ++warp) number += copying >> warp & 1;
@@ -18,7 +18,7 @@ struct CopyWarps {
   }
   static constexpr int count = 32 * num_warps(4);
 
-  // Of those threads.
+  // Index of this thread among those that copy.
   FMHA_DEVICE static int32_t rank() {
     const uint32_t thread = threadIdx.x - 128 * warpgroup;
     return 32 * num_warps(thread / 32) + thread % 32;

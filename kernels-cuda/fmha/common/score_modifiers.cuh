@@ -129,7 +129,7 @@ struct Modifiers {
     }
   }
 
-  // The same of a tile in shared memory that holds the bias of as many rows as warps in a row have.
+  // Adds the bias from a tile in shared memory, which holds 16 rows for each of Tile::rows / 16 neighbouring warps.
   template <int n, class Tile>
   FMHA_DEVICE void add_tile(mma::Accumulator<n>& s, const Tile& tile_of_bias) const {
     const float factor = scale();

@@ -57,8 +57,8 @@ struct ScorePair {
     slope = x.slope;
     return ptx::ex2_approx_ftz(x.score);
   }
-  // The same of a query whose scores have an origin (row_bwd.h): the natural score, rounded as the forward's is, then measured
-  // from there, and a P of 1 at most.
+  // P and the slope of an element whose query has an origin (row_bwd.h). The natural score is rounded as in the
+  // forward and then taken relative to the origin; P is at most 1.
   FMHA_DEVICE float prob_from(float origin, float s, const Modifiers& modifiers, float lse_log2, Pair at,
                               float& slope) const {
     if (!is_there(at)) {

@@ -23,7 +23,7 @@ struct Softmax {
 
   FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
 
-  // The largest of S and of the maxima so far, of this thread's columns.
+  // Raises `row_max` to the largest S of this thread's columns.
   template <int n>
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
@@ -42,8 +42,8 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // The same where no maximum so far is negative: then the numbers have the order of their bits as integers, of which one
-  // instruction takes the largest of three.
+  // Raises maxima none of which is negative so far. Non-negative floats have the order of their bits as integers, and
+  // one instruction takes the largest of three integers.
   template <int n>
   FMHA_DEVICE void raise_nonnegative(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
@@ -120,8 +120,8 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) rows[r].row_sum = sums[r];
   }
 
-  // The same without the row-max reduction, reusing the running maximum of the blocks before. Whether that was
-  // high enough is told afterwards by the block's sums, which no P in it exceeds.
+  // A step without the row-max reduction: it reuses the running maximum of the blocks before. The block's sums tell
+  // afterwards whether that maximum was high enough, since no P of a row exceeds the row's sum.
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
     static_assert(p_offset_log2 <= 0, "a P that is scaled up has no room above a row's maximum");
@@ -138,7 +138,8 @@ struct Softmax {
   FMHA_DEVICE static bool exceed(const float (&sums)[2], float limit) {
     return !(sums[0] <= limit) || !(sums[1] <= limit);
   }
-  // The running maximum to the block's true one, after the fact: P and sums are rescaled along with it.
+  // Raises the running maximum to the block's true maximum after the exponentials; P and the sums are rescaled with
+  // it.
   template <int n>
   FMHA_DEVICE void rescale_to_row_max(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
     using S = mma::Accumulator<n>;

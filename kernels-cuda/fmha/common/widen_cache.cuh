@@ -87,7 +87,7 @@ struct Widen {
 
   FMHA_DEVICE void run() const {
     const int32_t i_batch = blockIdx.x / to.num_blocks, block = blockIdx.x % to.num_blocks;
-    // Of queries nothing is asked.
+    // The span's queries are not used: the layout of Q does not matter.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, spec.kv_layout, i_batch);
     const int32_t first = (max(first_read(span.seqlen_k), 0) / keys + block) * keys;
     if (block == 0 && threadIdx.x == 0) {

@@ -1,10 +1,11 @@
 // P of 8 bits: from an accumulator to the A operand of the next product.
 //
-// Of 32 keys a thread's accumulator has 8 g + 2 q and the next, of each 8-column group g; q is its lane in the quad. An A
-// operand of 8-bit elements wants 16 h + 4 q and the three after, of each half h. So a thread's own four keys of a half,
-// packed as they come, stand in places 16 h + 4 q .. + 3 for the keys 16 h + {2 q, 2 q + 1, 8 + 2 q, 9 + 2 q}. Either B has
-// its keys in that order too (`KeyOrder::OfAccumulator`: a V that the kernel turns itself), which costs nothing; or the
-// quad's lanes exchange them (`KeyOrder::OfMemory`: a column-major V, as TMA brings it), a shuffle a register.
+// A thread's accumulator of 32 keys holds keys 8 g + 2 q and 8 g + 2 q + 1 of each 8-column group g, where q is the
+// thread's lane in the quad. An A operand of 8-bit elements needs keys 16 h + 4 q to 16 h + 4 q + 3 of each half h. A
+// thread packs its own four keys of a half as they are, so places 16 h + 4 q .. + 3 hold the keys 16 h + {2 q, 2 q +
+// 1, 8 + 2 q, 9 + 2 q}. Either B has its keys in that order too (`KeyOrder::OfAccumulator`: a V that the kernel
+// transposes itself), which costs nothing; or the quad's lanes exchange them (`KeyOrder::OfMemory`: a column-major V,
+// as TMA brings it), one shuffle per register.
 #pragma once
 #include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/collective.cuh>

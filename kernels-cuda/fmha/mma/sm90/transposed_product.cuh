@@ -86,7 +86,8 @@ FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, dep
                                   int32_t first_row = 0) {
   static_assert(depth <= Tile::rows, "a column of the fragment is a row of the tile");
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-  // Of a step's four 8 x 8 matrices the second and fourth are eight rows further on, the last two eight columns.
+  // Lanes 8 m to 8 m + 7 hold the addresses of matrix m of a step's four 8 x 8 matrices: matrices 1 and 3 lie eight
+  // columns of the tile further on, matrices 2 and 3 eight rows.
   const int32_t row = first_row + lane / 16 * 8 + lane % 8, column = first + warp * 16 + lane / 8 % 2 * 8;
   const uint32_t address = tile.address() + word_offset<Tile>(row, column);
 #pragma unroll

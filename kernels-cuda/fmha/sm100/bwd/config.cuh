@@ -16,7 +16,8 @@ using ptx::TensorMap;
 // Keys of a CTA, and queries of a block that it walks: the rows of a product.
 constexpr int kBlock = mma::sm100::kRows;
 
-// A warpgroup adds dQ to memory, two make P and dS of half of a block's queries each, the last is roles of a warp each.
+// One warpgroup adds dQ to memory; two compute P and dS, each for half of a block's queries; the last one holds roles
+// of one warp each.
 enum class Role { Reduce, Compute, Issue, Load, Idle };
 constexpr int kReduceWarps = 4, kComputeWarps = 8;
 FMHA_DEVICE constexpr Role role_of(int32_t warp) {
@@ -25,7 +26,7 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   const int32_t other = warp - kReduceWarps - kComputeWarps;
   return other == 0 ? Role::Issue : other == 1 ? Role::Load : Role::Idle;
 }
-// Of a compute warpgroup: its half's queries.
+// Queries of a block that one compute warpgroup has.
 constexpr int kHalf = kBlock / 2;
 
 // Registers a thread after setmaxnreg; warpgroup by warpgroup they sum to the 512 of a launch of 512 threads.

@@ -7,8 +7,9 @@
 
 namespace fmha::sm100::bwd {
 
-// Of the blocks of keys before the CTA's own, how many add to a block of queries to which it adds. Those of sink columns do, and
-// of the band those from the first one on that reaches its first query: what `query_range` has, seen from the queries.
+// Number of key blocks before the CTA's own that add to the block of queries at `first_query`, to which the CTA adds
+// too. Key blocks of sink columns always add; key blocks of the band add from the first one on that reaches
+// `first_query`: `query_range`, seen from the queries.
 FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   const int32_t own = work.keys.begin / kBlock, sinks = ceil_div(work.band.sink_columns, kBlock);
   const int32_t first = max(first_query + work.band.lo, 0) / kBlock;

@@ -51,8 +51,8 @@ FMHA_DEVICE consteval Regs regs(const Sm100Tile& tile) {
   return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
 
-// Who loads: one thread, which tells TMA; or the load and zero roles' warps, which copy. They copy zeros where the zero
-// role else writes them.
+// Threads that load by copies: the warps of the load and zero roles, which copy zeros where otherwise the zero role
+// writes them. With TMA one thread issues the loads.
 template <Sm100Tile tile>
 using CopyThreads = CopyWarps<num_q_tiles(tile) + 1, 0b1010>;
 template <Sm100Tile tile>
@@ -105,7 +105,7 @@ struct Smem {
   static constexpr int q_tiles = num_q_tiles(tile);
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
-  // Of a block each CTA of a pair has half of K's rows and half of V's columns.
+  // Each CTA of a pair holds half of K's rows and half of V's columns of a block.
   static constexpr int own_keys = tile.block_n / tile.cluster, own_dim_v = dim_v / tile.cluster;
   using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk, clustered>;
   using KTile = SmemTile<mma::Storage<spec.dtype_qk>, own_keys, dim_qk, clustered>;
@@ -122,7 +122,7 @@ struct Smem {
   QTile q[q_tiles];
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
-  // Of a pair, the leader's q_full, kv_full, p_full and p_last are used, with arrivals of either CTA.
+  // A pair uses the leader's q_full, kv_full, p_full and p_last, at which both CTAs arrive.
   Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
   Barrier q_empty[q_tiles];        // its last scores are computed
   Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
@@ -150,9 +150,9 @@ struct Smem {
   Barrier claimed_empty;           // and the second's schedule role has read it: one arrival
 };
 
-// Of a CTA's key blocks, those that a query tile sees: on the diagonal the first of two tiles lacks the CTA's first
-// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros. A pair's
-// CTAs compute what either sees.
+// Key blocks of a CTA that one query tile sees. On the diagonal the first of two tiles does not see the CTA's first
+// blocks; in a window the second does not see its last ones. A row's bits are the same with and without these blocks,
+// which add zeros. A pair's CTAs compute every block that either of them sees.
 struct BlockRange {
   int32_t begin, end;
   FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }

@@ -16,7 +16,7 @@ constexpr uint32_t kLeader = 0;  // its rank
 template <Sm100Tile tile>
 FMHA_DEVICE bool is_leader() { return !is_pair(tile) || cluster_rank<tile>() == kLeader; }
 
-// One of the arrivals at the leader's barrier.
+// Arrives at the leader's barrier if `condition` holds.
 template <Sm100Tile tile>
 FMHA_DEVICE void arrive_at_leader_if(Barrier& barrier, bool condition) {
   if constexpr (is_pair(tile)) {
@@ -26,7 +26,7 @@ FMHA_DEVICE void arrive_at_leader_if(Barrier& barrier, bool condition) {
   }
 }
 
-// The same by who has written shared memory that the products read.
+// Arrives at the leader's barrier with release semantics, after writes to shared memory that the products read.
 template <Sm100Tile tile>
 FMHA_DEVICE void arrive_release_at_leader_if(Barrier& barrier, bool condition) {
   if constexpr (is_pair(tile)) {

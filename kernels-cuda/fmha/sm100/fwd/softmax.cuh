@@ -277,7 +277,8 @@ struct SoftmaxRole {
       for (int e = 0; e < n; ++e) s[e] -= reference;
     }
     exponentiate(s, shift);
-    // Of all of P, before dropout; else behind P's handing over, which the products wait for.
+    // With dropout the row sums take all of P before any of it is dropped. Without dropout they follow the hand-over
+    // of P, which the products wait for.
     if constexpr (spec.dropout) row_sum = sum(s, row_sum * correction);
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {

@@ -203,8 +203,8 @@ FMHA_DEVICE void copy_whole_raw_tile(const Raw& tile, const uint8_t* first, int6
   }
 }
 
-// A raw tile's elements to a tile of 16-bit ones. Of a warp's stores at a time, half write the first and half the second of
-// their two words, which lie in different banks. `unit`: the factor is 1.
+// Widens a raw tile to a tile of 16-bit elements. In each pass half of a warp's lanes store the first of their two
+// words and half the second, so that the words lie in different banks. `unit`: the factor is 1.
 template <DType stored, DType wide, bool converts, int threads, bool unit, class Tile, class Raw>
 FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   static_assert(Tile::rows == Raw::rows && Tile::dim <= Raw::row_bytes, "the same elements");
@@ -226,7 +226,7 @@ FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   }
 }
 
-// The same from memory, element by element, where rows begin on odd bytes.
+// Widens a tile straight from global memory, element by element, for rows that begin on odd bytes.
 template <DType stored, DType wide, bool converts, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, ThereOf there_of) {
   constexpr int words = Tile::dim / kWord;
@@ -244,7 +244,7 @@ FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, T
   }
 }
 
-// Of the sixteen bytes of elements from `column` on, those that a row of `dim` has.
+// Number of elements that a row of `dim` has in the sixteen bytes from `column` on.
 template <int dim, class Elem = uint16_t>
 FMHA_DEVICE int32_t elems_there(int32_t column) {
   constexpr int all = kWordOf<Elem>;

@@ -102,7 +102,7 @@ struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Widened> {
   RawV raw_v[stages];
 };
 
-// Of rings that TMA fills.
+// Barriers of the rings that TMA fills.
 template <int stages>
 struct Rings {
   ptx::Barrier k_full[stages], v_full[stages];    // TMA's bytes of a block

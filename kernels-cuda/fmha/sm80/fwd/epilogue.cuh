@@ -72,7 +72,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   for (int m = 0; m < m_tiles(tile); ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Of the four lanes of a row any may have found it.
+      // Any of a row's four lanes may have found a non-finite value.
       const bool found = quad_reduce(suspect[m][r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
       if (__any_sync(ptx::kAllLanes, found))
         recompute_rows<spec, tile>(p, work, consumer.row(m) + 8 * r, found && quad_lane == 0, consumer.keys);

@@ -76,7 +76,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
       for (int quad = 0; quad < own / 4; ++quad) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // The same two elements of neighbouring keys.
+          // Selects the same two elements of two neighbouring keys.
           const uint32_t selector = half == 0 ? 0x5140 : 0x7362;
           const uint32_t low = ptx::prmt(bytes[0][quad], bytes[1][quad], selector);
           const uint32_t high = ptx::prmt(bytes[2][quad], bytes[3][quad], selector);

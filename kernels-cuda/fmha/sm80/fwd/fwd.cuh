@@ -158,8 +158,9 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
   }
 }
 
-// The same over an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as it is widened,
-// before the products that read it: so all slots are under way but the one at work. Of block i, behind each barrier:
+// Walks an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as the block is
+// widened, before the products that read it, so loads fill all slots but the current one. Steps of block i, each
+// behind a barrier:
 //
 //   K(i) raw is there, the wide block is read   widen K(i)
 //   K(i) wide is there, its slot is free        load K(i + s), S = Q K(i)^T, softmax

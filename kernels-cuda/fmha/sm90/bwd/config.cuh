@@ -102,19 +102,20 @@ struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
   static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
-  // What of the dimensions their padding leaves to be multiplied: products take 16 at a time.
+  // Head dimensions that products compute: rounded up to their steps of 16.
   static constexpr int dim_qk = round_up(spec.fwd.head_dim_qk, 16), dim_v = round_up(spec.fwd.head_dim_v, 16);
-  // V's dimension in shared memory: where there is no room for that of Q and K, its own.
+  // Columns of V in shared memory: those of Q and K, or V's own where there is no room for these.
   static constexpr int v_columns = halves_blocks(tile) ? round_up(spec.fwd.head_dim_v, 64) : dim;
-  // Of dK and dV, of a consumer; where it has one of them, of that, as dK's.
+  // Columns of dK and dV of one consumer. Where a consumer has only one of the two gradients, `dk_columns` counts
+  // that gradient's.
   static constexpr bool gradient_each = has_gradient_each(tile);
   static constexpr int dk_columns = gradient_each ? max(dim_qk, dim_v) : splits_dims(tile) ? dim / consumers : dim_qk;
   static constexpr int dv_columns = gradient_each ? 0 : splits_dims(tile) ? dim / consumers : dim_v;
-  // dQ's dimension among its sums.
+  // Columns of dQ in its sums.
   static constexpr int dq_dim = halves_blocks(tile) ? dim_qk : dim;
-  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
-  // of it, or by its rows. Of three chunks of 64 two CTAs have one each, by their first consumers, and by their second
-  // ones half each of the third, which both multiply whole.
+  // Consumers share out dQ of a query block by its columns (64 each, as the transpose of dQ, or half each) or by its
+  // rows. With three chunks of 64 columns, the first consumers of two CTAs have one chunk each; the second consumers
+  // of both multiply the whole third chunk, and each adds half of it.
   static constexpr bool transposes_dq = dim == kTransposedDqDim;
   static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
   static constexpr int dq_columns = gradient_each   ? mma::kRows
@@ -123,7 +124,7 @@ struct Shape {
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns;
-  // Of its share what a consumer adds: of the third chunk the CTA's half.
+  // Numbers of its share that a consumer adds: of the third chunk half, the CTA's own.
   FMHA_DEVICE static constexpr int dq_added(int32_t consumer) { return gradient_each && consumer == 1 ? dq_share / 2 : dq_share; }
   FMHA_DEVICE static int32_t share_of(int32_t consumer) {
     if constexpr (gradient_each) return consumer == 0 ? cluster_rank<tile>() : dq_shares - 1;

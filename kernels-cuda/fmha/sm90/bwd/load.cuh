@@ -18,7 +18,7 @@ FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, 
                                  row, i_head, i_batch, hint);
   }
 }
-// The same rows for both CTAs of a cluster, of which each loads half.
+// Loads the same rows into both CTAs of a cluster; each CTA loads half of them, by multicast.
 template <class Tile>
 FMHA_DEVICE void load_rows_together(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
                                     int32_t i_head, ptx::CacheHint hint, int32_t rank) {

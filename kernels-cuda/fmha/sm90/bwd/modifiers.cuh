@@ -42,16 +42,16 @@ struct KeptBits {
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
     constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts;
     static_assert(begin % kCalls == 0 && end % kCalls == 0, "calls are made several at a time");
-    // Of the four lanes whose keys one call decides, this lane's number is its key and the call that it makes: for the
-    // query of bit 0 and the row of bit 1.
+    // Index of this lane among the four lanes whose keys one call decides. It selects the lane's key, and the call
+    // that the lane makes: bit 0 the query, bit 1 the row.
     const int32_t own = threadIdx.x / 4 % 4;
     const int32_t quad = (first_key + mma::fragment_row() + (own & 2 ? 8 : 0)) / 4;
     const int32_t query = first_query + mma::fragment_column() + (own & 1);
     call<begin, end>(p, dropout_quad(p, batch_head, quad), [&](int g) { return dropout_row(p, batch_head, query + 8 * g); });
     if constexpr (part + 1 == parts) exchange(own);
   }
-  // The same of all columns, with what `begin_head` has left of the warp's keys, and each lane making its share of what the
-  // columns have: with 128 of them 244 products a thread in place of 262.
+  // Decides all columns at once, from what `begin_head` has kept of the warp's keys. Each lane computes its share of
+  // what the columns have in common: with 128 columns 244 products a thread in place of 262.
   template <class Parts>
   FMHA_DEVICE void decide(const FwdParams& p, Parts& warp, int32_t batch_head, int32_t first_query) {
     const int32_t lane = threadIdx.x % 32, own = lane / 4 % 4;

@@ -103,8 +103,8 @@ FMHA_DEVICE void clear_head_sums(const BwdParams& p, const Sm90BwdSchedule& sche
   }
 }
 
-// Zeros in the counters (dq/sums.cuh), in the tiles' flags of what is not finite, and in sums of dK and dV (head_sums.cuh),
-// or where additions to these have an order in how many there are, by all CTAs of the launch.
+// Zeros the counters (dq/sums.cuh), the tiles' flags of non-finite values, and the sums of dK and dV (head_sums.cuh)
+// or, where additions to these have an order, their counters. All CTAs of the launch share the work.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t thread = blockIdx.x * kRowThreads + threadIdx.x, threads = gridDim.x * kRowThreads;
@@ -132,15 +132,15 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
     }
   }
   if constexpr (makes_delta(tile)) {
-    // Of blocks whose rows the main kernel looks at.
+    // Flags of the query blocks whose rows the main kernel looks at.
     const int32_t end = num_q_blocks_of_all(p, schedule);
     for (int32_t i = schedule.num_first_q_blocks + thread; i < end; i += threads)
       *far_queries<spec, tile>(p, schedule, i) = 0;
   }
 }
 
-// A lane's share of dO . O of a row, eight columns of each 8 * `lanes`; `ask` asks memory for it, so that several rows' are under
-// way at a time.
+// A lane's share of a row's dO . O, eight columns of each 8 * `lanes`. `ask` issues the loads, so that those of
+// several rows are under way at a time.
 template <BwdSpec spec, Sm90BwdTile tile, int lanes>
 struct DotOfRow {
   static constexpr DType dtype = spec.fwd.dtype_o;
@@ -158,7 +158,7 @@ struct DotOfRow {
         dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
     }
   }
-  // Of all lanes.
+  // Sum over all lanes of the row.
   FMHA_DEVICE float sum() {
     if constexpr (tile.vector_load) dot = plus_dot8<dtype>(0.f, os, douts);
 #pragma unroll

@@ -66,9 +66,9 @@ FMHA_DEVICE Range query_heads_of(const BwdParams& p, int32_t i_head_kv) {
   return {i_head_kv * p.fwd.gqa_ratio, (i_head_kv + 1) * p.fwd.gqa_ratio};
 }
 
-// Of a kv head with far queries the whole: their origins and dQ, then what they add to each key's dK and dV; and rows
-// that are not finite, since those are made of these origins too. One CTA to a head, however many such queries there
-// are: 4096 of them, and as many keys, take it seconds.
+// Recomputes one kv head that has far queries: their origins and dQ, then their share of every key's dK and dV. It
+// also recomputes rows with a non-finite value, which depend on these origins too. One CTA takes a head, however many
+// such queries there are: 4096 of them, with as many keys, take seconds.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_kv) {
   const BwdParams& p = far.p;

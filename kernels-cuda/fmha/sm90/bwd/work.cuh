@@ -21,7 +21,7 @@ struct Work {
   Range uncut;         // first queries of a consumer's columns that see all keys of a whole block
 };
 
-// Of the keys of the cluster's other CTA, in the sequence.
+// First key, in the sequence, of the cluster's other CTA.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
   return work.keys.begin + (cluster_rank<tile>() == 0 ? tile.block_n : -tile.block_n);

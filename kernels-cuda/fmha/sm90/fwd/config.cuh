@@ -58,15 +58,16 @@ FMHA_DEVICE consteval bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
 }
 // Whether V comes from the workspace in the form that the products take, once for all tiles (prepare_values.cuh).
 FMHA_DEVICE consteval bool takes_prepared_v(const Sm90Tile& tile) { return tile.prepare_v != PrepareV::InTile; }
-// Else whether V passes through shared memory twice: as it comes, and as the products take it (value_role.cuh).
+// Whether V, not prepared in the workspace, passes through shared memory twice: as it comes, and as the products take
+// it (value_role.cuh).
 FMHA_DEVICE consteval bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
 }
-constexpr int kValueWarps = 2;  // that bring it from one to the other: of the load role's warpgroup, the last two
+constexpr int kValueWarps = 2;  // warps that convert V: the last two of the load role's warpgroup
 
 FMHA_DEVICE consteval int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
-  // That prepare V, or zero rows of it.
+  // Warps that prepare V, or zero rows of it.
   const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
@@ -84,16 +85,18 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   }
 }
 
-// A head dimension as the tiles have it, in 8 bits and along columns: TMA fills with zeros what the tensor lacks.
+// A head dimension as tiles have it, for 8-bit elements and along columns; TMA fills with zeros what the tensor
+// lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
-// The same of rows in shared memory. Those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin amid
-// the L2's sectors of 32 bytes: of two heads, one's pieces of 64 bytes are three sectors each, in two lines as often as not. D 136 causal
-// at 11456 queries 880 us in 160 columns, 620 in 192, D 144, whose rows begin on sectors, 618 and 578 (an H200).
+// Columns of a row in shared memory. A 16-bit row is whole swizzles of 128 bytes beyond 128 columns, and where rows
+// in memory begin amid the L2's sectors of 32 bytes: pieces of 64 bytes of every second head would then span three
+// sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160 columns and 620 with 192; D 144,
+// whose rows begin on sectors, takes 618 and 578 (H200).
 FMHA_DEVICE constexpr int tile_dim(int dim, DType dtype) {
   const bool whole = dim > 128 || (dim > 64 && dim % 16 != 0);
   return size_bytes(dtype) == 2 && whole ? round_up(dim, 64) : padded_dim(dim);
 }
-// The same in products: of 16 bits whole steps of the head dimension's own, whatever rows have beside it.
+// Columns that products compute: for 16-bit types whole steps of the head dimension, whatever padding rows have.
 FMHA_DEVICE constexpr int product_dim(int dim, DType dtype) {
   return size_bytes(dtype) == 2 ? round_up(dim, mma::kDepth<uint16_t>) : padded_dim(dim);
 }

@@ -42,8 +42,8 @@ struct Consumer {
   using ScoreSums = mma::Accumulator<n>;  // as the product leaves them
   static constexpr int dim_qk = product_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = product_dim(spec.head_dim_v, spec.dtype_v);
   static constexpr DType type_v = operand_v(spec, tile);
-  // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
-  // only so many are computed.
+  // Keys computed of a first block whose later keys the mask hides from the warpgroup, as the diagonal hides them
+  // from the upper warpgroup.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool passes_after_max = tile.ping_pong == PingPong::AfterMax;
@@ -159,14 +159,15 @@ struct Consumer {
       next_q();
     }
   }
-  // Of the warpgroup, in its piece of Q.
+  // The warpgroup's first row in its piece of Q.
   FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
     int32_t q_index = q_slot.index;
-    // Else Q's descriptors, sixteen at D 256, are worked out before the loop, and as uniform registers have no room for
-    // them, brought back from ordinary ones between the turn's products: 25 moves a block.
+    // Hides the index from the compiler, which would compute Q's descriptors, sixteen at D 256, before the loop.
+    // Uniform registers have no room for them: 25 moves a block would bring them back from ordinary registers between
+    // the products.
     if constexpr (dim_qk > 128 && !is_fp8(spec.dtype_qk)) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     if constexpr (!sums_output_first(tile)) wait_ping_pong();
@@ -224,7 +225,7 @@ struct Consumer {
     prepare_scores<Sums::columns>(work, block);
     finish_scores(last);
   }
-  // Of the products that were started together.
+  // Finishes the O of products that were started together with the scores.
   FMHA_DEVICE void finish_overlapped_output() {
     if constexpr (!sums_output_first(tile)) finish_output();
   }

@@ -72,7 +72,7 @@ FMHA_DEVICE void load_bytes(uint32_t (&words)[count / 4], const uint8_t* row, in
   }
 }
 
-// Of `number`, up to `most`.
+// Largest divisor of `number` that is at most `most`.
 FMHA_DEVICE constexpr int largest_divisor(int number, int most) {
   while (number % most != 0) --most;
   return most;

@@ -66,8 +66,8 @@ static_assert(kRows == kKeys, "queries and keys lie alike");
 // chunks. Once a block's scores are there its last chunk, the tail, is read no more, and takes its probabilities; it comes
 // with the part of the warpgroup that reads the other's probabilities there.
 //
-// Else there is one slot of K and one of V: the next K comes beneath the exponentials and the products of V, the next V
-// beneath the scores. Parts are K, and the halves of V.
+// Where V is apart from K, there is one slot of K and one of V: the next K arrives during the exponentials and the
+// products of V, the next V during the scores. The parts are K and the two halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Plan {
   using Chunk = ChunkOf<(tile.cluster > 1)>;
@@ -130,7 +130,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
 template <Sm90MlaTile tile>
 FMHA_DEVICE uint32_t rank_in() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
-// Of K and V: (dim, row, head, batch or page).
+// Tensor maps of K and V: (dim, row, head, batch or page).
 struct Maps {
   ptx::TensorMap k, v;
 };

@@ -185,12 +185,12 @@ struct Consumer {
       ptx::mbarrier_arrive_if(smem.empty[part], threadIdx.x % 32 == 0);
     }
   }
-  // Of a V of its own the half is waited for.
+  // Waits for this warpgroup's half of V where V does not lie in K.
   FMHA_DEVICE void wait_for_values(int32_t i) {
     if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], P::phase_of(i));
   }
 
-  // Its own i-th block: scores, probabilities, products with its half of V.
+  // Computes this warpgroup's own i-th block: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i) {
     start_scores(i);
     wait_for_scores();

@@ -138,8 +138,9 @@ struct Loader {
       return {smem.v[first].address(), first, 0, P::part_of(0, at - 1), phase, true};
     }
   }
-  // Of a chunk a lane has sixteen elements of each of two rows, eight apart. Eight lanes, of two neighbouring rows, have words in
-  // different banks both as bytes, of which odd rows have their halves exchanged, and as 16 bits.
+  // A lane's part of a chunk: sixteen elements of each of two rows, eight rows apart. The words of eight lanes, which
+  // hold two neighbouring rows, lie in different banks both as bytes (odd rows have their halves exchanged) and as 16
+  // bits.
   struct Narrow {
     uint32_t bytes[2][4];
   };
@@ -155,7 +156,7 @@ struct Loader {
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Of the lane's two rows of a block, entries as above, and where they lie; null: zeros.
+  // Looks up the entries of the lane's two rows of a block; `find_rows` finds where these rows lie, null for zeros.
   FMHA_DEVICE void look_up(int32_t first_key, int32_t (&entries)[2]) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) entries[word] = entry_of(first_key + lane_row + 8 * word);
@@ -368,7 +369,7 @@ struct Loader {
       const int32_t slot = P::slot_of(i);
       const uint32_t phase = P::phase_of(i);
       const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
-      // Of the next block, whose entries arrive beneath this one's copies.
+      // Entry of the next block; it arrives during this block's copies.
       entry = entry_of(j - kKeys);
       if constexpr (P::v_in_k) {
         const Rows rows = told(found);

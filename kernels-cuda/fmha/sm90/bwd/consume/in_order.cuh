@@ -3,7 +3,7 @@
 //   tensor cores    S  dP      dV            dQ  dK
 //   this consumer          P       dS               store dQ
 //
-// Of BwdWalk::LateDp dP is started when P is made, which leaves modifiers its registers.
+// BwdWalk::LateDp starts dP only when P is made, which leaves more registers for modifiers.
 #pragma once
 #include <fmha/sm90/bwd/consume/whole_dims.cuh>
 

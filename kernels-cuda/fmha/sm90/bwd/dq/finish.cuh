@@ -40,13 +40,13 @@ struct Unit {
       dim = first_dim(share, group);
     }
   }
-  // Of units whose numbers lie beside each other: of the `nth` `stride` of them number `pair`.
+  // Index of a unit among units whose numbers lie side by side: unit `pair` of the `nth` group of `stride` units.
   FMHA_DEVICE static int32_t beside(int32_t nth, int32_t pair) {
     if constexpr (!S::transposes_dq) return nth;
     constexpr int row_blocks = S::dq_rows / 16;
     return nth / row_blocks * (row_blocks * stride) + pair * row_blocks + nth % row_blocks;
   }
-  // Of a share's group of eight columns.
+  // First dim of a share's group of eight columns.
   FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
     if constexpr (halves_blocks(tile)) {
       const int32_t behind_whole = 8 * group - S::Chunks::whole;

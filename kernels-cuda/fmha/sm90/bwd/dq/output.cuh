@@ -76,7 +76,7 @@ struct DqOutput {
                                                : (S::dq_by_columns ? share() * S::dq_columns : 0) + Dq::column(e);
     return first_dim < spec.fwd.head_dim_qk;
   }
-  // Of the chunk that both CTAs multiply, the other one's half.
+  // Whether element `e` belongs to the other CTA's half of the chunk that both CTAs multiply.
   FMHA_DEVICE bool is_of_others(int e) const {
     constexpr int half = S::dq_columns / 2;
     return S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank<tile>();

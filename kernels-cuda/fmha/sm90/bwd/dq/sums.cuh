@@ -75,8 +75,8 @@ FMHA_DEVICE constexpr int finish_ctas() {
   return finishes_dq(tile) ? 1 : max(1, S::dq_block / ((S::transposes_dq ? 32 : 16) * kRowThreads));
 }
 
-// Of each consumer warp of each tile, whether its dK or dV have a number that is not finite; of each query block
-// whether its dQ has, or of each CTA that finishes a part of it.
+// Flags of non-finite values: one per consumer warp of each tile for its dK and dV, then one per query block for its
+// dQ, or one per CTA that finishes a part of it.
 FMHA_DEVICE int32_t* non_finite_keys(const BwdParams& p) { return p.non_finite; }
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedule& schedule) {
@@ -100,8 +100,8 @@ FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule
   return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
 }
 
-// Of each query block whether it has far queries, where these are left to the launch behind: written by preprocess, and
-// where the main kernel makes delta set by it. Of blocks behind their sequence nothing is written.
+// Flag of a query block that has far queries, where these are left to the launch behind. Preprocess writes it; where
+// the main kernel makes delta, the main kernel sets it. Blocks behind their sequence have no flag written.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t q_block) {
   int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
@@ -203,7 +203,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
     const AddingBlocks adding = adding_blocks<tile>(work, block);
-    // Of the key blocks that add, from the first one on.
+    // Position among the key blocks that add, counted from the first one.
     const bool in_band = !adding.band.empty() && work.key_block >= adding.band.begin;
     const int32_t nth = in_band ? adding.sinks + work.key_block - adding.band.begin : work.key_block;
     const int32_t count = adding.sinks + adding.band.end - adding.band.begin;
