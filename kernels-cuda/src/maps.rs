@@ -35,9 +35,9 @@ pub struct Boxes {
 /// A V that lies in the workspace block by block, as a kernel's tiles have it.
 #[derive(Clone, Copy)]
 pub struct BlocksOfV {
-    /// Of the first block, on the device.
+    /// Address of the first block, on the device.
     pub address: u64,
-    /// Of its elements.
+    /// Type of the elements.
     pub dtype: DType,
     /// (columns, rows, blocks, sequences times kv heads).
     pub dims: [u64; 4],
@@ -71,8 +71,9 @@ struct Places {
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
-    /// Of a call of the plan whose step this is. Beside another thread's call they are encoded anew, nobody waits.
-    /// `v` is a V that lies in the workspace; the boxes are asked for where the maps are encoded.
+    /// Maps of a call of the plan whose step this is. If another thread's call holds the last maps, the maps
+    /// are encoded anew without waiting. `v` is a V that lies in the workspace; the boxes are computed only
+    /// where maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -107,21 +108,21 @@ impl Maps {
         Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
 }
 
-/// What the maps say: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key,
-/// query, head, batch)`.
+/// Contents of the tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head,
+/// batch)`, the bias `(key, query, head, batch)`.
 pub struct MapFacts {
-    /// Of Q.
+    /// Map of Q.
     pub q: TensorMapFacts<5, 4>,
-    /// Of K.
+    /// Map of K.
     pub k: TensorMapFacts<4, 3>,
-    /// Of V, or of what is prepared of it.
+    /// Map of V, or of the V that is prepared in the workspace.
     pub v: TensorMapFacts<4, 3>,
-    /// Where TMA brings it.
+    /// Map of the bias, where TMA loads it.
     pub bias: Option<TensorMapFacts<4, 3>>,
 }
 
 impl MapFacts {
-    /// Of a call whose kernel brings boxes.
+    /// Contents of the maps of a call whose kernel loads `boxes`.
     #[must_use]
     pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;

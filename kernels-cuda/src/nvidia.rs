@@ -23,11 +23,11 @@ pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
 /// What the driver says of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Such as `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
     /// Compute capability: major, minor.
     pub capability: (i32, i32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub num_sms: u32,
     /// Shared memory that one CTA can have, bytes.
     pub smem_bytes: u32,
@@ -61,21 +61,21 @@ pub(crate) fn row_launch(
 /// What a choice depends on besides the problem.
 #[derive(Clone, Debug)]
 pub struct DeviceFacts {
-    /// `sm_90a`.
+    /// Architecture, such as `sm_90a`.
     pub arch: String,
-    /// What it can do.
+    /// Instructions that the device has.
     pub instructions: Instructions,
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub num_sms: u32,
     /// Shared memory that one CTA can have, bytes.
     pub smem_bytes: u32,
-    /// What it could reach at best, of f16 and bf16.
+    /// Peak rates, for f16 and bf16.
     pub roofline: Roofline,
-    /// How its tensor cores add.
+    /// How the tensor cores add the products of a score.
     pub score_sums: MatrixSums,
     /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
     pub device: String,
-    /// Tiles that were measured on it.
+    /// Tiles that were measured on this device.
     pub tuned: TunedTiles,
 }
 
@@ -94,14 +94,14 @@ pub struct Instructions {
     pub tcgen05: bool,
     /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
     pub reducing_loads: bool,
-    /// Copies to shared memory that nobody waits for, and a warp's products of bf16: `cp.async`, `mma.sync`.
+    /// Asynchronous copies to shared memory, and a warp's products of bf16: `cp.async`, `mma.sync`.
     pub mma_sync: bool,
     /// Conversions to OCP FP8.
     pub converts_fp8: bool,
 }
 
 impl Instructions {
-    /// Of an architecture; none of these where nothing is known.
+    /// Instructions of an architecture; none of these for an unknown one.
     fn of_arch(arch: &str) -> Self {
         let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
         let number: u32 = digits.parse().unwrap_or(0);
@@ -132,10 +132,11 @@ impl MatrixSums {
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
     };
 
-    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); of 16 bits nothing is known.
+    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); nothing is
+    /// known of its 16-bit sums.
     const ADA: Self = Self { of_16_bits: ScoreSums::F32, of_fp8: ScoreSums::Cut { products: 32, bits: 14 } };
 
-    /// Of an architecture; f32 where nothing is known.
+    /// Sums of an architecture's tensor cores; f32 for an unknown one.
     fn of_arch(arch: &str) -> Self {
         match arch {
             "sm_90a" => Self::HOPPER,
@@ -144,7 +145,7 @@ impl MatrixSums {
         }
     }
 
-    /// Of products of a type.
+    /// Sums of products of one type.
     #[must_use]
     pub fn of(self, dtype: DType) -> ScoreSums {
         if dtype.is_fp8() { self.of_fp8 } else { self.of_16_bits }
@@ -152,7 +153,7 @@ impl MatrixSums {
 }
 
 impl DeviceFacts {
-    /// Of a device that a driver tells of.
+    /// Facts of a device that a driver reports.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -192,7 +193,7 @@ impl DeviceFacts {
         TunedTiles::load(&self.device, &tuned_kernels::<V>(), &crate::headers())
     }
 
-    /// That the device has instructions that a kernel is made of.
+    /// Checks that the device has the instructions that a kernel needs.
     ///
     /// # Errors
     /// The architecture, and what it lacks.
@@ -200,7 +201,8 @@ impl DeviceFacts {
         if there { Ok(()) } else { Err(format!("the device is {}, which has no {what}", self.arch)) }
     }
 
-    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
+    /// Checks that a CTA of a tile has room for its `smem_bytes` of shared memory, and that each CTA of a
+    /// cluster of `cluster` has a multiprocessor.
     ///
     /// # Errors
     /// A text that names both numbers.

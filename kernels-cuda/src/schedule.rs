@@ -108,7 +108,7 @@ impl TileSchedule {
 }
 
 impl TileSchedule {
-    /// That of `count` row blocks from the `first` on, as far as there are so many.
+    /// Schedule of `count` row blocks from `first` on, or of as many as there are.
     #[must_use]
     pub fn of_blocks(&self, first: i32, count: i32) -> Self {
         let num_m_blocks = count.min(self.num_m_blocks - first).max(0);

@@ -40,11 +40,11 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(32, 64, 128).tuned(),
         /// Blocks of K or V in shared memory at a time.
         pub stages: i32 = Takes::within(1, 16).tuned_over(&[2, 3, 4, 5, 6, 8]),
-        /// How CTAs come by their tiles.
+        /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
+        /// Pairs that are polynomials on the multiply-add pipe, of each 16 pairs of exponentials.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
         /// The loads of S from tensor memory find its maximum, on sm_103a alone.
         pub load_max: bool = Takes::all().tuned(),
@@ -111,7 +111,8 @@ impl Sm100Tile {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
-        // Of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's claims.
+        // Barriers of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
+        // tile index.
         let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
         let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
         q + round_up(stats + barriers + work, 1024)
@@ -269,7 +270,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
-    // Its special-function unit is twice as wide, and its loads from tensor memory reduce.
+    // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
     if arch == REDUCING_ARCH {
         tile.exp2_polynomial_pairs = 0;
         tile.load_max = true;

@@ -65,13 +65,15 @@ abi_enum!(Lookahead { Off, SecondQ, SparePiece });
 /// What P V is a product of, and how its sums come to O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ValueProduct {
-    /// Of V's own type, summed throughout by the tensor cores: f32 of 16-bit types, some 14 bits of FP8.
+    /// Product of V's own type, summed over all blocks by the tensor cores: in f32 for 16-bit types, with
+    /// some 14 bits for FP8.
     Direct,
-    /// A V of FP8 is brought to f16 in shared memory, which holds it exactly; products of f16, summed in f32.
+    /// Product of f16: a V of FP8 is converted to f16 in shared memory, exactly; the sums are f32.
     F16,
-    /// Of FP8, added to O in f32 registers after each block of keys.
+    /// Product of FP8, added to O in f32 registers after each block of keys, beside the next block's S.
     Flushed,
-    /// The same, before the next block's S is started, whose registers the sums have until then; else beside it.
+    /// Product of FP8, added to O as with `Flushed`, but before the next block's S is started: until then the
+    /// sums use the registers of S.
     FlushedFirst,
 }
 
@@ -214,9 +216,10 @@ impl Sm90Tile {
         // 32 quads of 16 bytes for each consumer warp.
         let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
-        // Of Q, of K and V, of the bias, of the slots of work, and of a cluster's claims.
+        // Barriers of Q, of K and V, of the bias, of the slots of work, and of a cluster's tile index.
         let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 2 * WORK_SLOTS + 2);
-        // Beside them the claimed index, a word that nothing reads, and two of each consumer.
+        // Words beside the slots of work: the tile index from the scheduler, one that nothing reads, and two
+        // of each consumer.
         let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
         round_up(q + kv + bias + quads + barriers + work, 1024)
     }
@@ -432,7 +435,7 @@ impl Sm90Tile {
         if matches!(self.pv, ValueProduct::F16) { [self.block_n, dim] } else { [dim, self.block_n] }
     }
 
-    /// Its elements.
+    /// Element type of a prepared V.
     #[must_use]
     pub const fn prepared_type(&self, spec: &FwdSpec) -> DType {
         operand_v(spec, self)
@@ -451,14 +454,14 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { round_up(head_dim, 32) }
 }
 
-/// The same of rows in shared memory: those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin
-/// amid the L2's sectors.
+/// Columns of a row in shared memory. 16-bit rows are whole swizzles of 128 bytes beyond 128 columns, and
+/// where rows in memory begin amid the L2's sectors.
 const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
     let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
     if whole && elem_bytes(dtype) == 2 { round_up(head_dim, 64) } else { padded_dim(head_dim) }
 }
 
-/// The same in products, of which those of 16 bits compute whole steps of the head dimension's own.
+/// Columns that products compute: for 16-bit types whole steps of the head dimension.
 const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
     if elem_bytes(dtype) == 2 { round_up(head_dim, 16) } else { padded_dim(head_dim) }
 }

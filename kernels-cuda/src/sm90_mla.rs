@@ -149,12 +149,12 @@ impl Sm90MlaTile {
     }
 }
 
-/// Of a row's elements, the last one filled up with zeros.
+/// Chunks of a row of `dim` elements; zeros fill the last one.
 const fn chunks(dim: i32) -> i32 {
     (dim + SPAN - 1) / SPAN
 }
 
-/// Of the columns of V, and of O, that a consumer warpgroup has.
+/// Chunks of V's columns, and of O's, that a consumer warpgroup has.
 const fn chunks_of_half(spec: &FwdSpec) -> i32 {
     (spec.head_dim_v + 2 * SPAN - 1) / (2 * SPAN)
 }

@@ -88,7 +88,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// Of a problem, behind a workspace of the reading kernel's `own`.
+    /// Places of a problem's widened cache, behind the workspace `own` of the kernel that reads it.
     ///
     /// # Errors
     /// A workspace of 2^62 bytes or more.
@@ -261,8 +261,8 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Of a problem's largest lengths, on a device of `num_sms` multiprocessors, whose kernel that reads the cache as it lies has
-    /// tiles of `direct_rows` rows, and parts of the keys where it `splits`.
+    /// Costs of a problem at its largest lengths, on a device of `num_sms` multiprocessors. The kernel that
+    /// reads the cache as it lies has tiles of `direct_rows` rows, and parts of the keys where it `splits`.
     #[must_use]
     pub fn new(problem: &FwdProblem, num_sms: u32, direct_rows: u32, splits: bool) -> Self {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =

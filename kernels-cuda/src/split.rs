@@ -36,9 +36,9 @@ abi_struct! {
         pub shares: DevPtr<i32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
-        /// Parts of the longest sequence, and at most of any.
+        /// Parts of the longest sequence; no sequence has more.
         pub count: i32,
-        /// Of whole blocks of so many keys a part consists.
+        /// Keys of a block; a part consists of whole blocks.
         pub block_n: i32,
         /// Keys of a part, whatever the sequence's length; 0: by `count`.
         pub keys: i32,
@@ -46,13 +46,14 @@ abi_struct! {
         pub first_row: i32,
         /// Queries of every sequence and head whose parts these are.
         pub num_rows: i32,
-        /// For parts that end where CTAs' shares do: query heads of a tile's rows,
+        /// Query heads of a tile's rows. This field and those below are for parts that end where CTAs' shares
+        /// do.
         pub heads: i32,
-        /// rows of a tile,
+        /// Rows of a tile.
         pub block_m: i32,
-        /// tiles of a head's or group's rows,
+        /// Tiles of a head's or group's rows.
         pub row_blocks: i32,
-        /// and tiles of a sequence.
+        /// Tiles of a sequence.
         pub tiles: i32,
     }
 }
@@ -327,8 +328,9 @@ pub(crate) const MICROS_OF_PARTS: f64 = 15.5;
 /// Microseconds of an H200 in which each of so many tiles of a few queries walks all of its keys: a launch, and the
 /// longest sequence's keys as often as there are waves of CTAs, of which `at_once` read so many bytes each.
 ///
-/// Of `sm90` by measurement and by this, one CTA a multiprocessor and 60 KB a microsecond: 24 tiles of 687 keys of D 128
-/// 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and 17.7, 4 of 1535 22.0 and 22.1.
+/// Microseconds of `sm90`, measured and by this function, with one CTA a multiprocessor and 60 KB a
+/// microsecond: 24 tiles of 687 keys of D 128 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and
+/// 17.7, 4 of 1535 22.0 and 22.1.
 pub(crate) fn micros_of_whole(problem: &FwdProblem, tiles: u64, at_once: u64, bytes_a_micro: f64) -> f64 {
     const LAUNCH: f64 = 8.0;
     const WAVE: f64 = 1.0;
@@ -391,9 +393,9 @@ pub struct Merging {
 }
 
 impl Merging {
-    /// Of a problem's parts: a warp has some eight parts of a row, which it loads at once. Warps' sums are added in their
-    /// order, so where parts are fixed the bound on all lengths does not decide how many warps there are: one, since a long
-    /// query has rows enough.
+    /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once. Warps' sums
+    /// are added in the order of the warps, so where parts are fixed the bound on all lengths must not decide
+    /// the number of warps: it is one, since a long query has rows enough.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let parts = match cut.shares {
@@ -430,7 +432,7 @@ pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, false)
 }
 
-/// The same under a tree mask, of which the kernel takes [`TreeMask`](crate::tree_mask::TreeMask) too.
+/// Merge kernel under a tree mask; it takes a [`TreeMask`](crate::tree_mask::TreeMask) too.
 #[must_use]
 pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, true)

@@ -31,7 +31,7 @@ pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
     pub name: &'static str,
     /// f16, bf16 or a type of 8 bits.
     pub dtype: DType,
-    /// Of the first element, on the device.
+    /// Address of the first element, on the device.
     pub address: u64,
     /// Extents, from axis 0.
     pub dims: [u64; AXES],
@@ -66,8 +66,8 @@ pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
 }
 
 impl TensorMapFacts<4, 3> {
-    /// Of a tensor's rows, `(dim, row, head, batch or page)`. One without rows is never read, but its map needs an address:
-    /// `elsewhere`.
+    /// Facts of a map of a tensor's rows, `(dim, row, head, batch or page)`. A tensor without rows is never
+    /// read, but its map needs an address: `elsewhere`.
     pub(crate) fn of_rows(
         (name, dtype): (&'static str, DType),
         [address, elsewhere]: [u64; 2],

@@ -109,7 +109,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             launches: Launches::new([stats], main, [finish].into_iter().chain(dsink).chain(dbias)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
-                // Else the sums of dQ have no order where several blocks of keys add to them.
+                // Sums of dQ without an order are deterministic only where a single block of keys adds to
+                // them.
                 deterministic: is_ordered || dims.seqlen_k <= BLOCK,
                 batch_invariant: is_ordered && options.tile.is_empty(),
                 graph_capturable: true,

@@ -55,12 +55,14 @@ pub const LEAST_GAIN_OF_SHAPE: f64 = 0.05;
 
 /// Microseconds of a launch besides its tiles.
 const LAUNCH_MICROS: f64 = 3.0;
-/// Of a tile besides its blocks: its first loads, and the end of its walk.
+/// Microseconds of a tile besides its blocks: its first loads, and the end of its walk.
 const TILE_MICROS: f64 = 1.2;
-/// Of the counter that dynamic orders claim tiles from: the step that clears it, which the launch waits for.
+/// Microseconds of the counter that dynamic orders take tile indices from: the launch waits for the step that
+/// clears it.
 const COUNTER_MICROS: f64 = 3.0;
 
-/// More rounds of tiles than this are not gone through one by one: a fixed order never won there, and a plan is to be quick.
+/// Most rounds of tiles that the model simulates one by one: with more of them a fixed order never won, and
+/// planning must be quick.
 const MOST_ROUNDS: u32 = 8;
 
 /// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
@@ -139,7 +141,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
         return Candidates::default();
     }
     let own = (tile.block_m, tile.block_n);
-    // Of one or two blocks a call is its launch.
+    // A call of one or two blocks costs little besides its launch.
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
     let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
@@ -202,7 +204,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     LAUNCH_MICROS + ends + if claims { COUNTER_MICROS } else { 0.0 }
 }
 
-/// Of each block of a head's rows, in the order in which tiles have them, how many blocks of keys it sees.
+/// Number of key blocks that each block of a head's rows sees, in the order in which tiles take them.
 fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule) -> Vec<u32> {
     let dims = problem.dims;
     let ratio = if tile.pack_gqa { problem.gqa_ratio() } else { 1 };

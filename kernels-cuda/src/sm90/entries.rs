@@ -18,8 +18,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, false)
 }
 
-/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments, for tiles that
-/// [wait](Sm90Tile::waits_for_keys).
+/// Forward kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments,
+/// for tiles that [wait](Sm90Tile::waits_for_keys).
 #[must_use]
 pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)

@@ -31,10 +31,10 @@ abi_enum!(PrepareV { InTile, Before, Beside });
 abi_struct! {
     /// A V that is prepared in the workspace, a kernel argument.
     pub struct PreparedValues {
-        /// Its blocks, `[sequence, kv head, block]`.
+        /// Blocks of V, `[sequence, kv head, block]`.
         pub blocks: DevPtr<Untyped>,
-        /// Beside the tiles: the number of units of work that were claimed, then of each block how many are finished. Zero
-        /// before each launch.
+        /// Counters, where V is prepared beside the tiles: units of work taken, then finished units of each
+        /// block. Zero before each launch.
         pub counts: DevPtr<i32>,
         /// Blocks of the longest sequence.
         pub num_blocks: i32,
@@ -48,7 +48,7 @@ abi_struct! {
 }
 
 impl PreparedValues {
-    /// Of a problem's longest sequence, without addresses.
+    /// Prepared V of a problem's longest sequence, without addresses.
     ///
     /// # Errors
     /// 2^30 units of work or more, with the fields that make them.

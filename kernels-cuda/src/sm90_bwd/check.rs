@@ -24,7 +24,7 @@ impl Sm90BwdTile {
         self.check_shares(spec)
     }
 
-    /// Of which head dimensions the walk is, and of how many keys.
+    /// Checks the head dimensions and the number of keys that the walk takes.
     fn check_walk(&self, spec: &BwdSpec) -> Result<(), String> {
         let dim = padded_dim(spec);
         let Self { block_m, block_n, .. } = *self;

@@ -40,42 +40,44 @@ fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     f64::from(2 * (qk + v + dk + dv + tile.dq_dim(spec)))
 }
 
-/// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have
-/// come apart from those whose Q and dO they share in the L2.
+/// Share of a masked call's longest tile for which the launch waits at its end. It also covers tiles that no
+/// longer run beside the tiles whose Q and dO they share in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
-/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: made zeros and read at last, and for each part.
-/// An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74 and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
+/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: for zeros and the
+/// last read, and for each part. An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74
+/// and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
 const SUMS_MICROS_A_MB: f64 = 0.7;
 const ADDED_SUMS_MICROS_A_MB: f64 = 0.39;
 
-/// The launch that rounds them.
+/// Microseconds of the launch that rounds these sums.
 const SUMS_MICROS: f64 = 4.0;
 
-/// From a tile's last product to the next one's first.
+/// Microseconds from a tile's last product to the next tile's first.
 const TILE_MICROS: f64 = 2.0;
 
-/// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone
-/// through one by one.
+/// Tiles of unlike length per multiprocessor beyond which the load is even but for the tail: the model does
+/// not simulate them one by one.
 const EVEN_TILES: usize = 4;
 
-/// Another number of parts than the rule's is taken where the model has it faster by more than this: more
-/// than its own error.
+/// Gain in the model above which another number of parts replaces the rule's; larger than the model's error.
 const LEAST_GAIN: f64 = 0.05;
 
-/// Of packed sequences, for whose lengths the rule was not made, the model's choice is taken.
+/// Least gain at which the model's number of parts replaces the rule's: 0 for packed sequences, for whose
+/// lengths the rule was not made.
 pub(super) fn least_gain(problem: &BwdProblem) -> f64 {
     if problem.fwd.layout.q == QLayout::Packed { 0.0 } else { LEAST_GAIN }
 }
 
-/// Of packed sequences, whose lengths a plan does not know: the part of all tiles of the longest length that they have
-/// work for, and the part of the longest tile that the launch may end with, since the longest sequence may come last.
-/// The first share is reasoned, the second fitted: with the whole of the longest tile B3 H64/4 full of 160 to 485 has 16 parts
-/// (143 us; 8 132, 4 127), B2 H48/16 of 448 and 783 three (192; one 178), an H200.
+/// Shares for packed sequences, whose lengths a plan does not know: the share of all tiles of the longest
+/// length that have work, and the share of the longest tile that may end the launch, since the longest
+/// sequence may come last. The first share is an estimate, the second is fitted: with the whole of the
+/// longest tile B3 H64/4 full of 160 to 485 has 16 parts (143 us; 8 132, 4 127), B2 H48/16 of 448 and 783
+/// three (192; one 178), an H200.
 pub(super) const PACKED_SHARE: f64 = 0.5;
 const PACKED_TAIL: f64 = 0.5;
 
-/// Those of the given parts that a problem may have, priced.
+/// Prices of those of the given parts that a problem may have.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -90,7 +92,8 @@ pub(super) fn head_parts(
     }))
 }
 
-/// Of each key block (of a cluster) of a head, how many query blocks of each of so many parts see it: part after part.
+/// Number of query blocks that see each key block (of a cluster) of a head, part after part of `query_parts`
+/// parts.
 fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u32) -> Vec<u32> {
     let dims = problem.fwd.dims;
     let keys = (tile.block_n * tile.walk.cluster()).unsigned_abs();
@@ -130,7 +133,8 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
-    // Of one multiprocessor's part of the memory's rate, where each part had sums of its own.
+    // Microseconds of a part's sums, at one multiprocessor's share of the memory's rate, if each part had
+    // sums of its own.
     let sums = mb * 0.25 * f64::from(NUM_SMS);
     (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
 }
@@ -286,17 +290,17 @@ fn micros(
 struct OfDq {
     /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
     delta_micros: f64,
-    /// Zeros to begin sums with.
+    /// Writes of the zeros that sums begin with.
     zeros_micros: f64,
-    /// The semaphore that the first key block stores behind, of the main kernel.
+    /// Share of the main kernel that the semaphore of first stores takes.
     semaphore_share: f64,
-    /// Until the first store that others wait for is there.
+    /// Wait for the first store that others wait for.
     semaphore_micros: f64,
-    /// A launch that finishes dQ.
+    /// Launch that finishes dQ.
     finish_micros: f64,
-    /// The warp that finishes it beside the products, of the main kernel.
+    /// Share of the main kernel that the warp takes which finishes dQ beside the products.
     beside_share: f64,
-    /// That warp's work where it makes delta too: the main kernel takes no less.
+    /// Work of that warp where it makes delta too: the main kernel takes at least as long.
     beside_with_delta_micros: f64,
 }
 
@@ -320,7 +324,7 @@ impl OfDq {
 const HIDDEN_FIRST_STORES: f64 = 2.0;
 const FIRST_STORE_MICROS: f64 = 1.65;
 
-/// Of a launch that does next to nothing, though it starts while the one before ends.
+/// Microseconds of a launch that does almost nothing, though it starts while the one before ends.
 const LAUNCH_MICROS: f64 = 2.0;
 
 /// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's sums from memory.

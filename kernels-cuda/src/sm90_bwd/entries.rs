@@ -27,7 +27,7 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments.
+/// Main kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments.
 #[must_use]
 pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let more =

@@ -97,9 +97,9 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles,
-    /// behind a mask, where their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522,
-    /// 569 and 596 TFLOP/s; full, S 4096, 4 and 8 616 and 592.
+    /// Parts of a kv head's query heads, by rule: parts of equal size, so many that each multiprocessor has
+    /// some three tiles, or four behind a mask, where tiles differ in length. MQA 32/1, S 8192, causal: 2, 4
+    /// and 8 parts run at 522, 569 and 596 TFLOP/s; full, S 4096: 4 and 8 parts at 616 and 592.
     fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };

@@ -167,8 +167,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             ),
             workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
-                // Else the sums of dQ have no order where several key blocks add to them, nor those of dK and dV to which
-                // several tiles do.
+                // Sums without an order are deterministic only where a single key block adds to dQ, and a
+                // single tile to dK and dV.
                 deterministic: spec.deterministic
                     || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
                 batch_invariant: false,
@@ -355,14 +355,15 @@ fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Ma
     })
 }
 
-/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose
-/// strides it may not take, there is dO again.
+/// Contents of the tensor maps of Q, K, V, dO and O, `(dim, row, head, batch)`. Where no warp loads O by its
+/// map, whose strides the map may not take, dO stands in O's place.
 #[must_use]
 pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     map_facts_of(call, [tile.loaded_rows(), tile.block_n], tile.makes_delta())
 }
 
-/// The same of boxes of so many queries and keys; of a column-major V boxes of 64 keys and all elements.
+/// Contents of the tensor maps for boxes of `query_rows` queries and `key_rows` keys; a column-major V has
+/// boxes of 64 keys and all elements.
 pub(crate) fn map_facts_of(
     call: &BwdCall<'_>,
     [query_rows, key_rows]: [i32; 2],

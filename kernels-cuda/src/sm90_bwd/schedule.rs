@@ -32,15 +32,16 @@ abi_struct! {
         pub num_head_parts: i32,
         /// Parts of the query blocks of each of these.
         pub num_query_parts: i32,
-        /// Of packed sequences whose additions have an order, each with parts by its own queries: so many for each where it has few
-        /// tiles, else four times as many.
+        /// Least queries of a part, for packed sequences with ordered additions, each of which has parts by
+        /// its own queries: this many where a kv head has few tiles, otherwise four times as many.
         pub least_queries_of_part: i32,
-        /// And the key blocks of all parts of a kv head that are few.
+        /// Most key blocks, of all parts of a kv head, that count as few tiles.
         pub few_tiles_of_head: i32,
-        /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
-        /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
+        /// Period of heads with ordered additions to dQ: the key blocks of one head in so many are launched
+        /// beside those of others, and behind a mask walk their queries from the last one down. Without a
+        /// mask all heads do, which is 1, or none.
         pub side_by_side_period: i32,
-        /// Behind a mask, so many of them at a time.
+        /// Number of these heads launched at a time behind a mask.
         pub side_by_side_heads: i32,
         /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their
         /// walks apart; 0: as many as a packed sequence's own length gives.
@@ -48,7 +49,7 @@ abi_struct! {
         /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
         /// of; else all of them.
         pub num_first_query_heads: i32,
-        /// Their query blocks.
+        /// Query blocks of these heads.
         pub num_first_q_blocks: i32,
         /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there are of each of a
         /// tile's consumer warps; set at each run.
@@ -56,19 +57,19 @@ abi_struct! {
     }
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed
-/// sequences, and of long ones.
+/// Period of heads of a sequence, with ordered additions behind a mask, of which one walks from the last
+/// query down: for packed sequences and for long ones.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
-/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the
-/// order, of the rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0
-/// (measured with one of eight 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0
-/// (0.73).
+/// Period of heads of short sequences: half of the heads walk from the last query down, and their longest key
+/// blocks begin when the others' shortest are done. Rates by a simulation of the order, relative to no order,
+/// with one head of eight and one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight 0.74),
+/// B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
 const SHORT_PERIOD: u32 = 2;
 
-/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side
-/// come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912,
-/// D 128, an H100, with half of the heads upward 0.76 of the rate without order.
+/// Most bytes of Q, dO and the sums of dQ of half of a short sequence's heads: key blocks of heads side by
+/// side come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S
+/// 3520 to 6912, D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
 /// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
@@ -184,7 +185,7 @@ impl Sm90BwdTile {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
-            // Whose parts go the same way.
+            // All parts of a packed sequence's kv head walk in the same direction.
             _ if is_packed => dims.num_heads_kv.clamp(1, SIDE_BY_SIDE_PERIOD),
             _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
@@ -245,10 +246,11 @@ impl Sm90BwdTile {
         heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
     }
 
-    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
-    /// time, and groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the
-    /// next head, whose others have yet to run, and it waits for them: two groups of 41, three heads side by side,
-    /// leave nine. By the heads of a sequence, of which there are `parts` to a kv head, whatever the batch.
+    /// Groups of a deterministic call without a mask: in how many groups a head's key blocks (of clusters)
+    /// run, a group at a time, and how many heads' groups run side by side. A head's 82 key blocks leave 50
+    /// of 132 multiprocessors to the next head, whose others have yet to run, and it waits for them: two
+    /// groups of 41, three heads side by side, leave nine. Both numbers depend on the heads of a sequence,
+    /// `parts` to a kv head, and not on the batch.
     pub(super) fn ordered_groups(
         &self,
         problem: &BwdProblem,

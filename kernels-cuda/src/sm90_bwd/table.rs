@@ -133,7 +133,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         192 if in_parts => (64, BwdWalk::HalfBlocks),
         // B4 H8 S4096 D 192 2397 us; causal 1290. Without a cluster, 96 queries to 64 keys, 2720 and 1464.
         192 => (64, BwdWalk::GradientEach),
-        // Of clusters ptxas serialises the products (C7514).
+        // A single CTA: ptxas serialises the products of clusters here (C7514).
         _ if spec.deterministic && spec.fwd.dropout && full && spec.fwd.head_dim_qk < 256 => {
             (64, BwdWalk::SplitDims)
         }
@@ -203,7 +203,7 @@ impl Sm90BwdTile {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
-    /// The same with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
+    /// This tile with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
     fn with_dq_apart(&self, spec: &BwdSpec) -> Self {
         let without_order = default_tile(&BwdSpec { deterministic: false, ..*spec });
         Self { dq_path: DqPath::Apart, persistent: without_order.persistent, ..*self }

@@ -37,7 +37,7 @@ abi_spec! {
         pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
-        /// Of each 16 exponentials, how many are polynomials on the multiply-add pipe.
+        /// Exponentials that are polynomials on the multiply-add pipe, of each 16.
         pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
         /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),

@@ -168,7 +168,7 @@ struct Maps {
 }
 
 impl Maps {
-    /// Of a call; unread where threads copy, and V's where it lies in K.
+    /// Maps of a call. Both are unread where threads copy, and V's where V lies in K.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -155,7 +155,8 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
 }
 
-/// Of 256 a cluster has 128 keys: short sequences whose second CTA would have none have a CTA to 64 each.
+/// Clusters at head dimension 256 have 128 keys. Short sequences whose second CTA would have no keys take one
+/// CTA for every 64 keys.
 #[test]
 fn clusters_of_which_half_would_be_idle_are_none() {
     let walk = |problem: FwdProblem, deterministic| {

@@ -57,7 +57,7 @@ fn a_heads_queries_are_shared_out_where_few_tiles_leave_multiprocessors_idle() {
     assert!(!of(48, 1602, false).0.head_parts && !of(1, 1602, true).0.head_parts);
 }
 
-/// Its parts have bits of their own: no batch may change them.
+/// Parts have bits of their own, so the batch must not change a deterministic call's parts.
 #[test]
 fn a_deterministic_calls_parts_are_those_of_any_batch() {
     let of = |batch, heads: (u32, u32), seqlen| {

@@ -77,7 +77,7 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
         if micros > 1.01 * of_static {
             missed.push(&*row.shape);
         }
-        // Of what the model is asked: how the two compare.
+        // The model must predict the ratio of the two orders.
         if let [as_they_come, in_turn] = orders.iter().collect::<Vec<_>>()[..] {
             let (modelled, measured) = (in_turn.micros / as_they_come.micros, of_static / dynamic);
             assert!(
@@ -123,7 +123,7 @@ fn the_shapes_of_a_run_are_the_better_ones(run: &str, num_others: i32, missed_of
     assert_eq!((others, &*missed), (num_others, missed_of_run), "{run}");
 }
 
-/// Of FP8 too, whose calls were timed with their launch.
+/// FP8 tiles have the better order too; their calls were timed with their launch.
 #[test]
 fn the_order_of_fp8_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order_fp8");

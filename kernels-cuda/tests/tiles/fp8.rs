@@ -7,7 +7,7 @@ use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
 
 use super::{HEAD_DIMS, LENGTHS, RATIOS, dims};
 
-/// The same of FP8, all of it or beside a V of f16, V both ways.
+/// Problems of FP8, alone or with a V of f16, and with V in both layouts.
 fn problems_of_fp8() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
