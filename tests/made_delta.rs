@@ -8,7 +8,7 @@ use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 
-/// Of the emulated device: as few as let a launch have more kv heads than run together.
+/// Multiprocessors of the emulated device: so few that a launch has more kv heads than run together.
 const MULTIPROCESSORS: u32 = 16;
 
 /// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 33 kv heads of one key block, or 17 of

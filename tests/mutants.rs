@@ -19,7 +19,7 @@ use fmha_conformance::Regex;
 use planting::{Fate, Fault, each, is_own_process};
 use serde::Deserialize;
 
-/// Of all mutants, how many come to one run.
+/// Runs over which all mutants are spread: each run tries one mutant in so many.
 const EVERY: usize = 40;
 
 /// The text of one kernel, and the cases that are to find what is wrong with it.
@@ -27,10 +27,10 @@ const EVERY: usize = 40;
 #[serde(deny_unknown_fields)]
 struct Target {
     folder: String,
-    /// Of the header's name, from `fmha/` on.
+    /// Pattern of the headers' names, from `fmha/` on.
     files: String,
     arch: String,
-    /// None: whichever a case's plan chooses.
+    /// Kernel to test; `None`: the one that a case's plan chooses.
     kernel: Option<String>,
     #[serde(default)]
     environment: BTreeMap<String, String>,
@@ -62,7 +62,8 @@ struct Trial {
 }
 
 impl Trial {
-    /// Of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture than the target's.
+    /// Trial of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture
+    /// than the target's.
     fn of(text: &str, arch: &str, names: &[String]) -> Self {
         let (start, fields) = text.split_once(" @ ").unwrap_or((text, ""));
         let is_it = names.iter().find(|name| *name == start);
@@ -196,8 +197,8 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
     found
 }
 
-/// Of each header, which of its trials found a mutant last: those are tried first, since neighbouring lines mostly fall to
-/// the same case, and each case that finds nothing compiles its kernel anew.
+/// Trials that last found a mutant of each header. They are tried first, since neighbouring lines mostly fall
+/// to the same case, and each case that finds nothing compiles its kernel anew.
 #[derive(Default)]
 struct LastFinders(Mutex<BTreeMap<String, Vec<usize>>>);
 
@@ -357,7 +358,8 @@ fn a_mutant_is_named_by_its_function_and_its_text_wherever_that_stands() {
     }
 }
 
-/// Of a nightly run: an edit may leave a reason without its mutant for a while, and nothing is wrong by that.
+/// Checks reasons in the nightly run alone: an edit may leave a reason without its mutant for a while, which
+/// is no error.
 #[test]
 #[ignore = "cargo xtask nightly"]
 fn every_reason_is_of_a_mutant_that_there_is() {

@@ -62,7 +62,7 @@ pub enum Lookahead {
 
 abi_enum!(Lookahead { Off, SecondQ, SparePiece });
 
-/// What P V is a product of, and how its sums come to O.
+/// Type of the product P V, and how its sums reach O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ValueProduct {
     /// Product of V's own type, summed over all blocks by the tensor cores: in f32 for 16-bit types, with

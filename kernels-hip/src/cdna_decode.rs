@@ -36,10 +36,11 @@ const EDGE: u32 = 32;
 const COLUMN_WAVES: u32 = 4;
 /// Latent attention's keys and the values in them.
 const LATENT: (u32, u32) = (576, 512);
-/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
-/// which the partial results of eight rows, written and read, are 12 %.
+/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
+/// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
-/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 32 rows are 44 %, of 16 rows half.
+/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 32 rows
+/// are 44 %, those of 16 rows half as much.
 const LEAST_SHARED_KEYS: u32 = 256;
 /// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
 const WAVES_OF_A_SIMD: u32 = 2;
@@ -110,7 +111,7 @@ abi_struct! {
         pub row_blocks: i32,
         /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
         pub num_waves: i32,
-        /// Of a workgroup.
+        /// Waves of a workgroup.
         pub waves_of_group: i32,
         /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
         pub num_xcds: i32,
@@ -132,7 +133,7 @@ fn waves_of_rows(row_blocks: u64) -> u32 {
     row_blocks.clamp(1, MOST_WAVES.into()) as u32
 }
 
-/// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
+/// Dies among which so many sets of keys are dealt out evenly: a power of two, at most the architecture's.
 fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
     1 << sets_of_keys.trailing_zeros().min(arch.num_xcds().unsigned_abs().trailing_zeros())
 }

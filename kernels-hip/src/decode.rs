@@ -28,9 +28,10 @@ const LONG_CACHE: u32 = 512;
 /// Words before those of sequences, of how shares were dealt (`cdna/decode/pieces.h`).
 const SHARES_HEADER: u64 = 2;
 
-/// Elements of a row, at most, that a wave has alone.
+/// Most elements of a row that a wave has alone.
 const WAVE_HEAD_DIM: u32 = 256;
-/// Of the longest rows that waves share; on CDNA a wave has 144 columns of Q and 128 of O then, as registers allow.
+/// Head dimensions of the longest rows that waves share. On CDNA a wave then has 144 columns of Q and 128 of
+/// O, as registers allow.
 const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 const DWORD: i64 = 4;

@@ -18,9 +18,9 @@ pub(crate) use refuse;
 /// What a choice depends on besides the problem.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Device {
-    /// Its architecture.
+    /// Architecture of the device.
     pub(crate) arch: Arch,
-    /// Its compute units.
+    /// Number of compute units.
     pub(crate) num_compute_units: u32,
 }
 
@@ -52,7 +52,8 @@ impl DeviceFacts {
         self.device.arch
     }
 
-    /// Of a device called `name`, of an architecture as HIP names it; an emulated one has no tiles of its own.
+    /// Facts of a device called `name`, of an architecture as HIP names it; an emulated device has no tiles
+    /// of its own.
     ///
     /// # Errors
     /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a value of

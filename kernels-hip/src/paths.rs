@@ -7,7 +7,7 @@ use fmha_core::abi_enum;
 pub(crate) enum LoadPath {
     /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole 16 bytes long.
     Chunks,
-    /// The same; rows are whole dwords long.
+    /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole dwords long.
     Dwords,
     /// An element a lane at any address: right for every stride, fast for none.
     Element,

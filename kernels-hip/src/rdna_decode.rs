@@ -33,14 +33,15 @@ const WAVE_THREADS: u32 = 32;
 const WAVE_ROWS: u32 = 16;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
-/// which the partial results of eight rows, written and read, are 12 %.
+/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
+/// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
-/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 16 rows are 22 %.
+/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 16 rows
+/// are 22 %.
 const LEAST_SHARED_KEYS: u32 = 256;
 /// Pieces of work that a pair of compute units is to have at once: 128 KB of LDS hold six tiles of 32 keys at D 128.
 const GROUPS_OF_A_UNIT: u32 = 6;
-/// Of rows that waves share, of 512 elements: two fit.
+/// Pieces of work of a pair of compute units, for rows of 512 elements that waves share: two fit.
 const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
 /// Keys of a step, at most.
 const STEP: u32 = 32;

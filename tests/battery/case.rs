@@ -101,9 +101,9 @@ pub enum Plant {
     LargeValues(f64),
     /// Every eighth row of the bias, from the first on, is this number; and every sink, where there is one, the other.
     FarRows {
-        /// Of the bias, if it has one.
+        /// Value of these rows of the bias, if there is one.
         bias: Option<f64>,
-        /// Of the sinks.
+        /// Value of every sink, if there are sinks.
         sink: Option<f64>,
     },
     /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every query, and its V is 3 where it lies apart.

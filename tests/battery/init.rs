@@ -26,10 +26,11 @@ pub enum Init {
     /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
     /// `exp` overflows.
     HugeLogits,
-    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from
-    /// key block to key block, for whoever walks from the last, and the weights before still count.
+    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from key
+    /// block to key block on a walk from the last key down, and the weights before still count.
     Rising,
-    /// The same with 400 and 20: exponentials at an earlier block's maximum are beyond f32.
+    /// Normal, but K's first 64 rows 400 times as large and the 186 after them 20 times: exponentials at an
+    /// earlier block's maximum are beyond f32.
     Towering,
     /// Q four times the standard normal: scores of standard deviation 4.
     Spread4,

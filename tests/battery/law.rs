@@ -29,11 +29,11 @@ pub struct Law {
 /// kernel and details; otherwise both calls are held to the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LawKind {
-    /// The same sequences, packed.
+    /// A call of the same sequences, packed.
     GroupIsBatch,
-    /// The same V, stored `[dim, seq]`.
+    /// A call with the same V, stored `[dim, seq]`.
     ColMajorIsRowMajor,
-    /// The same tensors, stored b·h·s·d.
+    /// A call of the same tensors, stored b·h·s·d.
     AnyLayout,
     /// As many kv heads as query heads, K and V repeated.
     GqaIsMha,
@@ -43,9 +43,9 @@ pub enum LawKind {
     Twice,
     /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
     Recorded,
-    /// The same keys in pages of so many rows.
+    /// A call with the same keys in pages of so many rows.
     PagedIsStrided(u32),
-    /// The same keys in the same pages under other numbers.
+    /// A call with the same keys in the same pages under other numbers.
     PermutedPages,
     /// The last keys of each sequence, so many, appended by the call; the cache itself too.
     AppendIsWritten(u32),
@@ -325,7 +325,7 @@ fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
     })
 }
 
-/// The same for one sequence of each.
+/// First place where O or LSE of one sequence of each call differ in a bit.
 fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &SeqSpan) -> Option<String> {
     let problem = &a.problem;
     let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));

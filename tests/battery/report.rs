@@ -19,9 +19,9 @@ use crate::used;
 /// What became of one case.
 #[derive(Clone, Debug, Serialize)]
 pub struct CaseReport {
-    /// Its name.
+    /// Name of the case.
     pub name: String,
-    /// Its seed.
+    /// Seed of the case.
     pub seed: u64,
     /// Passed, failed, refused or absent.
     pub outcome: Outcome,
@@ -53,7 +53,7 @@ pub struct Summary {
 pub struct Report {
     /// The backend's kind.
     pub backend: String,
-    /// Its device.
+    /// Name of the backend's device.
     pub device: String,
     /// Every case, in order.
     pub cases: Vec<CaseReport>,

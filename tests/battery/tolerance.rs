@@ -29,7 +29,7 @@ pub struct Yardstick {
     pub factor: f64,
     /// Largest error of the plain algorithm in the input's precision.
     pub max_same: f64,
-    /// Its root mean square error.
+    /// Root mean square error of the plain algorithm in the input's precision.
     pub rmse_same: f64,
     /// Unit roundoff of the stored type.
     pub u_out: f64,

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 thread_local! {
-    /// Of the case that this thread runs.
+    /// Kernels that the case on this thread has used.
     static USED: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
 }
 

@@ -26,7 +26,7 @@ pub struct Place {
 /// How one tensor stands to the reference.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorVerdict {
-    /// Its name: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
+    /// Name of the tensor: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
     pub tensor: &'static str,
     /// Elements compared.
     pub checked: u64,

@@ -31,7 +31,7 @@ pub(crate) struct Fault {
     pub(crate) kernel: Option<String>,
     pub(crate) tile: Option<String>,
     pub(crate) header: String,
-    /// What stands in it once (or in line `line`, from 1), and what is put there.
+    /// Text that stands once in the header (or in line `line`, from 1), and the text that is put there.
     pub(crate) text: String,
     pub(crate) put: String,
     pub(crate) line: Option<usize>,
@@ -42,11 +42,11 @@ pub(crate) struct Fault {
     /// Further cases that each find it too, so that it is not one case's luck.
     #[serde(default)]
     pub(crate) also: Vec<String>,
-    /// A part of what is said, where the emulator has a name for it.
+    /// Part of the report's text, where the emulator has a name for the fault.
     pub(crate) found_as: Option<String>,
     #[serde(default)]
     pub(crate) environment: BTreeMap<String, String>,
-    /// That the case passes on the sound kernel is known already.
+    /// Whether the case is known to pass on the sound kernel.
     #[serde(default)]
     pub(crate) sound_is_known: bool,
 }
@@ -70,7 +70,7 @@ pub(crate) enum Fate {
 const OWN: &str = "PLANTED_FAULT";
 /// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);
-/// The same of a mutant, of which there are many.
+/// Limit of a mutant's process; there are many mutants.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Before the fate, in the output of that process.
 const MARK: &str = "fate of the fault: ";
@@ -184,7 +184,7 @@ impl Fault {
                 kernels.push(Arc::new(CompiledKernel { key: sound.key(), ..Arc::unwrap_or_clone(now) }));
             }
         }
-        // Of mutants, which edit a line, each is tried on cases of kernels that need not have it.
+        // A mutant, which edits a line, is tried on cases of kernels that need not include the line.
         let may_be_elsewhere = self.line.is_some();
         assert!(
             includes || may_be_elsewhere,
@@ -218,7 +218,7 @@ impl Fault {
             if broken.is_empty() {
                 return Err(Fate::ChangesNothing);
             }
-            // Of the backends that are opened from here on.
+            // Backends that are opened from here on take the broken kernels.
             embed(Bundle::new("planted", broken));
             let backend = open()?;
             let (outcome, text) = case.run(&backend, &self.options());

@@ -15,8 +15,8 @@ const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
-/// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new; its
-/// backward; FP8.
+/// Cases of the battery: one type in all its edges but the head dimensions, whose kernels would each tell
+/// nothing new; its backward; FP8.
 const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16|backward/.*bf16\
      |fp8/blocks/|(edges|fp8/(all|head_dim)|heads|rare)/.*(e4m3fn|e5m2)/)";
 

@@ -38,7 +38,7 @@ struct Evidence {
     made: String,
     /// Which cases, or `all`.
     cases: String,
-    /// Of an emulated run, the hash of the emulator.
+    /// Hash of the emulator, for an emulated run.
     emulator: Option<String>,
     figures: Vec<Figure>,
 }
@@ -270,7 +270,7 @@ fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
     Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
 }
 
-/// Of names and texts.
+/// Hash of names and texts.
 fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
     let mut hash = Sha256::new();
     for (path, text) in texts {

@@ -50,7 +50,7 @@ pub(crate) fn run() -> Vec<(String, String)> {
         Ok(library) => environment.push(("FMHA_NVRTC".to_owned(), library.display().to_string())),
         Err(reason) => println!("absent: NVRTC ({reason}); NVIDIA kernels are not compiled"),
     }
-    // Of this tree, and current: what runs here builds them before it runs anything.
+    // Emulators of this tree, which are current: what runs here builds them before it runs anything.
     environment.push(("FMHA_EMULATOR_DIR".to_owned(), emulators().display().to_string()));
     environment
 }

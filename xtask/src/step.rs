@@ -59,19 +59,20 @@ impl Step {
         Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
     }
 
-    /// A program whose end alone counts, with these variables.
+    /// Step of a program of which only the exit status counts, with these variables.
     pub(crate) fn check(name: &str, words: &[&str], environment: Vec<(String, String)>) -> Self {
         let words = words.iter().map(|&word| word.to_owned()).collect();
         Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
     }
 
-    /// The same step, failed where fewer than so many of its tests pass: a filter of names that finds none says nothing.
+    /// This step, failed where fewer than so many of its tests pass: a filter of names that finds no test
+    /// proves nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
         self
     }
 
-    /// The same step with these variables.
+    /// This step with these variables.
     pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
         self.environment.extend(environment);
         self
@@ -172,7 +173,7 @@ mod usage {
         Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
     }
 
-    /// Of all processors, of every process that this one has waited for.
+    /// Processor seconds, on all processors, of every process that this one has waited for.
     pub(super) fn of_children() -> f64 {
         let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
         // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.

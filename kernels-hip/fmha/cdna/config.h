@@ -118,7 +118,7 @@ struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_ro
   // fragment; on gfx950 it takes two whole ones, so nothing is swapped there.
   static constexpr bool swaps_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
 
-  // Of four keys of row `d`.
+  // Place of a run of four keys of row `d`.
   static FMHA_DEVICE constexpr int place_of_run(int d, int i_run) {
     const int byte = i_run * kRun * elem_bytes;
     const int half = swaps_halves && d / kEdge % 2 ? kFragBytes / 2 : 0;

@@ -77,7 +77,7 @@ class VectorReader {
   int32_t stride_bytes_, row_bytes_;
 };
 
-// The same for rows that end inside a dword: element by element.
+// Reader of rows that end inside a dword: it reads element by element.
 template <int words, int elem_bytes>
 class TailReader {
  public:

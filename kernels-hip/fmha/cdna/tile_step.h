@@ -209,7 +209,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   if (v_cmp_ballot(scaled_max > wave.row.row_max) == 0) return;
   const float before = wave.row.row_max;
   wave.row.row_max = v_max_f32(before, scaled_max);
-  // Of a row that has seen nothing -inf - -inf would be NaN.
+  // A row that has seen nothing has a maximum of -inf, and -inf - -inf would be NaN.
   const float row_max = finite_or_zero(wave.row.row_max);
   const float correction = exp2_of((before - row_max) * kMaxToLog2<spec>);
   wave.row.row_sum *= correction;

@@ -17,15 +17,15 @@ use crate::rows::UPDATE;
 
 /// A kernel whose pieces of work are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
-    /// Its name in plans and refusals.
+    /// Name in plans and refusals.
     const NAME: &'static str;
-    /// The launch behind.
+    /// Name of the launch that merges the parts.
     const MERGE: &'static str;
-    /// What its entry includes.
+    /// Header that the kernel's entry includes.
     const HEADER: &'static str;
     /// Whether it runs on RDNA, not on CDNA.
     const IS_RDNA: bool;
-    /// How it computes.
+    /// Tile of the kernel.
     type Tile: Fields;
 
     /// Whether it computes `problem` on `device`, and in which parts.
@@ -34,13 +34,13 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The field that it does not take, and its number.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
-    /// How it computes.
+    /// Tile of the kernel.
     fn tile(&self) -> Self::Tile;
 
-    /// Its pieces of work.
+    /// Pieces of work: some rows and a part of the keys each.
     fn parts(&self) -> &Parts;
 
-    /// The first launch.
+    /// Source of the first launch.
     fn source(&self) -> KernelSource;
 
     /// Threads of a workgroup of the first launch.

@@ -85,7 +85,7 @@ impl Selection {
         self.heads.is_some() || self.rows.is_some()
     }
 
-    /// Of so many heads a sequence.
+    /// Selected (sequence, head) pairs, where each sequence has `num_heads` heads.
     fn pairs(&self, num_heads: u32, spans: &[SeqSpan]) -> Vec<(usize, u32)> {
         self.heads.clone().unwrap_or_else(|| {
             (0..spans.len()).flat_map(|span| (0..num_heads).map(move |head| (span, head))).collect()
@@ -106,7 +106,7 @@ fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
 /// The rounding that P and dS meet before their products.
 fn inner_roundoff(problem: &FwdProblem) -> f64 {
     match problem.dtypes.v {
-        // Its own rounding is part of f32's arithmetic.
+        // Rounding to f32 is part of f32's arithmetic.
         DType::F32 => 0.0,
         dtype => dtype.unit_roundoff(),
     }

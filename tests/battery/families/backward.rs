@@ -275,7 +275,7 @@ fn field(cases: &mut Vec<Case>) {
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
-        // The same of keys that end amid a block behind the first, of which the mask hides none.
+        // Keys that end amid a block of dBias behind the first one; the mask hides none of them.
         for mask in ["0", "b:200,200"] {
             let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
             let numbers = data(&name);
@@ -389,7 +389,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
-        // The same without an order: who comes first to a block of queries, and who comes later.
+        // Additions without an order: a key block reaches a block of queries first, or later than another.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2"] {
             let name = format!("backward/over_blocks/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, false, Vec::new());
@@ -412,7 +412,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         // Blocks of queries at which nobody has a turn.
         let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
-        // Every eighth kv head takes its turns the other way round.
+        // Every eighth kv head adds to dQ in the opposite order.
         if matches!(head_dim, 64 | 128 | 200) {
             for mask in ["b", "b:70,3,2", "b:0,0", "g:-30,1,2"] {
                 let name = format!("backward/in_turns/many_heads/bf16/{of}/{mask}");
@@ -424,7 +424,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
-        // Of such heads more key blocks in front of the last than four multiprocessors can claim ahead of their turns.
+        // More key blocks of such heads before the last one than four multiprocessors can take ahead of their
+        // order.
         if head_dim == 128 {
             let name = format!("backward/in_turns/many_keys/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };

@@ -1,5 +1,5 @@
-//! The same bits in every run and beside any neighbour: more tiles than the device has units, on inputs over which a
-//! kernel may change its mind from tile to tile.
+//! Calls whose bits are the same in every run and beside any neighbour: more tiles than the device has units,
+//! on inputs over which a kernel may decide differently from tile to tile.
 
 use fmha_core::{DType, Dims, FwdProblem};
 

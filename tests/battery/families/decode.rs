@@ -582,7 +582,8 @@ const KV_LAYOUTS: [(&str, KvLayout); 3] = [
     ("paged", KvLayout::Paged { page_size: 6 }),
 ];
 
-/// Of lengths with offsets of packed keys those that the problem's layout of K has in their place: used ones, and pages.
+/// Puts the lengths that the problem's layout of K takes in place of offsets of packed keys: used lengths,
+/// and pages.
 fn lengths_of_keys(problem: &mut FwdProblem, lengths: &mut Lengths, name: &str) {
     if problem.layout.kv != KvLayout::Packed {
         lengths.totals.total_k = None;

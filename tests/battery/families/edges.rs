@@ -63,13 +63,13 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// The same with other numbers in its tensors.
+/// Adds a forward case whose tensors have numbers of `init`.
 fn push_of(cases: &mut Vec<Case>, init: Init, name: String, problem: FwdProblem) {
     let data = Data { init, ..data(&name) };
     cases.push(Case::forward(name, problem, Lengths::default(), data));
 }
 
-/// The same with a value planted.
+/// Adds a forward case with a value planted.
 fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, plant: Plant) {
     let data = data(&name);
     let mut case = Case::forward(name, problem, Lengths::default(), data);
@@ -405,7 +405,7 @@ fn poison(cases: &mut Vec<Case>) {
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 11, 1, 0]),
-            // Of the last head: what lies behind it is nobody's.
+            // Last head of V: what lies behind it belongs to no tensor.
             ("v", Operand::V, [1, 9, 1, 5]),
         ] {
             for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {

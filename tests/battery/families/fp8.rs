@@ -166,7 +166,7 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
-        // Of two kv heads, whose query heads are four each.
+        // Two kv heads, with four query heads each.
         let sequences = [(40, 70), (1, 200), (33, 0), (65, 157)];
         let of_heads = Dims { num_heads_q: 8, num_heads_kv: 2, ..of(64, 64, (65, 200), "b").dims };
         let packed = o_16_bits(group(dtype, of_heads, &sequences, "b"));

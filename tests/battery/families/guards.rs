@@ -125,7 +125,8 @@ fn far_apart(cases: &mut Vec<Case>) {
     }
 }
 
-/// The same of every tensor of a backward call; and rows so far apart that 32 bits address a few blocks of them.
+/// Offsets beyond 2^31 in every tensor of a backward call; and rows so far apart that 32 bits address only a
+/// few blocks of them.
 fn backward_far_apart(cases: &mut Vec<Case>) {
     let mut push = |name: String, fwd: FwdProblem, lengths: Lengths, set: &dyn Fn(&mut Strides)| {
         let mut problem = BwdProblem::new(fwd);

@@ -315,7 +315,7 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
         }
         "negative_scale" | "negative_scale_group" => problem.score.softmax_scale = Some(-0.2),
         "column_major_v" | "column_major_v_group" => {
-            // Of all rows that lie side by side, not of the longest sequence's.
+            // Extents of all rows, which lie side by side, not of the longest sequence's.
             let v = problem.extents(lengths.totals).v;
             (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(v));
         }

@@ -37,7 +37,7 @@ impl Mutant {
         offset(text, self.span.start)..offset(text, self.span.end)
     }
 
-    /// Its name without line and column, by which a reason finds it after the file has moved.
+    /// Name without line and column, by which a reason finds the mutant after the file has moved.
     pub(crate) fn words(&self) -> &str {
         self.name.splitn(4, ':').nth(3).unwrap_or(&self.name).trim()
     }

@@ -43,15 +43,15 @@ enum Form {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Operands {
-    /// Of a sum, a product, a shift.
+    /// Operands of a sum, a product, a shift.
     Values,
-    /// Of a comparison, which borrows them.
+    /// Operands of a comparison, which borrows them.
     Borrowed,
-    /// The right one of an assignment.
+    /// Right operand of an assignment.
     Assigned,
-    /// Of `-` and `!`.
+    /// Operand of `-` or `!`.
     Alone,
-    /// Of `&&` and `||`: the right one is evaluated where the left one says so.
+    /// Operands of `&&` or `||`: the right one is evaluated where the left one says so.
     Lazy,
 }
 

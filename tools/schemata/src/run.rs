@@ -50,7 +50,7 @@ pub(crate) fn run(
     };
     let count = pending.len();
     let queue = Mutex::new(pending.into_iter().enumerate());
-    // Of each file, which trials found its mutants last: neighbours mostly fall to the same.
+    // Trials that last found mutants of each file: neighbours mostly fall to the same trial.
     let finders: Mutex<BTreeMap<&str, Vec<usize>>> = Mutex::default();
     std::thread::scope(|scope| {
         for index in 0..jobs {
@@ -83,7 +83,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Its fate, and the trial that found it.
+/// Fate of a mutant, and the trial that found it.
 fn fate(
     number: u32,
     trials: &[Trial],

@@ -13,7 +13,7 @@ use crate::rewrite::{LeftOut, Rewritten, rewrite};
 /// `FMHA_EMULATOR_DIR` names their folder.
 const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
-/// Of those, the ones that have mutants.
+/// Folders of the packages that have mutants.
 const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
 /// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in it: here the

@@ -227,8 +227,9 @@ const HOPPER_KNOBS: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
 ];
 
-/// Of two key blocks at most, so that sums of dQ have the same bits in whichever order they are made. An arrival less tells
-/// after as many phases as a barrier has arrivals: hence the many tiles.
+/// Faults of the backward, on problems of two key blocks at most, so that sums of dQ have the same bits in
+/// whichever order they are made. A missing arrival shows only after as many phases as a barrier has
+/// arrivals: hence the many tiles.
 const HOPPER_BACKWARD: &[Broken] = &[
     Broken {
         title: "full, D 128",

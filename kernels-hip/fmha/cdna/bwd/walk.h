@@ -157,7 +157,7 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
   }
   if constexpr (U::spec.mask != MaskKind::Full) {
-    // Of a word that two waves share one may have no row: it leaves zeros.
+    // One of two waves that share a word may have no row: it leaves zeros.
     const int32_t first_of_word = U::edge == kRowsOfWord ? first : first / kRowsOfWord * kRowsOfWord;
     if (first_of_word >= end) return;
     float zero = 0.f;

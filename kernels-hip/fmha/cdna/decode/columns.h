@@ -14,7 +14,7 @@
 
 namespace fmha::cdna::decode {
 
-// Of a wave that has all columns.
+// Replacement for SharedColumns in a wave that has all columns: nothing is shared.
 struct AllColumns {
   template <class V>
   FMHA_DEVICE void put_latent(const V&) {}
@@ -81,7 +81,7 @@ class SharedColumns {
     s_barrier();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      // Else all twelve reads are under way together, in 48 registers, and a tile's spill.
+      // Splits the twelve reads: all together would take 48 registers, and a tile's would spill.
       if (r == 2) opaque_in_vgpr(s), opaque_in_vgpr(lane);
       const Frag mate = lds_.of_waves[i_wave_ ^ 1].sums[r][lane], first = lds_.of_waves[i_wave_ ^ 2].sums[r][lane],
                  second = lds_.of_waves[i_wave_ ^ 3].sums[r][lane];

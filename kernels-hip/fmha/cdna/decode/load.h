@@ -140,7 +140,7 @@ struct VTile {
         const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
         load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
       }
-      // Else the addresses of both halves are there together, in registers that rows of 512 do not leave.
+      // Keeps the addresses of both halves from being live together: rows of 512 leave no registers for that.
       if constexpr (C::column_waves > 1) sched_barrier();
     }
   }

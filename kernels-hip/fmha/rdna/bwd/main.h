@@ -100,7 +100,7 @@ struct OnWmma {
 
   static FMHA_DEVICE int lane_col(int thread) { return rdna::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return rdna::lane_half(thread); }
-  // Of a block, the row of register `i`.
+  // Row of register `i` within a walked block.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) {
     return i / kAccElems * kEdge + acc_row(i % kAccElems, half);
   }
@@ -182,7 +182,7 @@ struct OnWmma {
       // Products without effects would be moved behind the branches of the next loads, or on the mask, and all operands
       // kept until then.
       if (!keeps || c == dim / kEdge - 1) opaque_in_vgpr(x[0]), opaque_in_vgpr(x[1]);
-      // Else all operands are read ahead, into registers that are not there.
+      // Keeps the compiler from reading all operands ahead, for which there are no registers.
       if (!keeps || c % 2 == 1) sched_barrier();
     }
     return __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -4,8 +4,8 @@
 //
 //   step n    barrier    K(n), V(n) to LDS    barrier    entry(n + 1) of the table    tile_step    places of n + 1 to LDS
 //
-// Of rows of more than 256 elements, O of 16 does not fit a wave's registers beside Q: four waves have a quarter of the
-// columns each, and add their products through LDS (SharedColumns).
+// Rows of more than 256 elements: O of 16 rows does not fit a wave's registers beside Q, so four waves have a quarter
+// of the columns each, and add their products through LDS (SharedColumns).
 #pragma once
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/rdna/decode/load.h>
@@ -110,7 +110,7 @@ FMHA_DEVICE bool is_a_row(const Job& job) {
   return job.first_row + i_rows * kEdge + lane_col(thread) < job.num_rows;
 }
 
-// Of the workspace, where the lane's row of the part lies.
+// Row of the workspace where the lane's row of the part lies.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE int64_t row_of_parts(const FwdParams& p, const Wave<spec, tile>& wave, const Job& job) {
   return cdna::decode::row_of_part(p, job.part, wave.i_head, wave.query);
@@ -219,10 +219,11 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
           !needs_no_mask<spec, tile>(job, job.queries, first_key));
       s_barrier();  // all waves have copied the tile, and may read it
-      // On the last step the last tile's once more, for nobody.
+      // On the last step these are the last tile's places again, which nothing reads.
       const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
-      // Else the products are moved behind the branch in `put`, and all operands of V kept until then: 442 spills at D 256.
+      // Keeps the products before the branch in `put`. Behind it, all operands of V would be kept until then: 442
+      // spills at D 256.
 #pragma unroll
       for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
       put(next);

@@ -113,7 +113,7 @@ impl Draw {
         }
     }
 
-    /// The same of a tensor that is read alone: its sequences or its heads may share their rows.
+    /// Strides of a tensor that is only read: its sequences or its heads may share their rows.
     fn strides_of_input(&mut self, shape: Shape, dims: Dims) -> Strides {
         let strides = self.strides(shape, dims);
         match self.below(24) {
@@ -130,7 +130,7 @@ impl Draw {
         let dims = problem.dims;
         let alike = self.one_in(2);
         if alike {
-            // The same choices for each of them.
+            // All four tensors draw the same choices.
             let stream = self.word();
             let of = |shape| Draw(stream).strides(shape, dims);
             (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =

@@ -48,11 +48,11 @@ impl Default for Options {
 
 /// An emulated GPU.
 pub struct Device {
-    /// What it executes.
+    /// Architecture whose code the device executes.
     pub arch: Arch,
-    /// Its memory.
+    /// Memory of the device.
     pub memory: DeviceMemory,
-    /// How it executes.
+    /// Options of the execution.
     pub options: Options,
 }
 

@@ -146,7 +146,7 @@ pub struct Module {
 pub struct Kernel(Arc<Program>, Arc<str>);
 
 impl Kernel {
-    /// Its name.
+    /// Name of the kernel.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name

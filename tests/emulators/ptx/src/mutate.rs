@@ -65,7 +65,7 @@ impl<'a> Found<'a> {
         format!("{} nanosleep.u32 0", self.guard)
     }
 
-    /// The same with operand number `at` changed by `op` with `by`: `add.s32 …, 1`.
+    /// The instruction with operand number `at` changed by `op` with `by`: `add.s32 …, 1`.
     fn changed(&self, at: usize, op: &str, by: u32) -> Option<String> {
         let operands = split(self.operands);
         let old = operands.get(at)?;

@@ -29,7 +29,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Of `count` clusters; with a seed, clusters run piece by piece in an order that it decides.
+    /// Order of `count` clusters; with a seed, clusters run piece by piece in an order that it decides.
     pub(crate) fn new(count: u32, seed: Option<u64>) -> Self {
         Self { count, drawn: seed, ..Self::default() }
     }

@@ -11,7 +11,7 @@ pub struct Recording {
     pub ptx: String,
     /// The kernel's name.
     pub kernel: String,
-    /// Its shape.
+    /// Shape of the launch.
     pub config: LaunchConfig,
     /// The argument buffer; addresses in it and in tensor maps are those of `memory`.
     pub args: Vec<u8>,
@@ -132,7 +132,7 @@ impl Recording {
         self.prepare_as(&self.ptx)
     }
 
-    /// The same with `ptx` in its text's place.
+    /// Prepares the recording with `ptx` in place of its own text.
     fn prepare_as(&self, ptx: &str) -> Result<Ready<'_>, Fault> {
         let device = Device::new();
         for (base, bytes, init) in &self.memory {

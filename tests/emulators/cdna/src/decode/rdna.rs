@@ -61,7 +61,7 @@ pub(super) fn decode(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
         _ if word >> 30 == 0b10 => scalar(arch, pc, words),
         _ => None,
     };
-    // Of an unknown one the width must be right, or all behind it would be read awry.
+    // An unknown instruction must have the right width, or all behind it would be decoded wrongly.
     decoded.or_else(|| {
         let mut inst = super::unknown(pc, words);
         inst.size = match word >> 26 {

@@ -353,8 +353,8 @@ fn product<const M: usize>(shape: &Shape, a: &Operand, b: &Operand, sums: &mut [
     }
 }
 
-/// The same with the sums kept in the host's vector registers, `V` of eight to a row: the compiler's own loop spills
-/// them, and takes five times as long.
+/// Product with the sums kept in the host's vector registers, `V` of eight to a row: the compiler's own loop
+/// spills them, and takes five times as long.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 fn product_avx2<const M: usize, const V: usize>(

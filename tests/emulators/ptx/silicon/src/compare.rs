@@ -9,7 +9,7 @@ use crate::run::{Emulated, Runner};
 pub struct Agreement {
     /// Numbers compared.
     pub compared: u64,
-    /// Of these, of equal bits.
+    /// Compared numbers with equal bits.
     pub equal: u64,
     /// The largest difference, in units of what it may be.
     pub worst: f64,

@@ -57,9 +57,9 @@ pub enum Format {
 /// A documented error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Error {
-    /// Of the value.
+    /// Relative to the value.
     Relative(f64),
-    /// As it is.
+    /// Independent of the value.
     Absolute(f64),
 }
 
@@ -146,7 +146,7 @@ impl Program {
         self.threads * self.blocks
     }
 
-    /// Its inputs: all threads' `%i0`, then all threads' `%i1`, ...
+    /// Input words: all threads' `%i0`, then all threads' `%i1`, ...
     #[must_use]
     pub fn input(&self) -> Vec<u32> {
         let seed = self.name.bytes().fold(0, |seed, byte| mix(seed ^ u64::from(byte)));
@@ -157,7 +157,7 @@ impl Program {
         .collect()
     }
 
-    /// Its text.
+    /// PTX text of the program.
     #[must_use]
     pub fn ptx(&self) -> String {
         let (total, outputs) = (self.total(), self.outputs);

@@ -19,11 +19,11 @@ use crate::program::{Program, Truth};
 /// What a device gave for a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramRecord {
-    /// Of the text and the inputs.
+    /// Digest of the text and the inputs.
     pub asked: String,
-    /// Of every word of output.
+    /// Digest of every word of output.
     pub output: String,
-    /// Some of them.
+    /// Some words of the output.
     pub words: Vec<u32>,
 }
 
@@ -32,11 +32,11 @@ pub struct ProgramRecord {
 pub struct CallRecord {
     /// The kernel that served it.
     pub kernel: String,
-    /// Of the problem and its inputs.
+    /// Digest of the problem and its inputs.
     pub asked: String,
-    /// Of what no rounding touches: which elements are NaN, empty rows, the keep mask.
+    /// Digest of what no rounding changes: which elements are NaN, empty rows, the keep mask.
     pub pattern: String,
-    /// Of every bit of O.
+    /// Digest of every bit of O.
     pub o: String,
     /// Bits of some elements of O.
     pub o_bits: Vec<u32>,

@@ -24,7 +24,7 @@ pub(crate) struct Job {
     /// Block and offset of each copy in shared memory, and of the barrier it completes on.
     pub(super) shared: Vec<(u32, u32)>,
     pub(super) bars: Vec<(u32, u32)>,
-    /// Who issued it, for reports and bulk groups.
+    /// Issuer of the job, for reports and bulk groups.
     pub(super) cta: u32,
     pub(super) warp: u32,
     pub(super) lane: usize,
@@ -244,7 +244,7 @@ impl Cluster {
         warp.current_pc
     }
 
-    /// The same offsets in every block of the mask.
+    /// Copies to the same offsets in every block of the mask.
     fn multicast(&self, job: &mut Job, mask: u32) -> Exec<()> {
         let (_, at) = job.shared[0];
         let bar = job.bars.first().map(|b| b.1);

@@ -48,7 +48,8 @@ impl Cluster {
         Ok((cta, at))
     }
 
-    /// The same of a `shared::cta` access, which reaches the own block, be its rank in the address or not.
+    /// Block rank and offset of a `shared::cta` access, which reaches the warp's own block whether or not the
+    /// address has the block's rank.
     pub(super) fn own_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
         let (cta, at) = self.cluster_target(address)?;
         if cta != 0 && cta != warp.cta {

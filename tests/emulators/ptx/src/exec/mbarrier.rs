@@ -246,7 +246,7 @@ impl Cluster {
             if let Some((question, complete)) = last
                 && question == (address, value)
             {
-                // The same question has the same answer.
+                // Lanes with equal address and value get the same answer.
                 done |= u32::from(complete) << lane;
                 continue;
             }

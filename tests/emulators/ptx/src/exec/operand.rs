@@ -140,7 +140,7 @@ pub(super) struct Operand {
     pub(super) rows: u32,
     /// Elements along K.
     pub(super) depth: u32,
-    /// Its name in reports.
+    /// Name of the operand in reports.
     pub(super) what: &'static str,
 }
 
@@ -203,7 +203,7 @@ impl Operand {
         }
     }
 
-    /// The same for elements of two bytes, eight rows and eight k at a time where they are to be exchanged.
+    /// Elements of two bytes, as f32; where they are to be exchanged, eight rows and eight k at a time.
     #[inline(always)]
     fn convert_halves(
         &self,
@@ -267,7 +267,7 @@ impl Operand {
         }
     }
 
-    /// The same for elements of any size and any layout.
+    /// Elements of any size and any layout, as f32.
     fn convert_any(&self, shared: &Shared, at: &[u32], layout: Layout, out: &mut [f32]) {
         let per = (16 / element_bytes(self.kind)) as usize;
         let (rows, depth) = (self.rows as usize, self.depth as usize);
@@ -371,7 +371,8 @@ impl OperandCache {
             cached.clock = shared.clock();
             return Ok(cached);
         }
-        // Its own old seat, one that holds nothing of use, or the next one in turn.
+        // The slot to fill is the operand's own old one, one whose values are stale, or the next one
+        // round-robin.
         self.turn = self.turn.wrapping_add(1);
         let way = way.or_else(|| ways.iter().position(|slot| !fresh(slot))).unwrap_or(self.turn % WAYS);
         let slot = &mut self.slots[set + way];

@@ -353,7 +353,7 @@ impl Cluster {
                 CpShape::L32x128bWarpx4 => (0..4).map(|q| q * 32 + row).collect(),
                 CpShape::L64x128bWarpx2First => [0, 2].map(|q| (q + row / 32) * 32 + row % 32).to_vec(),
                 CpShape::L64x128bWarpx2Second => [0, 1].map(|q| (q + row / 32 * 2) * 32 + row % 32).to_vec(),
-                // The same lane of each warp's part.
+                // Row `row` goes to lane `lane0` of warp `row`'s part.
                 CpShape::L4x256b => vec![lane0 + row * PART],
                 CpShape::L128x256b | CpShape::L128x128b => vec![row],
             }

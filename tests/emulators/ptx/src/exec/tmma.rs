@@ -86,7 +86,7 @@ impl Descriptor {
         if bits >> 49 & 7 != 0 || bits >> 52 & 1 != 0 {
             return Err(bad("base offset and absolute strides are not supported"));
         }
-        // The same fields as on sm_90, another code for the swizzle.
+        // The fields are those of sm_90, but the swizzle has other codes.
         let swizzle = match bits >> 61 {
             0 => 0,
             2 => 1,

@@ -117,7 +117,7 @@ fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, a: &mut [f32]) {
     }
 }
 
-/// The same for elements of `SIZE` bytes.
+/// Sixteen rows of A, with elements of `SIZE` bytes, from a warp's registers.
 #[inline(always)]
 fn a_lanes<const SIZE: usize>(warp: &Warp, regs: &[Reg], a: &mut [f32], value: impl Fn(u32) -> f32) {
     for (to, reg) in a.chunks_exact_mut(32 * (4 / SIZE)).zip(regs) {

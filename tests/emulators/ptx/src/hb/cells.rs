@@ -13,7 +13,7 @@ pub(crate) enum Touch {
     Write,
 }
 
-/// Who accesses: track, epoch, instruction, lane.
+/// Identity of an access: track, epoch, instruction, lane.
 pub(super) type Doer = (u32, u32, u32, usize);
 
 /// One access, packed: track 12 bits, epoch 22, instruction 21, lane 5, bytes of the cell 4.
@@ -79,7 +79,7 @@ pub(super) struct Cell {
 /// What sixteen bytes saw.
 #[derive(Clone, Debug)]
 pub(super) enum Line {
-    /// The same in each of its four cells.
+    /// One cell that stands for all four of the line.
     Alike(Cell),
     Parts(Box<[Cell; 4]>),
 }
@@ -91,7 +91,7 @@ impl Default for Line {
 }
 
 impl Line {
-    /// Its cells: one for all, or four.
+    /// Cells of the line: one for all, or four.
     fn cells(&mut self) -> &mut [Cell] {
         match self {
             Self::Alike(cell) => std::slice::from_mut(cell),
@@ -277,7 +277,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// The same for the bytes of one cell that `access` names. `known` was found to come before it.
+    /// Records an access to the bytes of one cell that `access` names. `known` was found to come before it.
     #[inline]
     fn touch_cell(
         &self,
@@ -305,7 +305,7 @@ impl Tracker {
         let (track, bytes) = (access.track(), access.bytes());
         if cell.write != known.write {
             self.check_last_write(cell.write, bytes, clocks, track, ["read", "read"], place)?;
-            // Of other bytes it may have been let pass.
+            // A check of some bytes may have let pass a conflicting write to the cell's other bytes.
             known.write = if bytes == 15 { cell.write } else { Access::default() };
         }
         // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.

@@ -33,7 +33,7 @@ pub(crate) struct Clocks {
     /// order loads and stores of one block's threads alone. What asynchronous operations do, which were waited for before, they
     /// order all the same, as every pipeline of loads by TMA for a cluster has it.
     g: Vec<u32>,
-    /// Of a barrier: what came by arrivals of other blocks at cluster scope, which a wait at that scope adds to `g`.
+    /// Arrivals of other blocks at a barrier at cluster scope, which a wait at that scope adds to `g`.
     g_of_others: Vec<u32>,
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Tracker {
     /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
     unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
-    /// Of each block, the last access of each warp of another block to its shared memory.
+    /// Last accesses of the other blocks' warps to each block's shared memory.
     visits: Vec<Vec<Access>>,
 }
 

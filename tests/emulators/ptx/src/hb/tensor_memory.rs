@@ -72,7 +72,7 @@ impl Tracker {
             }
         }
         let mut clocks = Clocks { v: state.visible.clone(), ..Clocks::default() };
-        // Its own accesses come in program order.
+        // The warp's own accesses come in program order.
         set(&mut clocks.v, track, epoch);
         let me = (track, epoch, warp.current_pc, 0);
         let cells = self.tmem_cells(warp.cta, part);

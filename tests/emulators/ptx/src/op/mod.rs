@@ -73,7 +73,7 @@ pub(crate) enum Code {
         carry_in: bool,
         carry_out: bool,
         wide: bool,
-        /// Of a product first: its lower or its upper half.
+        /// Half of the product that is computed first, lower or upper, if there is one.
         product: Option<Wf>,
     },
     Rare(Rare),
