@@ -1,5 +1,6 @@
-//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every architecture, without a
-//! device. What is not taken is refused by the plan, with a reason, and never by a compiler.
+//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every
+//! architecture, without a device. What is not taken is refused by the plan, with a reason, and never by a
+//! compiler.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -159,8 +159,8 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
 
 #[test]
 fn every_environment_variable_is_in_the_table_and_the_readme() {
-    // The emulators are crates of their own, with variables and READMEs of their own; `xtask`, the mutators and tests of fewer
-    // multiprocessors or of CTAs in another order drive them.
+    // The emulators are crates of their own, with variables and READMEs of their own; `xtask`, the mutators
+    // and tests of fewer multiprocessors or of CTAs in another order drive them.
     let emulators = |name: &str| {
         name.starts_with("tests/emulators")
             || name.starts_with("xtask")

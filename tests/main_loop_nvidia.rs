@@ -1,5 +1,5 @@
-//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches, counted in the
-//! emulator. Modelled, not measured.
+//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches,
+//! counted in the emulator. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,10 +1,12 @@
-//! Small mistakes made one at a time in the kernels' text: bounds, indices, signs, strides, constants, saturations. Each
-//! mutant is compiled and run in emulation on a few cases that reach most of its kernel; one that none of them finds is
-//! a gap in the battery, unless `evidence/mutants.reasons` says why nothing can tell.
+//! Small mistakes made one at a time in the kernels' text: bounds, indices, signs, strides, constants,
+//! saturations. Each mutant is compiled and run in emulation on a few cases that reach most of its kernel;
+//! one that none of them finds is a gap in the battery, unless `evidence/mutants.reasons` says why nothing
+//! can tell.
 //!
-//! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the environment it
-//! is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those words, with
-//! `MUTANTS_IN=softmax.cuh` that of headers whose names have those, with `MUTANTS_AGAIN=FILE` those that survive in the output of an earlier run.
+//! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the
+//! environment it is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those
+//! words, with `MUTANTS_IN=softmax.cuh` that of headers whose names have those, with `MUTANTS_AGAIN=FILE`
+//! those that survive in the output of an earlier run.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -116,7 +118,8 @@ const EDITS: [(&str, &str); 24] = [
     ("0.f", "1.f"),
 ];
 
-/// In the head of a loop it is one turn less: one more goes beyond an array of registers, which a compiler is free to drop.
+/// In the head of a loop it is one turn less: one more goes beyond an array of registers, which a compiler is
+/// free to drop.
 const LOOP_EDITS: [(&str, &str); 2] = [(" < ", " < -1 + "), (" <= ", " < ")];
 
 fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
@@ -171,8 +174,8 @@ fn mutants(target: &Target) -> Vec<Fault> {
     faults
 }
 
-/// The function that the last of these lines stands in: with its header and its text it says which line is meant, wherever
-/// other edits move it.
+/// The function that the last of these lines stands in: with its header and its text it says which line is
+/// meant, wherever other edits move it.
 fn function_of<'a>(lines: &[&'a str]) -> &'a str {
     let name = |line: &&'a str| {
         let (before, _) = line.split_once("FMHA_DEVICE ")?.1.split_once('(')?;

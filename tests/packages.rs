@@ -1,4 +1,5 @@
-//! What a registry would be given: every crate packed, whole, with what a registry shows, and enough to build a program from.
+//! What a registry would be given: every crate packed, whole, with what a registry shows, and enough to build
+//! a program from.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -143,7 +144,8 @@ fn files(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// A stranger's program: attention on the CPU by the library, and the text that both vendors' kernels are compiled from.
+/// A stranger's program: attention on the CPU by the library, and the text that both vendors' kernels are
+/// compiled from.
 const PROGRAM: &str = r#"
 use fmha::{Attention, Dims, MaskSpec, bf16};
 

@@ -1,4 +1,5 @@
-//! What each architecture refuses of the battery, planned without a device, is what is declared, and no more is declared.
+//! What each architecture refuses of the battery, planned without a device, is what is declared, and no more
+//! is declared.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

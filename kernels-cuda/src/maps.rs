@@ -65,8 +65,8 @@ struct Places {
     totals: Totals,
 }
 
-/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200 the driver takes
-/// 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
+/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200
+/// the driver takes 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
 #[derive(Default)]
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 

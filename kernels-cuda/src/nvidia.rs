@@ -40,7 +40,8 @@ pub struct DeviceInfo {
 /// Threads that a multiprocessor holds at a time.
 const THREADS_PER_SM: u32 = 2048;
 
-/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
+/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a
+/// multiprocessor has threads for.
 pub(crate) fn row_launch(
     (stage, kernel): (Stage, &'static str),
     source: KernelSource,
@@ -125,8 +126,9 @@ pub struct MatrixSums {
 }
 
 impl MatrixSums {
-    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024, section
-    /// 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's LSE: docs/kernels/sm90-fwd.md.
+    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024,
+    /// section 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's
+    /// LSE: docs/kernels/sm90-fwd.md.
     const HOPPER: Self = Self {
         of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
@@ -223,7 +225,8 @@ impl DeviceFacts {
     /// # Errors
     /// [`Error::NoDevice`] for an architecture that no numbers are known of.
     pub fn stated(arch: &str) -> Result<Self> {
-        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
+        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per
+        // compute capability.
         const LARGE_SMEM: u32 = 227 << 10;
         const SMALL_SMEM: u32 = 99 << 10;
         let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {

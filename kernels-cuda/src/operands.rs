@@ -32,8 +32,9 @@ pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static
     })
 }
 
-/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is then no multiple of 16
-/// bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the same).
+/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is
+/// then no multiple of 16 bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the
+/// same).
 pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
 }
@@ -73,8 +74,8 @@ pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) 
     Ok(())
 }
 
-/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not scaled yet. Scores of
-/// other types than bf16 are 0 at such a scale.
+/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not
+/// scaled yet. Scores of other types than bf16 are 0 at such a scale.
 ///
 /// # Errors
 /// In `kernel`'s name, the scale.

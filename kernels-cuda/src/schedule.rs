@@ -26,8 +26,8 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// The first of them, where a launch has only some.
         pub first_m_block: i32,
-        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster has two), or
-        /// kv heads when they are packed.
+        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster
+        /// has two), or kv heads when they are packed.
         pub num_heads: i32,
         /// Heads of an L2 head group, whose tiles run before the next group's: their K and V share the L2.
         pub heads_per_l2_group: i32,
@@ -51,14 +51,14 @@ pub(crate) struct UnitOfWork {
     pub(crate) kv_parts: i32,
 }
 
-/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor. With two, a tile of
-/// one block could wait for itself.
+/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor.
+/// With two, a tile of one block could wait for itself.
 pub(crate) const WORK_SLOTS: i32 = 3;
 /// Bytes of what it knows of each, the device's `Work`.
 pub(crate) const WORK_BYTES: i32 = 19 * 4;
 
-/// Word of the workspace where a launch in shares leaves for the merge how they were dealt (`common/shares.cuh`), behind the tile
-/// counter's line.
+/// Word of the workspace where a launch in shares leaves for the merge how they were dealt
+/// (`common/shares.cuh`), behind the tile counter's line.
 pub(crate) const SHARES_AT: u64 = 64;
 /// Words of that before each sequence's.
 pub(crate) const SHARES_HEADER: u64 = 2;
@@ -115,8 +115,8 @@ impl TileSchedule {
         Self { num_tiles: self.num_heads * num_m_blocks, num_m_blocks, first_m_block: first, ..*self }
     }
 
-    /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at most, the first
-    /// ones are all, and no run has a counter to clear: a step of its stream less.
+    /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at
+    /// most, the first ones are all, and no run has a counter to clear: a step of its stream less.
     #[must_use]
     pub fn counter_bytes(&self, order: TileOrder, workers: u32) -> u64 {
         let claims = order == TileOrder::Dynamic && self.num_tiles.unsigned_abs() > workers;

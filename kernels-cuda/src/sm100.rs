@@ -55,9 +55,11 @@ abi_spec! {
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
         /// and V: 16, 8, 4, or fewer (element by element).
         pub copy_bytes: i32 = Takes::among(&[0, 1, 2, 4, 8, 16]),
-        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
+        /// sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
-        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block of keys: 1 or 2.
+        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block
+        /// of keys: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
         pub cluster_heads: bool = Takes::nothing(),
@@ -74,8 +76,8 @@ impl Sm100Tile {
         self.block_m / 128
     }
 
-    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only a single CTA
-    /// takes are to have the same bits.
+    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only
+    /// a single CTA takes are to have the same bits.
     #[must_use]
     pub fn alone(self, spec: &FwdSpec) -> Self {
         if self.cluster == 1 {
@@ -205,7 +207,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
         return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
     }
-    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types are 0 at such a scale.
+    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types
+    // are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
     if problem.dtypes.qk == DType::Bf16
@@ -310,10 +313,11 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
 #[must_use]
 pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
-    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
-    // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
-    // product reads again, take more of shared memory's time than the product has. From 224 on a ring of 128 keys a block
-    // has room beside Q in a pair of CTAs alone, of which each has half of a block.
+    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160.
+    // Wider ones have one, two blocks of whose scores are there at a time: fewer keys a block would have Q,
+    // which each block's product reads again, take more of shared memory's time than the product has. From
+    // 224 on a ring of 128 keys a block has room beside Q in a pair of CTAs alone, of which each has half of
+    // a block.
     let (block_m, block_n, cluster) = match (qk.max(v), v) {
         (..=128, _) | (..=192, ..=128) => (256, 128, 1),
         (..=160, _) => (256, 96, 1),
@@ -342,8 +346,9 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
 }
 
-/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that the mask hides,
-/// on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys (docs/kernels/sm100-fwd.md).
+/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that
+/// the mask hides, on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys
+/// (docs/kernels/sm100-fwd.md).
 const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
     match spec.mask {
         MaskKind::Full => true,

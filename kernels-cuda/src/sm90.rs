@@ -43,7 +43,8 @@ pub enum PingPong {
     Off,
     /// The next warpgroup may issue when this one's products are issued.
     AtIssue,
-    /// The next warpgroup may issue when this one's maxima of a block are there, so that their exponentials do not coincide.
+    /// The next warpgroup may issue when this one's maxima of a block are there, so that their exponentials
+    /// do not coincide.
     AfterMax,
 }
 
@@ -110,13 +111,14 @@ abi_spec! {
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that are left over.
+        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that
+        /// are left over.
         pub whole_groups: bool = Takes::nothing(),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
         pub fast_softcap: bool,
-        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 4 or 2); else element by
-        /// element.
+        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 4 or 2);
+        /// else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
@@ -140,12 +142,14 @@ abi_spec! {
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
-        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
+        /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 512, 1024, 2048, 4096]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
+        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
+        /// follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys` keys each at least; 0: a
-        /// tile, or its part, at a time.
+        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys`
+        /// keys each at least; 0: a tile, or its part, at a time.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
     }
 }
@@ -271,8 +275,8 @@ impl Sm90Tile {
         self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
-    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each. Empty where the
-    /// table's rule stands.
+    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each.
+    /// Empty where the table's rule stands.
     #[must_use]
     pub fn orders(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
         cost::orders(self, problem, num_sms)
@@ -284,15 +288,16 @@ impl Sm90Tile {
         cost::has_orders(problem)
     }
 
-    /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of each. Empty where the
-    /// table's rule stands.
+    /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of
+    /// each. Empty where the table's rule stands.
     #[must_use]
     pub fn shapes(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
         cost::shapes(self, problem, num_sms)
     }
 
-    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order: of other shapes, and where
-    /// kv heads are shared all of them with the heads of a group side by side and not, which is by how many rows that saves.
+    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order:
+    /// of other shapes, and where kv heads are shared all of them with the heads of a group side by side and
+    /// not, which is by how many rows that saves.
     #[must_use]
     pub fn of_other_sizes(&self, problem: &FwdProblem) -> Vec<Self> {
         let spec = spec_of(problem);
@@ -316,7 +321,8 @@ impl Sm90Tile {
         cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
-    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many keys as before.
+    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many
+    /// keys as before.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
         let block_n = if block_n > 1 { block_n } else { 1 };
@@ -326,7 +332,8 @@ impl Sm90Tile {
         Self { block_m, block_n, stages, wait_anchor, ..*self }
     }
 
-    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a schedule counts.
+    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a
+    /// schedule counts.
     #[must_use]
     pub fn modelled_micros(&self, problem: &FwdProblem, num_sms: u32) -> Option<f64> {
         Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
@@ -353,9 +360,9 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
-    /// As parts are launched, before a merge that starts while they end: they are alike, so no counter is cleared and asked;
-    /// and of two launches in a row that both start early the host takes 5.3 us, of one 4.3 (an H200 with its host, the least
-    /// of 4000 calls), at 14.1 and 13.9 us a call in a burst.
+    /// As parts are launched, before a merge that starts while they end: they are alike, so no counter is
+    /// cleared and asked; and of two launches in a row that both start early the host takes 5.3 us, of one
+    /// 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a burst.
     pub(crate) fn launch_beside_merge(&mut self) {
         (self.order, self.dependent_launch) = (TileOrder::Static, false);
     }
@@ -487,8 +494,9 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
         && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
-/// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer than every sequence, that of
-/// the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44 (an H200).
+/// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer
+/// than every sequence, that of the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44
+/// (an H200).
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);

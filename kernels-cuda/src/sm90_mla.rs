@@ -112,8 +112,8 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts that the device
-    /// agrees.
+    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts
+    /// that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (chunks(spec.head_dim_qk), 2 * chunks_of_half(spec));
@@ -276,8 +276,9 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     }
 }
 
-/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA, and where one tile of
-/// rows reads all of a long V in K, which is bound by the memory: whole rows in turn come faster there than columns of 64 rows.
+/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA,
+/// and where one tile of rows reads all of a long V in K, which is bound by the memory: whole rows in turn
+/// come faster there than columns of 64 rows.
 fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
     let Dims { seqlen_k, head_dim_qk, .. } = problem.dims;
     let one_tile = units(problem, 1).1 == 1;

@@ -1,5 +1,5 @@
-//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16 bits and one row after
-//! another, and read there by the kernel of such caches.
+//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16
+//! bits and one row after another, and read there by the kernel of such caches.
 
 pub mod recipe;
 
@@ -169,8 +169,8 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
     problem.cache.v_in_k && problem.scales.descale_v == Descale::None
 }
 
-/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as far from the last
-/// one's as the longest has rows.
+/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as
+/// far from the last one's as the longest has rows.
 ///
 /// # Errors
 /// In `kernel`'s name, the first fact that the launch which widens does not take.
@@ -242,16 +242,16 @@ const BYTES_A_MICRO: f64 = 3.9e6;
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;
-/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193 keys of D 256 in
-/// pages of 64 took 30 us staged and 20 direct.
+/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193
+/// keys of D 256 in pages of 64 took 30 us staged and 20 direct.
 const COLD_MICROS: f64 = 8.0;
-/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both; of
-/// FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
+/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where
+/// `sm80` does both; of FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
 const DIRECT_NANOS: f64 = 12.0;
 const DIRECT_NANOS_FP8: f64 = 20.0;
 
-/// What a call costs by the model, microseconds: of a cache brought once to where it is read, and by the kernel that reads it as it
-/// lies.
+/// What a call costs by the model, microseconds: of a cache brought once to where it is read, and by the
+/// kernel that reads it as it lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     /// Brought into the workspace, then read there in 16 bits.

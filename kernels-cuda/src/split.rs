@@ -1,8 +1,8 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts of a sequence end is decided on the device: by its own length and by how many parts the longest has
-//! (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths (`common/shares.cuh`). No length is
-//! needed on the host, and a graph of a call replays with any.
+//! Where the parts of a sequence end is decided on the device: by its own length and by how many parts the
+//! longest has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the
+//! lengths (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
 
 pub(crate) mod launch;
 
@@ -134,14 +134,16 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each CTA has a share.
+    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each
+    /// CTA has a share.
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
         let keys = self.keys.unsigned_abs();
         if keys == 0 || self.shares.is_some() { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
     }
 
-    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where there are none.
+    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where
+    /// there are none.
     #[must_use]
     pub fn workspace_bytes(self, problem: &FwdProblem, queries: u32) -> u64 {
         if self.keys == 0 {
@@ -164,8 +166,8 @@ impl Cut {
         if self.shares.is_some() { dealt_bytes(problem) } else { 0 }
     }
 
-    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace meanwhile. Parts by the
-    /// longest sequence are of short queries, all at once.
+    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace
+    /// meanwhile. Parts by the longest sequence are of short queries, all at once.
     #[must_use]
     pub fn rows_at_once(self, problem: &FwdProblem, block_m: i32, pack_gqa: bool) -> RowsAtOnce {
         let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
@@ -219,12 +221,14 @@ pub struct RowsAtOnce {
 /// What the parts of several row blocks may take of the workspace: one launch writes them and the next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a device: a long query,
-/// whose last token is to have the bits of the same token alone, writes and reads a row of O for each part that it sees.
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a
+/// device: a long query, whose last token is to have the bits of the same token alone, writes and reads a row
+/// of O for each part that it sees.
 const FIXED_KEYS: i32 = 2048;
 
-/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which calls are cut at
-/// all is decided by what one part and a whole sequence round alike: a sink and an O of 8 bits enter a merge otherwise.
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which
+/// calls are cut at all is decided by what one part and a whole sequence round alike: a sink and an O of 8
+/// bits enter a merge otherwise.
 #[must_use]
 pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let is_cut = splits(problem).is_ok()
@@ -244,8 +248,8 @@ impl RowsAtOnce {
 }
 
 impl KvParts {
-    /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
-    /// the `whole` call.
+    /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead
+    /// of those of the `whole` call.
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
@@ -310,8 +314,8 @@ pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
 /// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
 pub(crate) const MOST_SCANNED: u32 = 1024;
 
-/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
-/// that merges.
+/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of
+/// balance is less than the launch that merges.
 pub(crate) const LEAST_SHARED: u32 = 1024;
 
 /// Keys that any query of the longest sequence sees.

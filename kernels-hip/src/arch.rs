@@ -118,7 +118,8 @@ impl Arch {
         }
     }
 
-    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a has no FP8.
+    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a
+    /// has no FP8.
     pub fn roofline(self, dtype: DType) -> Roofline {
         let (two_bytes, fp8, bytes, part) = match self {
             Arch::Gfx90a => (383.0e12, None, 3.2e12, "MI250X"),

@@ -1,8 +1,9 @@
 //! `cdna_decode`: short queries over long, paged and quantised caches, on MFMA.
 //!
-//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind merges
-//! the parts. Of head dimensions above 256, four waves have a quarter of the columns each: latent attention (576/512) reads K
-//! once for its values too, and no other kernel takes such rows at any length.
+//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch
+//! behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each:
+//! latent attention (576/512) reads K once for its values too, and no other kernel takes such rows at any
+//! length.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
@@ -175,8 +176,8 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
 }
 
 impl CdnaDecode {
-    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
-    /// workgroups of their own, so that few of them are dealt to many compute units.
+    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's
+    /// cache; others are workgroups of their own, so that few of them are dealt to many compute units.
     ///
     /// Waves that share their rows' columns have one piece of work.
     fn waves_of_group(&self) -> u32 {

@@ -1,5 +1,5 @@
-//! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the launch behind that
-//! merges the parts, and the recipe ([`recipe`]).
+//! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the
+//! launch behind that merges the parts, and the recipe ([`recipe`]).
 
 mod cut;
 pub(crate) mod recipe;
@@ -67,7 +67,8 @@ pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
     problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
 }
 
-/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of so many bytes.
+/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of
+/// so many bytes.
 pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool {
     let cache_bytes = cache_bytes.cast_signed();
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
@@ -253,8 +254,8 @@ pub(crate) const fn merge_threads(arch: Arch) -> u32 {
     MERGE_WAVES * arch.wave_threads()
 }
 
-/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would else depend on how
-/// many queries come at once.
+/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would
+/// else depend on how many queries come at once.
 ///
 /// # Errors
 /// In `kernel`'s name, why the call is left to it.

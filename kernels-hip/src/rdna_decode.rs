@@ -1,8 +1,8 @@
 //! `rdna_decode`: short queries over long, paged and quantised caches, on WMMA.
 //!
-//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind
-//! merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each, and no other kernel takes
-//! such rows at any length.
+//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a
+//! launch behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns
+//! each, and no other kernel takes such rows at any length.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields as _, Takes};
@@ -86,8 +86,9 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
     }
 }
 
-/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords: of a quantised
-/// cache those of the same cache in 16 bits, whose steps it has. Its own pieces are read from any byte.
+/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on
+/// dwords: of a quantised cache those of the same cache in 16 bits, whose steps it has. Its own pieces are
+/// read from any byte.
 fn loads_wide(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)

@@ -1,5 +1,6 @@
-//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch before widens it once into
-//! the workspace, and the forward kernel reads it there, so that the bits are those of the call on the dequantised cache.
+//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch
+//! before widens it once into the workspace, and the forward kernel reads it there, so that the bits are
+//! those of the call on the dequantised cache.
 
 pub(crate) mod recipe;
 

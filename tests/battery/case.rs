@@ -53,8 +53,8 @@ pub struct Backward {
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
-    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks; a second run shows whether
-    /// it keeps that.
+    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks; a second
+    /// run shows whether it keeps that.
     pub deterministic: bool,
     /// Numbers written over the inputs before the call, each at `[storage batch, row, head, dim]`.
     pub planted: Vec<(Operand, [u32; 4], f64)>,
@@ -91,8 +91,8 @@ pub enum Plant {
     At(Operand, [u32; 4], f64),
     /// Nothing is written: this operand alone lies so many elements beyond an aligned address.
     Shifted(Operand, u32),
-    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights, subnormal in P's type,
-    /// are all that O is made of.
+    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights,
+    /// subnormal in P's type, are all that O is made of.
     FaintWeights {
         /// K's first element at key 0, which the scale multiplies.
         score: f64,
@@ -106,7 +106,8 @@ pub enum Plant {
         /// Value of every sink, if there are sinks.
         sink: Option<f64>,
     },
-    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every query, and its V is 3 where it lies apart.
+    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every
+    /// query, and its V is 3 where it lies apart.
     LastKeys,
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {

@@ -1,7 +1,7 @@
 //! Which kernels a case needs, and a part of the cases by them.
 //!
-//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels: a part has
-//! few kernels, with every case that each of them serves.
+//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels:
+//! a part has few kernels, with every case that each of them serves.
 
 use std::fmt;
 use std::str::FromStr;

@@ -12,9 +12,9 @@
 //! - f32 arithmetic: a score of size `logits` is off by a few `u_32 logits`, so its exponential is
 //!   off by that share, and the exponential itself and the sums by a few `u_32`.
 //!
-//! Far rows (`reference::is_far`) have scores that f32 tells apart to a tenth at most, so that their P may be anything; but P
-//! are shares of 1: of an element's terms in far rows that last share is their own size, not more. Elements that such terms
-//! are in are judged apart from all others, whose bounds they leave alone.
+//! Far rows (`reference::is_far`) have scores that f32 tells apart to a tenth at most, so that their P may be
+//! anything; but P are shares of 1: of an element's terms in far rows that last share is their own size, not
+//! more. Elements that such terms are in are judged apart from all others, whose bounds they leave alone.
 //!
 //! The largest error is insensitive: a gain of 1 % hides in bf16. The root mean square is not: over
 //! `count` elements that of `O_same` is known to a share of `1 / sqrt(count)`, so `rmse <= 2 rmse_same`

@@ -57,8 +57,8 @@ pub struct Verdict {
     pub faults: Vec<String>,
     /// What a reader should know of how it was found: whether a law held bit for bit.
     pub note: Option<&'static str>,
-    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows, if there are
-    /// others.
+    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows,
+    /// if there are others.
     pub logits: f64,
 }
 

@@ -109,8 +109,8 @@ pub(crate) fn is_own_process() -> bool {
 }
 
 impl Fault {
-    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the number of the
-    /// case that its fate comes of: the first whose kernels it changes, else the last.
+    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the
+    /// number of the case that its fate comes of: the first whose kernels it changes, else the last.
     pub(crate) fn run(&self, own: &str) -> (usize, Fate) {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([own, "--exact", "--nocapture", "--test-threads=1"])
@@ -231,8 +231,8 @@ impl Fault {
     }
 }
 
-/// Whether two texts of a kernel may give different code: not where they already give the same before it is optimised, which
-/// takes a sixth of a compilation (0.07 s of 0.47 s; clang 0.3 s of 1.9 s).
+/// Whether two texts of a kernel may give different code: not where they already give the same before it is
+/// optimised, which takes a sixth of a compilation (0.07 s of 0.47 s; clang 0.3 s of 1.9 s).
 fn may_differ(compiler: &dyn Precompile, sound: &KernelJob, broken: &KernelJob) -> bool {
     match (intermediate(compiler, sound), intermediate(compiler, broken)) {
         (Some(was), Some(now)) => was != now,
@@ -240,8 +240,8 @@ fn may_differ(compiler: &dyn Precompile, sound: &KernelJob, broken: &KernelJob) 
     }
 }
 
-/// An assembly text without what tells where its lines come from (files' names have the compiler's folder), nor the hash of
-/// its source in the names of its own constants; machine code as it is.
+/// An assembly text without what tells where its lines come from (files' names have the compiler's folder),
+/// nor the hash of its source in the names of its own constants; machine code as it is.
 fn without_lines(image: &[u8]) -> Vec<u8> {
     let Ok(text) = std::str::from_utf8(image) else { return image.to_owned() };
     let tells = |line: &str| [".loc", ".file", "//"].iter().any(|start| line.trim_start().starts_with(start));

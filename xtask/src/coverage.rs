@@ -23,7 +23,8 @@ const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files of earlier runs are taken.
+/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files
+/// of earlier runs are taken.
 pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };

@@ -1,7 +1,8 @@
 //! What was counted, and on which text: `tests/evidence/*.txt`, and the table of docs/measured/battery.md made of them.
 //!
-//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the emulator's.
-//! So each figure is kept with the hash of what it is about, and shown as stale as soon as that hash is another.
+//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the
+//! emulator's. So each figure is kept with the hash of what it is about, and shown as stale as soon as that
+//! hash is another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -163,8 +164,9 @@ fn emulator_folder(on: &str) -> Option<&'static str> {
 /// Folders of headers whose functions are an instruction each, of which a kernel uses a few.
 const INSTRUCTIONS: [&str; 2] = ["ptx", "isa"];
 
-/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those that they
-/// include; of functions that are an instruction, those that it names. A case that ran on several kernels is about all of them.
+/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those
+/// that they include; of functions that are an instruction, those that it names. A case that ran on several
+/// kernels is about all of them.
 fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
         "cpu" => return hash_of(&["backend-cpu/src"]),

@@ -1,5 +1,5 @@
-//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that docs/platforms.md names.
-//! A toolchain or a program that cannot be had is reported absent, by name.
+//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that
+//! docs/platforms.md names. A toolchain or a program that cannot be had is reported absent, by name.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -12,7 +12,8 @@ const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its package, its library.
+/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its
+/// package, its library.
 pub(crate) struct OtherNvrtc {
     pub(crate) folder: &'static str,
     package: &'static str,

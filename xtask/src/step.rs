@@ -204,7 +204,8 @@ mod without_usage {
     }
 }
 
-/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first, if they come so.
+/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first,
+/// if they come so.
 pub(crate) fn run_all(
     steps: &[Step],
     of: Instant,
@@ -233,7 +234,8 @@ pub(crate) fn run_all(
 }
 
 impl Took {
-    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the processes that end meanwhile.
+    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the
+    /// processes that end meanwhile.
     pub(crate) fn of<T>(what: &str, run: Instant, work: impl FnOnce() -> T) -> (T, Self) {
         let (start, before) = (Instant::now(), of_children());
         let result = work();

@@ -30,8 +30,8 @@ struct Copier {
   // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
 
-  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes at a
-  // time are read element by element.
+  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes
+  // at a time are read element by element.
   template <class Tile, class RowOf>
   FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
     using Elem = typename Tile::Elem;

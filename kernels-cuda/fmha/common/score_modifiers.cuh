@@ -1,8 +1,8 @@
 // Score modifiers on a fragment of S: what the softmax takes, and in which units.
 //
-// Units are those that cost least. Raw: S as the product leaves it, the scale in the exponential's factor. Soft-capped
-// alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose factor is 2c, and the
-// constant c goes into the LSE alone. Anything else: natural scores.
+// Units are those that cost least. Raw: S as the product leaves it, the scale in the exponential's factor.
+// Soft-capped alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose
+// factor is 2c, and the constant c goes into the LSE alone. Anything else: natural scores.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/common/work.cuh>
@@ -29,8 +29,9 @@ struct Modifiers {
     const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
     return is_fp8(spec.dtype_qk) ? scale * descale : scale;
   }
-  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too. ALiBi's
-  // slope over it would be infinite: from 1e-30 down only bf16 has scores that are not 0, and the host refuses those.
+  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too.
+  // ALiBi's slope over it would be infinite: from 1e-30 down only bf16 has scores that are not 0, and the host
+  // refuses those.
   FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.4e-45f); }
 
   // What an exponential multiplies the softmax's scores by.
@@ -62,8 +63,8 @@ struct Modifiers {
   struct BiasWords {
     uint32_t of[2][prefetches ? tile.block_n / 8 : 1];  // of the thread's two rows, of each 8-column group
   };
-  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in turn,
-  // 64 bytes of a row together, and then exchange columns.
+  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in
+  // turn, 64 bytes of a row together, and then exchange columns.
   FMHA_DEVICE void fetch(BiasWords& words, const Work& work, int32_t row, int32_t block) const {
     if (!fetches_vectors(work, block)) return;
 #pragma unroll

@@ -1,5 +1,5 @@
-// A query and a key in the backward: whether one sees the other, and its P of their score, whatever fragment the score is an
-// element of.
+// A query and a key in the backward: whether one sees the other, and its P of their score, whatever fragment the
+// score is an element of.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/ptx/num.cuh>

@@ -1,6 +1,7 @@
 // The online softmax of a thread's two rows of a fragment.
 //
-// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and `sums_output_first(tile)`.
+// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and
+// `sums_output_first(tile)`.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/online_softmax.h>
@@ -129,8 +130,8 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose running maximum
-  // is still -inf.
+  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose
+  // running maximum is still -inf.
   FMHA_DEVICE static bool exceed_power(const float (&sums)[2], int log2) { return exceed(sums, power_of_two(log2 + p_offset_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
   // correction of a P beyond 2^126 would be 0.

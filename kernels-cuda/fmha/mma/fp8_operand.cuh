@@ -18,9 +18,10 @@ enum class KeyOrder { OfMemory, OfAccumulator };
 // The key of 16 that stands in place `at` of an operand in the accumulator's order.
 FMHA_DEVICE constexpr int key_at(int at) { return 8 * (at / 2 % 2) + at / 4 * 2 + at % 2; }
 
-// Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q .. 4 q
-// + 3 of sixteen: of 8-column group q / 2 the pairs of lanes 2 (q % 2) and the next. Each lane sends either group's pair
-// of both rows once: even lanes first the lower group's, odd lanes first the upper one's, so that nobody wants both at once.
+// Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q
+// .. 4 q + 3 of sixteen: of 8-column group q / 2 the pairs of lanes 2 (q % 2) and the next. Each lane sends either
+// group's pair of both rows once: even lanes first the lower group's, odd lanes first the upper one's, so that nobody
+// wants both at once.
 FMHA_DEVICE void exchange_keys(uint32_t& upper_row, uint32_t& lower_row) {
   const uint32_t q = threadIdx.x % 4, first_lane = threadIdx.x % 32 - q;
   const uint32_t low_group = ptx::prmt(upper_row, lower_row, 0x5410), high_group = ptx::prmt(upper_row, lower_row, 0x7632);
@@ -32,7 +33,8 @@ FMHA_DEVICE void exchange_keys(uint32_t& upper_row, uint32_t& lower_row) {
   lower_row = ptx::prmt(a, b, high ? 0x3276 : 0x7632);
 }
 
-// A from an accumulator, rounded to `dtype`; columns that it lacks become `zero` (mma/sm90.cuh says why that is no constant).
+// A from an accumulator, rounded to `dtype`; columns that it lacks become `zero` (mma/sm90.cuh says why that is no
+// constant).
 template <DType dtype, KeyOrder order, int depth, int n>
 FMHA_DEVICE void pack_operand(RegisterTile<uint8_t, depth>& a, const Accumulator<n>& x, uint32_t zero) {
   static_assert(n <= depth && n % 16 == 0, "whole registers, and no more than the operand has");

@@ -1,8 +1,9 @@
 //! What a forward call costs, by a model, in tiles of other shapes and in each order of a masked call's.
 //!
-//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed order costs nothing to
-//! ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step of the stream's before the launch, and
-//! evens them out. The numbers were fitted to `measured.tsv`, which a test holds the choices to; the rates are an H200's.
+//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed
+//! order costs nothing to ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step
+//! of the stream's before the launch, and evens them out. The numbers were fitted to `measured.tsv`, which a
+//! test holds the choices to; the rates are an H200's.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -30,8 +31,8 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     device / 132.0
 }
 
-/// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the exponentials of one.
-/// Fitted to calls whose longest tile is the call.
+/// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the
+/// exponentials of one. Fitted to calls whose longest tile is the call.
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
         (128, 128) if is_fp8 => 0.95,
@@ -74,8 +75,8 @@ fn knows_lengths(problem: &FwdProblem) -> bool {
     (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided) && !layout.seqused_q && !layout.seqused_k
 }
 
-/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come as they do where many
-/// rescale their sums often.
+/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come
+/// as they do where many rescale their sums often.
 pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     match problem.mask.kind() {
         MaskKind::Upper => true,
@@ -84,8 +85,8 @@ pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     }
 }
 
-/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: windowed calls and unmasked
-/// ones of 16 bits, lengths that are not the problem's, clusters.
+/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands:
+/// windowed calls and unmasked ones of 16 bits, lengths that are not the problem's, clusters.
 pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
     let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
     let tiles = schedule.num_tiles.unsigned_abs();
@@ -104,8 +105,8 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     }))
 }
 
-/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's own: fewer rows where
-/// tiles are few, and without a mask other keys where blocks are few.
+/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's
+/// own: fewer rows where tiles are few, and without a mask other keys where blocks are few.
 pub(super) fn shapes_of_other_sizes(
     tile: &Sm90Tile,
     problem: &FwdProblem,
@@ -131,9 +132,10 @@ pub(super) fn shapes_of_other_sizes(
     heights.chain(widths).filter(taken).collect()
 }
 
-/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut or shared, scores are
-/// modified, lengths are not the problem's, and where tiles are many. Few tiles are faster of fewer rows, since the longest one is the
-/// call; few blocks of keys, without a mask, of a number of keys that leaves little of the last one empty.
+/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut
+/// or shared, scores are modified, lengths are not the problem's, and where tiles are many. Few tiles are
+/// faster of fewer rows, since the longest one is the call; few blocks of keys, without a mask, of a number
+/// of keys that leaves little of the last one empty.
 pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -226,7 +228,8 @@ fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule
     }
 }
 
-/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows of every head.
+/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows
+/// of every head.
 fn tiles_in_order<'a>(schedule: &TileSchedule, lengths: &'a [f64]) -> impl Iterator<Item = f64> + use<'a> {
     let (all, group) = (schedule.num_heads.max(0), schedule.heads_per_l2_group.max(1));
     (0..all).step_by(group.unsigned_abs() as usize).flat_map(move |first| {
@@ -239,7 +242,8 @@ fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
     f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
 }
 
-/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round from the last on.
+/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round
+/// from the last on.
 fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
     let mut busy = vec![0.0; workers];
     for (index, length) in tiles.enumerate() {

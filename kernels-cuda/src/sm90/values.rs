@@ -69,8 +69,9 @@ impl PreparedValues {
                 tile.block_n, dims.seqlen_k
             ));
         }
-        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all CTAs, which all
-        // wait for their first blocks. A launch takes all heads of a row, which lie side by side.
+        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all
+        // CTAs, which all wait for their first blocks. A launch takes all heads of a row, which lie side by
+        // side.
         let heads_per_group = match tile.prepare_v {
             PrepareV::Beside => {
                 let first_heads = tile

@@ -1,9 +1,10 @@
-//! What a call's choices cost, by a model: how many tiles share a kv head's query heads, how dQ comes to its sums and where they
-//! become dQ, and where delta is made.
+//! What a call's choices cost, by a model: how many tiles share a kv head's query heads, how dQ comes to its
+//! sums and where they become dQ, and where delta is made.
 //!
 //! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
 //! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
-//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold the choices to.
+//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold
+//! the choices to.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -128,8 +129,8 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     steps
 }
 
-/// Steps that a part of a kv head's queries is to have in an ordered call, whose batch is not asked: so that its sums of dK and dV
-/// are at most this share of its steps where the batch fills the multiprocessors.
+/// Steps that a part of a kv head's queries is to have in an ordered call, whose batch is not asked: so that
+/// its sums of dK and dV are at most this share of its steps where the batch fills the multiprocessors.
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
@@ -151,22 +152,25 @@ const NEAR_SUMS_MB: f64 = 40.0;
 /// Bytes of the sums of dQ that a call may have apart.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 
-/// From a key block's addition to a query block by the store warp to the next one's behind it. An H200, of rows whose key blocks
-/// all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124 additions, B8 H1 S191/10560 283, 83.
+/// From a key block's addition to a query block by the store warp to the next one's behind it. An H200, of
+/// rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
+/// additions, B8 H1 S191/10560 283, 83.
 const ADDITION_MICROS: f64 = 3.2;
 
-/// Key blocks that begin at one query block, from which on their chain is asked for: shorter ones are near the model's error.
+/// Key blocks that begin at one query block, from which on their chain is asked for: shorter ones are near
+/// the model's error.
 const LEAST_MEETING: f64 = 12.0;
 
-/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and within. Reasoned from the
-/// memory's rate; an H200, D 128, beside no order: 65 MB 29 us, 130 MB 42, 145 MB 54, 23 MB 9.
+/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and
+/// within. Reasoned from the memory's rate; an H200, D 128, beside no order: 65 MB 29 us, 130 MB 42, 145 MB
+/// 54, 23 MB 9.
 const APART_MICROS_A_MB: f64 = 0.5;
 const NEAR_APART_MICROS_A_MB: f64 = 0.2;
 
-/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that wait for each
-/// other. Both have the same bits, so the batch may be asked. Of packed sequences the lengths are not known. From registers an
-/// addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65
-/// for 59, an H200.
+/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that
+/// wait for each other. Both have the same bits, so the batch may be asked. Of packed sequences the lengths
+/// are not known. From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631
+/// D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
 pub(super) fn wants_dq_apart(
     ordered: &Sm90BwdTile,
     apart: &Sm90BwdTile,
@@ -286,7 +290,8 @@ fn micros(
     in_steps * f64::from(heads_a_tile) * step_micros + rounds as f64 * TILE_MICROS + sums
 }
 
-/// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares grow with them.
+/// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the
+/// shares grow with them.
 struct OfDq {
     /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
     delta_micros: f64,
@@ -319,16 +324,18 @@ impl OfDq {
     }
 }
 
-/// First stores of a tile, one behind another, that its other steps hide; and what each beyond takes: the next one waits until
-/// it is in memory. An H200: 4423 queries over 192 keys D 128, 35 in a row, the main kernel 233 us, with zeros before 175.
+/// First stores of a tile, one behind another, that its other steps hide; and what each beyond takes: the
+/// next one waits until it is in memory. An H200: 4423 queries over 192 keys D 128, 35 in a row, the main
+/// kernel 233 us, with zeros before 175.
 const HIDDEN_FIRST_STORES: f64 = 2.0;
 const FIRST_STORE_MICROS: f64 = 1.65;
 
 /// Microseconds of a launch that does almost nothing, though it starts while the one before ends.
 const LAUNCH_MICROS: f64 = 2.0;
 
-/// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's sums from memory.
-/// D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7, B1 H8 S1602 causal 75.5 and 82.7.
+/// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's
+/// sums from memory. D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7, B1 H8
+/// S1602 causal 75.5 and 82.7.
 const BESIDE_MICROS: f64 = 11.0;
 
 /// Longer sequences choose as these do.
@@ -346,8 +353,8 @@ pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSp
     if all > 0.0 { first.map_or(1.0, |first| first / all) } else { 1.0 }
 }
 
-/// What first stores take that no other step hides: the key blocks of a head begin as far apart as its query blocks have room.
-/// Behind a mask they begin where it does.
+/// What first stores take that no other step hides: the key blocks of a head begin as far apart as its query
+/// blocks have room. Behind a mask they begin where it does.
 fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     if problem.fwd.mask.kind() != MaskKind::Full {
         return 0.0;

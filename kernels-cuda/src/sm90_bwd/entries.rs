@@ -88,8 +88,8 @@ pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 }
 
 impl Sm90BwdTile {
-    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that none waits
-    /// for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
+    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that
+    /// none waits for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
     #[must_use]
     pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
@@ -112,12 +112,13 @@ pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its CTAs take turns.
+    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its
+    // CTAs take turns.
     rows_at_once("repair", spec, tile, Some(4))
 }
 
-/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a head's sink,
-/// for far queries; and a warp to each query block and each tile, for rows that are not finite.
+/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a
+/// head's sink, for far queries; and a warp to each query block and each tile, for rows that are not finite.
 #[must_use]
 pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
     let dims = problem.fwd.dims;

@@ -1,4 +1,5 @@
-//! In how many parts a kv head's queries are shared out to tiles: by the model, or of deterministic calls by `ordered_parts`.
+//! In how many parts a kv head's queries are shared out to tiles: by the model, or of deterministic calls by
+//! `ordered_parts`.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
@@ -72,8 +73,9 @@ impl Sm90BwdTile {
         let few_tiles = tiles > 0 && with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
         let queries: &[u32] = match problem.fwd.mask.kind() {
             _ if !few_tiles => &[1],
-            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a mask B2 H3 D64 of 2560 and
-            // 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of 130 to 768 in five parts and ten 59 and 69.
+            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a
+            // mask B2 H3 D64 of 2560 and 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of
+            // 130 to 768 in five parts and ten 59 and 69.
             MaskKind::Full if is_packed && ratio == 1 => &[1, 4],
             _ if is_packed => &[1],
             _ => &[1, 2, 3, 4],

@@ -12,20 +12,21 @@ use super::tile::Sm90BwdTile;
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
-/// Heads that a packed one has at most, where it has fewer than [`ORDERED_HEADS`]; and the tiles up to which its parts may have
-/// half of the steps that repay the sums, else twice as many. By the sequence's own length, so that a batch that fills the
-/// multiprocessors loses little by it. An H200, in one part, in parts of half of these steps, and of twice as many: B8 H5/1 of 130
-/// to 768 143, 76 and 143 us, B4 H48/3 causal of 105 to 376 225, 96 and 142, but B8 H48/3 causal of 384 to 1920 1138, 978 and 837,
-/// and of eight kv heads B64 H64/8 of 27 to 209 352, 420 and 352.
+/// Heads that a packed one has at most, where it has fewer than [`ORDERED_HEADS`]; and the tiles up to which
+/// its parts may have half of the steps that repay the sums, else twice as many. By the sequence's own
+/// length, so that a batch that fills the multiprocessors loses little by it. An H200, in one part, in parts
+/// of half of these steps, and of twice as many: B8 H5/1 of 130 to 768 143, 76 and 143 us, B4 H48/3 causal of
+/// 105 to 376 225, 96 and 142, but B8 H48/3 causal of 384 to 1920 1138, 978 and 837, and of eight kv heads
+/// B64 H64/8 of 27 to 209 352, 420 and 352.
 const PACKED_HEADS: u32 = 16;
 pub(super) const FEW_TILES: u32 = 64;
 
 /// Tiles that it is to have, likewise, as far as each keeps the steps that repay its sums
-/// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as much as
-/// multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and so: B32 H40/8 S64 D128 169 and
-/// 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window 335 and 100, B1 H32/2 S1024 causal 167 and 113;
-/// but B16 H15/3 S1792 D64 1109 and 1185.
-/// Behind a mask twice as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
+/// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as
+/// much as multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and
+/// so: B32 H40/8 S64 D128 169 and 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window
+/// 335 and 100, B1 H32/2 S1024 causal 167 and 113; but B16 H15/3 S1792 D64 1109 and 1185. Behind a mask twice
+/// as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
 /// four times as many, where steps are [`MANY_STEPS`] of what repays the sums.
 const ORDERED_TILES: u32 = 64;
 const MANY_STEPS: u32 = 6;

@@ -51,8 +51,8 @@ abi_struct! {
         pub num_first_query_heads: i32,
         /// Query blocks of these heads.
         pub num_first_q_blocks: i32,
-        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there are of each of a
-        /// tile's consumer warps; set at each run.
+        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there
+        /// are of each of a tile's consumer warps; set at each run.
         pub head_sums: DevPtr<f32>,
     }
 }
@@ -166,8 +166,9 @@ impl Sm90BwdTile {
         let queries = dims.seqlen_q.div_ceil(self.block_m.unsigned_abs());
         let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
-        // Ordered additions: key blocks of a head that are at work together would wait for each other at each of few query
-        // blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256: 0.17 of the rate without order.
+        // Ordered additions: key blocks of a head that are at work together would wait for each other at each
+        // of few query blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256:
+        // 0.17 of the rate without order.
         let at_a_time = (num_sms / cluster).max(1);
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
@@ -210,7 +211,8 @@ impl Sm90BwdTile {
         } else {
             let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
             key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
-            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2 has room for.
+            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2
+            // has room for.
             let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
             let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
             if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }

@@ -37,8 +37,8 @@ pub fn repairs(spec: &BwdSpec) -> bool {
     spec.fwd.mask != MaskKind::Full
 }
 
-/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores that nothing modifies. A
-/// branch for them in the main kernel's loop costs 2 to 10 %.
+/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores
+/// that nothing modifies. A branch for them in the main kernel's loop costs 2 to 10 %.
 #[must_use]
 pub fn leaves_far_queries(spec: &BwdSpec) -> bool {
     !modifies_score(spec)

@@ -32,8 +32,8 @@ abi_spec! {
         pub dq_finish: DqFinish = Takes::all().tuned(),
         /// Registers of a thread beside the consumers, who have the others.
         pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
-        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own rounds; else one
-        /// tile walks all of them.
+        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own
+        /// rounds; else one tile walks all of them.
         pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),

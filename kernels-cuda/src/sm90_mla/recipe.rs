@@ -111,8 +111,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros; but how its
-                // keys are split depends on what else is in the call.
+                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
+                // but how its keys are split depends on what else is in the call.
                 batch_invariant: !is_split,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },

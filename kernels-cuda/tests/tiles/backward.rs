@@ -117,7 +117,8 @@ fn head_dimensions_to_160_have_the_tile_of_192_with_a_v_of_128() {
     }
 }
 
-/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is refused by its field.
+/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is
+/// refused by its field.
 #[test]
 fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let spec_of = |dim, deterministic| {

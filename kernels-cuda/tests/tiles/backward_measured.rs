@@ -128,8 +128,8 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
         let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
         assert_eq!((tile.dq_path, tile.dq_finish), (zeros, launch), "2 heads, S {seqlen}");
     }
-    // Many queries over few keys, whose first stores come in a row: 4423 over 192 D 128 357 us and 319, 24025 over 192 D 64 977
-    // and 906, 1024 over 256 D 128 177 and 166.
+    // Many queries over few keys, whose first stores come in a row: 4423 over 192 D 128 357 us and 319, 24025
+    // over 192 D 64 977 and 906, 1024 over 256 D 128 177 and 166.
     for (head_dim, seqlens, batch, heads, path) in [
         (128, (4423, 192), 2, 32, zeros),
         (64, (24025, 192), 2, 32, zeros),

@@ -59,8 +59,8 @@ fn micros_with(rows: &[MeasuredFwd], shape: &str, set: &str) -> f64 {
     rows.iter().find(|row| row.shape == shape && row.set == set).map(|row| row.micros).unwrap()
 }
 
-/// Never worse than tiles as they come, and the better of the two wherever the model is right: it misses that 256 tiles of at
-/// most four blocks lose to what they claim from the counter.
+/// Never worse than tiles as they come, and the better of the two wherever the model is right: it misses that
+/// 256 tiles of at most four blocks lose to what they claim from the counter.
 #[test]
 fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order");

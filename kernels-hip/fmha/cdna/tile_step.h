@@ -222,8 +222,9 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
-// before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind it.
+// Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum
+// subtracted, before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind
+// it.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {
   if (!wave.subtracted) return;

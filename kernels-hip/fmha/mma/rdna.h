@@ -26,8 +26,8 @@ FMHA_DEVICE int lane_half(int thread = thread_idx()) { return thread / kEdge % 2
 // Row of register i of an accumulator. RDNA3 ISA 7.9, RDNA4 ISA 7.12.
 FMHA_DEVICE constexpr int acc_row(int i, int half) { return kRepeats ? 2 * i + half : 8 * half + i; }
 
-// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 they lie as an operand has them. On gfx11
-// a lane has every second row, and the two halves of the wave exchange theirs: the even rows come first.
+// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 they lie as an operand has them. On
+// gfx11 a lane has every second row, and the two halves of the wave exchange theirs: the even rows come first.
 FMHA_DEVICE constexpr int key_of_place(int place) {
   return !kRepeats ? place : place < 8 ? 2 * place : 2 * place - 15;
 }

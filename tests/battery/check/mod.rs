@@ -169,7 +169,8 @@ fn logits_bound(
             let row = |i| {
                 let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
                 let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
-                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its score's error.
+                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its
+                // score's error.
                 let least = (largest - 2.0 * capped).max(sink - capped) - 110.0;
                 numbers.filter(|x| x.is_finite() && *x >= least).fold(0.0, abs_max)
             };

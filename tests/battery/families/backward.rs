@@ -75,8 +75,8 @@ fn column_major(cases: &mut Vec<Case>) {
     }
 }
 
-/// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and
-/// one that does not; gradients of it where it has some.
+/// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of
+/// their keys and one that does not; gradients of it where it has some.
 const MODIFIERS: [&str; 13] = [
     "softcap",
     "large_softcap",
@@ -125,8 +125,9 @@ fn modifiers(cases: &mut Vec<Case>) {
     }
 }
 
-/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has of registers, and
-/// whether ptxas can keep its products apart, follows from these together with the head dimension.
+/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has
+/// of registers, and whether ptxas can keep its products apart, follows from these together with the head
+/// dimension.
 fn modifier_pairs(cases: &mut Vec<Case>) {
     let pairs =
         ["softcap_dropout", "alibi_softcap", "alibi_dropout", "alibi_softcap_dropout", "bias_f32_softcap"]
@@ -201,8 +202,8 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// What other libraries' backward got wrong: sequences without a token or with one, beside others that end anywhere in a
-/// block; dO that lies otherwise than O; head dimensions far apart.
+/// What other libraries' backward got wrong: sequences without a token or with one, beside others that end
+/// anywhere in a block; dO that lies otherwise than O; head dimensions far apart.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
     let dims = |head_dim_qk, head_dim_v| Dims {
@@ -285,7 +286,8 @@ fn field(cases: &mut Vec<Case>) {
             let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
             cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
         }
-        // A bias that ends with its last row, whose queries fill their blocks and whose keys end amid eight of a thread's.
+        // A bias that ends with its last row, whose queries fill their blocks and whose keys end amid eight
+        // of a thread's.
         for bias in ["bias_16", "bias_f32"] {
             let name = format!("backward/field/{bias}_of_whole_query_blocks/{dtype}");
             let numbers = data(&name);
@@ -323,7 +325,8 @@ fn field(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores are made small.
+/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores
+/// are made small.
 fn any_softcap(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (cap, head_dim, mask) in
@@ -365,8 +368,8 @@ fn beside_the_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// What takes several blocks of keys: sums of dQ in one order, and numbers that are not finite and that a mask hides from some
-/// queries of a block and shows to others.
+/// What takes several blocks of keys: sums of dQ in one order, and numbers that are not finite and that a
+/// mask hides from some queries of a block and shows to others.
 fn over_blocks(cases: &mut Vec<Case>) {
     let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
         let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
@@ -384,7 +387,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             head_dim_qk: head_dim,
             head_dim_v,
         };
-        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a block of keys.
+        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a
+        // block of keys.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
@@ -446,8 +450,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
-        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension, the last one alone
-        // has it.
+        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension,
+        // the last one alone has it.
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
@@ -496,7 +500,8 @@ fn parts_in_turns(cases: &mut Vec<Case>) {
     cases.push(Case { name, body: Body::Backward(Box::new(body)) });
 }
 
-/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that begin together, and a window's.
+/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that
+/// begin together, and a window's.
 fn every_bit_in_turns(cases: &mut Vec<Case>) {
     for mask in ["0", "b:170,3,2"] {
         let name = format!("backward/in_turns/f32_gradients/bf16/d64/{mask}");
@@ -517,7 +522,8 @@ fn every_bit_in_turns(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.
+/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at
+/// unlike rows.
 fn hidden_in_packed(cases: &mut Vec<Case>) {
     let sequences = [(40, 90), (150, 150)];
     for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128)] {
@@ -544,8 +550,8 @@ fn hidden_in_packed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Queries packed and keys not, or keys alone: the next sequence's NaN lies in the block with which this one's rows end, and no
-/// mask has rows computed again.
+/// Queries packed and keys not, or keys alone: the next sequence's NaN lies in the block with which this
+/// one's rows end, and no mask has rows computed again.
 fn packed_on_one_side(cases: &mut Vec<Case>) {
     for (head_dim, head_dim_v) in [(64, 64), (192, 128), (256, 256)] {
         let dims = Dims {
@@ -582,9 +588,10 @@ fn packed_on_one_side(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual size in the same
-/// block: a bias as masks are written, the same on every key of a row or with one key above the rest; and the gradients of
-/// what else moves a row's scores. Two such rows have a dO, one has none, and adds nothing.
+/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual
+/// size in the same block: a bias as masks are written, the same on every key of a row or with one key above
+/// the rest; and the gradients of what else moves a row's scores. Two such rows have a dO, one has none, and
+/// adds nothing.
 fn far_rows(cases: &mut Vec<Case>) {
     const ROWS: [u32; 3] = [3, 17, 41];
     let dims = |head_dim| Dims {
@@ -651,9 +658,9 @@ fn far_rows(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47; or so many rows later,
-/// with none in the first half of a block. Their LSE are some 2.6e5, where a row that is lost is not yet within what f32's rounding
-/// allows.
+/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47;
+/// or so many rows later, with none in the first half of a block. Their LSE are some 2.6e5, where a row that
+/// is lost is not yet within what f32's rounding allows.
 fn far_products(cases: &mut Vec<Case>) {
     // Twice as much, at a head dimension of 256, is an f16.
     const SIZE: f64 = 32000.0;
@@ -695,8 +702,9 @@ fn far_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to them may carry beyond
-/// those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's slope.
+/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to
+/// them may carry beyond those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's
+/// slope.
 fn any_nan(cases: &mut Vec<Case>) {
     let dims = Dims {
         batch: 1,

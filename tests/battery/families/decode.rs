@@ -287,7 +287,8 @@ fn rotated_packed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as those that are there.
+/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as
+/// those that are there.
 fn clamped(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (new, mask) in [(0, "b"), (5, "b"), (0, "0")] {
@@ -366,8 +367,9 @@ fn latent(cases: &mut Vec<Case>) {
     }
 }
 
-/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one tile, pages on both
-/// sides of a block, windows whose first keys lie in the middle of one, packed sequences, modifiers.
+/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one
+/// tile, pages on both sides of a block, windows whose first keys lie in the middle of one, packed sequences,
+/// modifiers.
 fn latent_blocks(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (seqlen_q, seqlen_k, heads, mask, page_size) in [
@@ -452,8 +454,9 @@ fn wide_quantised(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of K and V beyond 256 elements, apart, over several blocks of keys: more of K or of V, halves of V with and without a
-/// last chunk of their own, an odd and an even number of blocks, rows of more than one tile, pages, modifiers.
+/// Rows of K and V beyond 256 elements, apart, over several blocks of keys: more of K or of V, halves of V
+/// with and without a last chunk of their own, an odd and an even number of blocks, rows of more than one
+/// tile, pages, modifiers.
 fn wide_blocks(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (qk, v, (seqlen_q, seqlen_k), (heads, heads_kv), mask, page_size, modifier) in [
@@ -527,8 +530,8 @@ fn trees(cases: &mut Vec<Case>) {
     }
 }
 
-/// Trees over caches that are long enough for parts, values that the tree hides from some queries and that are infinite, and
-/// packed queries.
+/// Trees over caches that are long enough for parts, values that the tree hides from some queries and that
+/// are infinite, and packed queries.
 fn trees_apart(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, seqlen_q, seqlen_k) in [
@@ -794,8 +797,8 @@ fn of_decode(dtype: DType, sizes: Dims, row: (&str, u32, u32), mask: &str) -> Fw
     problem
 }
 
-/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32, 64 and 128: the last
-/// key outweighs all others together, so that one that is left out shows.
+/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32,
+/// 64 and 128: the last key outweighs all others together, so that one that is left out shows.
 fn last_keys(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -845,8 +848,8 @@ fn many_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry taken for its
-/// neighbour, or for another sequence's, shows in every row.
+/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry
+/// taken for its neighbour, or for another sequence's, shows in every row.
 fn tables_apart(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -868,8 +871,8 @@ fn tables_apart(cases: &mut Vec<Case>) {
     }
 }
 
-/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are one part and in their
-/// pack are beside several.
+/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are
+/// one part and in their pack are beside several.
 fn fixed_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for seqlen_q in [3, 40] {
@@ -892,8 +895,8 @@ fn fixed_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide rows and latent ones,
-/// V along the keys, rows that begin on any byte.
+/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide
+/// rows and latent ones, V along the keys, rows that begin on any byte.
 fn widened_caches(cases: &mut Vec<Case>) {
     let law = |cases: &mut Vec<Case>, kind: &str, mut problem: FwdProblem, lengths, cache| {
         let name = format!("decode/an_fp8_cache_is_one_widened_before/{kind}/{cache}/{}", problem.dtypes.qk);

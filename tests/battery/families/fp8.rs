@@ -77,8 +77,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every stride is a
-/// multiple of 16 bytes, as copy engines want it.
+/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every
+/// stride is a multiple of 16 bytes, as copy engines want it.
 fn blocks(cases: &mut Vec<Case>) {
     for dtype in FP8 {
         let o_16_bits = |mut problem: FwdProblem| {

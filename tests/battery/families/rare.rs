@@ -75,8 +75,9 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     for dtype in [DType::F32, DType::Bf16] {
-        // An even column of O leaves f32, where the others of this cause have an odd one: threads have two side by side. And,
-        // where blocks skip the row-max reduction, a column of V beside a key of the block that raises the maximum.
+        // An even column of O leaves f32, where the others of this cause have an odd one: threads have two
+        // side by side. And, where blocks skip the row-max reduction, a column of V beside a key of the block
+        // that raises the maximum.
         for (what, variant, init, key) in [
             ("even_column", "batch", Init::Normal, [1, 375, 0, 4]),
             ("rising_unmasked", "unmasked", Init::Rising, [1, 20, 0, 5]),

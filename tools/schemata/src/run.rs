@@ -32,8 +32,8 @@ impl Fates {
     }
 }
 
-/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds together at
-/// most; each is appended to `file` as it ends.
+/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds
+/// together at most; each is appended to `file` as it ends.
 pub(crate) fn run(
     mutants: &[(u32, &Mutant)],
     trials: &[Trial],

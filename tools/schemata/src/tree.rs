@@ -9,15 +9,16 @@ use serde_json::Value;
 use crate::mutant::Mutant;
 use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
-/// What is built: the crates with mutants and their tests, and the command. The doubles that they open are not of the copy:
-/// `FMHA_EMULATOR_DIR` names their folder.
+/// What is built: the crates with mutants and their tests, and the command. The doubles that they open are
+/// not of the copy: `FMHA_EMULATOR_DIR` names their folder.
 const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
 /// Folders of the packages that have mutants.
 const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
-/// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in it: here the
-/// CPU's kernels are functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.
+/// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in
+/// it: here the CPU's kernels are functions of their own, but for the vectors' ([`VECTORS`]), and less is
+/// done to them.
 const ALWAYS: [&str; 2] = ["#[inline(always)]", "#[inline]        "];
 const VECTORS: &str = "backend-cpu/src/simd/";
 const PROFILE: &str = "\n[profile.release.package.fmha-cpu]\nopt-level = 1\n";
@@ -193,8 +194,8 @@ struct Fault {
 }
 
 impl Fault {
-    /// Drops the mutant whose branch it points into; where it points at a site's sound branch or the whole of it, the site's
-    /// are written as copies, or, if they are, dropped.
+    /// Drops the mutant whose branch it points into; where it points at a site's sound branch or the whole of
+    /// it, the site's are written as copies, or, if they are, dropped.
     fn attribute(
         &self,
         rewritten: &BTreeMap<String, Rewritten>,

@@ -1,4 +1,5 @@
-//! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the sites it comes by.
+//! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the
+//! sites it comes by.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};

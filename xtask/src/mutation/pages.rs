@@ -17,7 +17,8 @@ pub(crate) struct Page {
     pub(crate) also_covered: &'static [&'static str],
 }
 
-/// One form of a kernel, and problems that make each of its instructions matter: long tiles, tiles of one block, both in turn.
+/// One form of a kernel, and problems that make each of its instructions matter: long tiles, tiles of one
+/// block, both in turn.
 pub(crate) struct Broken {
     pub(crate) title: &'static str,
     /// The file that has the kernel's entry: of a call's launches those with code of it are taken.

@@ -25,8 +25,8 @@ FMHA_DEVICE void start_product_atbt(D& d, const TileA& a, int column, const Tile
   ptx::wgmma_commit_group();
 }
 
-// d += A^T B: A's columns [column, column + 64) and B's from `b_column` on, as many as D has, both read across their rows.
-// Starts, does not wait.
+// d += A^T B: A's columns [column, column + 64) and B's from `b_column` on, as many as D has, both read across their
+// rows. Starts, does not wait.
 template <DType dtype, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB& b, int b_column) {
   static_assert(TileA::rows == TileB::rows && D::columns <= TileB::dim, "A's rows are B's rows");
@@ -45,8 +45,8 @@ FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB
   ptx::wgmma_commit_group();
 }
 
-// d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a
-// chunk, or lies in one that has all of D's columns. Starts, does not wait.
+// d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which
+// begins a chunk, or lies in one that has all of D's columns. Starts, does not wait.
 template <DType dtype, bool adds = false, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");

@@ -33,8 +33,8 @@ constexpr int kHalf = kBlock / 2;
 constexpr int kReduceRegs = 104, kComputeRegs = 168, kOtherRegs = 72;
 static_assert(kReduceRegs + 2 * kComputeRegs + kOtherRegs <= 512, "sm100: registers of all threads, within those of the launch");
 
-// A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And as products
-// and tensor memory have it.
+// A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And
+// as products and tensor memory have it.
 FMHA_DEVICE constexpr int tile_dim(int dim) { return round_up(dim, 64); }
 FMHA_DEVICE constexpr int product_dim(int dim) { return round_up(dim, 32); }
 
@@ -43,8 +43,8 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
-// Tensor memory: lanes are keys, but for dQ's, which are queries. P lies over S in two parts, each over the columns that its
-// warpgroup has read; dQ lies over dP.
+// Tensor memory: lanes are keys, but for dQ's, which are queries. P lies over S in two parts, each over the columns
+// that its warpgroup has read; dQ lies over dP.
 template <BwdSpec spec>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -55,8 +55,8 @@ struct TmemPlan {
   static_assert(dk + dim_qk <= columns && dim_qk <= kBlock, "tensor memory holds S, dP, dV and dK");
 };
 
-// Where a block's sums of dQ lie in memory: four columns of every query, then the next four, so that a warp's additions are side
-// by side.
+// Where a block's sums of dQ lie in memory: four columns of every query, then the next four, so that a warp's
+// additions are side by side.
 template <BwdSpec spec>
 struct DqSums {
   static constexpr int rows = kBlock, dim = TmemPlan<spec>::dim_qk;

@@ -10,7 +10,8 @@
 
 namespace fmha::sm100::bwd {
 
-// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp. Whether it is finite.
+// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp.
+// Whether it is finite.
 template <BwdSpec spec, Sm100BwdTile tile, int dim>
 FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there) {
   constexpr int chunk = 32;

@@ -1,5 +1,5 @@
-// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch, the first keys
-// first. So a CTA waits for CTAs that were launched before it, and for none of another head.
+// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch,
+// the first keys first. So a CTA waits for CTAs that were launched before it, and for none of another head.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/flag.cuh>

@@ -42,7 +42,8 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   return Role(int(Role::Issue) + warp % 4);
 }
 
-// Registers a thread after setmaxnreg; role by role they sum to those of the launch, 168 of each of 384 threads or 128 of 512.
+// Registers a thread after setmaxnreg; role by role they sum to those of the launch, 168 of each of 384 threads or
+// 128 of 512.
 struct Regs {
   int softmax, correct, others;
 };
@@ -66,8 +67,8 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the softmax has
-// read by then. O after them.
+// Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the
+// softmax has read by then. O after them.
 template <FwdSpec spec, Sm100Tile tile>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -185,8 +186,8 @@ FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
 template <FwdSpec spec>
 FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   if constexpr (modifies_score(spec)) return kLog2E;
-  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for 0. The
-  // smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
+  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for
+  // 0. The smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
   return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)) * kLog2E, 1.17549435e-38f);
 }
 

@@ -126,8 +126,8 @@ struct Loader {
     q_phase ^= 1;
   }
 
-  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row lie
-  // side by side, [dim, keys].
+  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row
+  // lie side by side, [dim, keys].
   template <bool columns, class Tile, class Full>
   FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, const Full& full, const Keys& keys, int32_t row,
                               int32_t dim) {

@@ -1,8 +1,9 @@
-// A pair of CTAs whose tensor cores compute as one (cta_group::2): each has its own query tiles, and half of every block
-// of keys. So a block crosses each CTA's shared memory by halves.
+// A pair of CTAs whose tensor cores compute as one (cta_group::2): each has its own query tiles, and half of every
+// block of keys. So a block crosses each CTA's shared memory by halves.
 //
 // One CTA, the leader, issues the products of both. What a product waits for is announced at the leader's barriers,
-// whoever has made it ready; what a product has done is announced at both CTAs'. With one CTA the same calls are its own.
+// whoever has made it ready; what a product has done is announced at both CTAs'. With one CTA the same calls are its
+// own.
 #pragma once
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/tcgen05.cuh>

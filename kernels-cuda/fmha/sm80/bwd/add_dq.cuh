@@ -1,8 +1,9 @@
-// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales and rounds them.
+// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales
+// and rounds them.
 //
-// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner dimension are the
-// CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the order of the accumulators, so that
-// the lanes of an addition have 128 bytes side by side.
+// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner
+// dimension are the CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the
+// order of the accumulators, so that the lanes of an addition have 128 bytes side by side.
 #pragma once
 #include <fmha/common/finish_dq.cuh>
 #include <fmha/ptx/memory.cuh>

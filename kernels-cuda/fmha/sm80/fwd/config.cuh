@@ -18,12 +18,13 @@ using mma::SmemTile;
 // Every warp consumes; all of them load, but where one more issues TMA.
 FMHA_DEVICE consteval int num_consumers(const Sm80Tile& tile) { return 32 * tile.warps; }
 FMHA_DEVICE consteval int num_threads(const Sm80Tile& tile) { return num_consumers(tile) + (tile.tma ? 32 : 0); }
-// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
-// columns, where all of them would take more than a warp's registers.
+// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its
+// part of O's columns, where all of them would take more than a warp's registers.
 FMHA_DEVICE consteval int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
 FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
 
-// A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
+// A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the
+// tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
 
 // Head dim of K, V and Q in shared memory: whole spans of the swizzle, 128 bytes, where a warp's copies are to have
@@ -45,8 +46,8 @@ FMHA_DEVICE consteval SharedTile shared(const Sm80Tile& tile) {
           tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa,   tile.fast_softcap};
 }
 
-// P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
-// maximum may be surpassed before it is raised.
+// P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by
+// which a row's maximum may be surpassed before it is raised.
 FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
   if (spec.dtype_v == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(spec.dtype_v)) return 0;

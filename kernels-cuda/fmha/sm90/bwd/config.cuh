@@ -34,7 +34,8 @@ FMHA_DEVICE consteval bool adds_from_registers(const Sm90BwdTile& tile) {
 FMHA_DEVICE consteval bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
 FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
-// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have been read.
+// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have
+// been read.
 FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
 
 // One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
@@ -244,8 +245,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
   Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
   Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
-  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the other's load
-  // role, when all of these have arrived there.
+  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the
+  // other's load role, when all of these have arrived there.
   Barrier tile_index_empty[kTileIndexSlots];
   int32_t tile_index[kTileIndexSlots];
   int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet

@@ -60,8 +60,8 @@ FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, fl
 }
 
 // `kHeadSumsCtas` CTAs to a key block of a kv head. A thread takes eight columns of two keys eight apart, which four
-// threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were idle:
-// 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
+// threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were
+// idle: 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;

@@ -128,8 +128,9 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
   } else if (cluster_rank<tile>() > 0) {
-    // The first CTA of a cluster claims for both. That all of this one have read a slot, which it writes next, it is told by
-    // one thread, since an arrival that orders reads here before writes from there makes who arrives wait for its stores.
+    // The first CTA of a cluster claims for both. That all of this one have read a slot, which it writes next, it is
+    // told by one thread, since an arrival that orders reads here before writes from there makes who arrives wait for
+    // its stores.
     Slot<kTileIndexSlots> slot;
     for (int32_t round = 0;; ++round, slot.advance()) {
       if (round >= kTileIndexSlots) {

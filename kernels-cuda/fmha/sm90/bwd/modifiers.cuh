@@ -16,8 +16,8 @@ namespace fmha::sm90::bwd {
 // Which elements of a thread's fragment dropout keeps, a bit to each.
 //
 // One call of the generator decides four keys of a query, which four lanes hold. They hold two queries of an 8-column
-// group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common, and so
-// what the generator's first rounds leave of those.
+// group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common,
+// and so what the generator's first rounds leave of those.
 //
 // The bits lie in the order of the elements, so that ptxas can test them without shifts.
 template <int n>
@@ -96,8 +96,8 @@ struct KeptBits {
     }
   }
 
-  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has those of four
-  // keys, and gives each lane its key's. A matrix of four lanes by four bits is transposed, all groups' at once.
+  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has those of
+  // four keys, and gives each lane its key's. A matrix of four lanes by four bits is transposed, all groups' at once.
   FMHA_DEVICE void exchange(int32_t own) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
@@ -132,7 +132,8 @@ struct Modifiers {
 
   using Modified = BwdScore<spec, tile>;
   static constexpr bool has_biases = Modified::reads;
-  // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
+  // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory
+  // answers late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
 
@@ -177,8 +178,8 @@ struct Modifiers {
     }
     return biases;
   }
-  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses of all
-  // would take the registers of as many scores.
+  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses
+  // of all would take the registers of as many scores.
   template <bool whole>
   FMHA_DEVICE void fetch(Biases& biases) const {
     constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);

@@ -61,8 +61,8 @@ struct Pairs {
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
-  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first block on the
-  // diagonal.
+  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first
+  // block on the diagonal.
   FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
     const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
     return first > last || mask_of(work).skips(first_query, first_query + columns - 1, {first, last + 1});
@@ -118,7 +118,8 @@ struct Pairs {
     }
   }
 
-  // Which elements dropout keeps, or a part of that: asked while products are under way that have nothing else beside them.
+  // Which elements dropout keeps, or a part of that: asked while products are under way that have nothing else beside
+  // them.
   template <int part = 0, int parts = 1>
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
     const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, at.i_head);

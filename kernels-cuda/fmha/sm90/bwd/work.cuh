@@ -78,15 +78,16 @@ FMHA_DEVICE constexpr bool repairs() {
   return spec.fwd.mask != MaskKind::Full;
 }
 
-// Whether queries of a large LSE are left to the launch behind (repair.cuh), and have P of 0 before: a branch for them in
-// the loop over query blocks costs 2 to 10 %. Where scores are modified, preprocess measures such queries and the loop
-// finds them.
+// Whether queries of a large LSE are left to the launch behind (repair.cuh), and have P of 0 before: a branch for
+// them in the loop over query blocks costs 2 to 10 %. Where scores are modified, preprocess measures such queries and
+// the loop finds them.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool leaves_far_queries() {
   return !modifies_score(spec.fwd);
 }
-// From which LSE on a query is measured from an origin. Where scores are products alone, the rounding of their sums is as
-// much of them as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is gained.
+// From which LSE on a query is measured from an origin. Where scores are products alone, the rounding of their sums
+// is as much of them as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is
+// gained.
 template <BwdSpec spec>
 FMHA_DEVICE bool has_origin(float lse) {
   return is_far(lse) && (modifies_score(spec.fwd) || abs_of(lse) >= 131072.f);

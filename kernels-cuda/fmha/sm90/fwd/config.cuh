@@ -12,7 +12,8 @@
 
 namespace fmha {
 
-// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that know no architecture ask for it.
+// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that
+// know no architecture ask for it.
 FMHA_DEVICE consteval bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 
 }  // namespace fmha
@@ -51,8 +52,8 @@ FMHA_DEVICE consteval bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
 FMHA_DEVICE consteval DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }
-// Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and those
-// of V have to be along the keys (turn_values.cuh).
+// Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and
+// those of V have to be along the keys (turn_values.cuh).
 FMHA_DEVICE consteval bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
 }
@@ -101,25 +102,26 @@ FMHA_DEVICE constexpr int product_dim(int dim, DType dtype) {
   return size_bytes(dtype) == 2 ? round_up(dim, mma::kDepth<uint16_t>) : padded_dim(dim);
 }
 
-// Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias
-// `(key, query, head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the
-// workspace `(column, row, block, sequence and kv head)`, of the tiles that it has in shared memory.
+// Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key, query,
+// head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the workspace
+// `(column, row, block, sequence and kv head)`, of the tiles that it has in shared memory.
 struct Maps {
   TensorMap q, k, v, bias;
 };
 
-// P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the factor
-// by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest number
-// (448 = 2^8.8). That of bf16 to less (range.h).
+// P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the
+// factor by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest
+// number (448 = 2^8.8). That of bf16 to less (range.h).
 FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it is raised. A P of
-// bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again. A row's largest P is 1 where its maximum
-// was raised, and else rounded: of an O in f32, which rounds nothing itself, that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
+// How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it
+// is raised. A P of bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again. A
+// row's largest P is 1 where its maximum was raised, and else rounded: of an O in f32, which rounds nothing itself,
+// that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
 FMHA_DEVICE consteval int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool has_room = operand_v(spec, tile) == DType::Bf16 && spec.mask != MaskKind::Full && spec.dtype_o == DType::Bf16;
   return has_room ? 40 : tile.lazy_rescale_log2;

@@ -12,9 +12,10 @@
 // under another's exponentials. With `lookahead` the next tile's first S is started together with
 // this tile's last P V, so that the tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of their own
-// (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next block's S begins:
+// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of
+// their own (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a
+// part of its columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next
+// block's S begins:
 //
 //   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
 //
@@ -54,16 +55,16 @@ struct Consumer {
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Where these two were timed, and gained (TFLOP/s, H200).
   static constexpr bool of_three = consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
-  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096 rows. Full 583
-  // and 600, causal 520 and 536.
+  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
+  // rows. Full 583 and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
-  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498 and 534.
-  // Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
+  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498
+  // and 534. Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
-  // Where scores lie far apart, maxima are taken of three scores at a time in a loop of their own. Causal, x64 and normal: packed D 128 1.015 and
-  // 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and 0.997; of three warpgroups D 80 1.019 and 1.014, D 64
-  // 1.006 and 1.001, and at 512 keys 0.98 (an H200).
+  // Where scores lie far apart, maxima are taken of three scores at a time in a loop of their own. Causal, x64 and
+  // normal: packed D 128 1.015 and 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and
+  // 0.997; of three warpgroups D 80 1.019 and 1.014, D 64 1.006 and 1.001, and at 512 keys 0.98 (an H200).
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);
 
   using Modifiers = fmha::Modifiers<spec, tile>;
@@ -413,7 +414,8 @@ struct Consumer {
     skip_v(first_of(w));
   }
 
-  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup. `nonnegative`: as of the softmax.
+  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup. `nonnegative`: as of the
+  // softmax.
   template <bool nonnegative = false>
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
@@ -469,12 +471,12 @@ struct Consumer {
     return true;
   }
 
-  // With `marks_raised`, blocks that skip the reduction are walked in pieces, which end with a tile's third,
-  // fifth, ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the
-  // two words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
-  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
-  // the marks of the octave before it were written by then, and until the warps have met for another turn, new ones go
-  // to the other word. All four read the same. To read in every block cost D 64 5 %.
+  // With `marks_raised`, blocks that skip the reduction are walked in pieces, which end with a tile's third, fifth,
+  // ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the two
+  // words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
+  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for
+  // together: the marks of the octave before it were written by then, and until the warps have met for another turn,
+  // new ones go to the other word. All four read the same. To read in every block cost D 64 5 %.
   FMHA_DEVICE uint8_t& mark(int32_t octave) const {
     return reinterpret_cast<uint8_t*>(&smem.raised[index][octave & 1])[threadIdx.x / 32 % 4];
   }
@@ -494,10 +496,11 @@ struct Consumer {
     if (signals) mark(0) = mark(1) = 0;
   }
 
-  // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
-  // its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the row's
-  // maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many keys may
-  // raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one to each.
+  // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would
+  // raise its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the
+  // row's maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many
+  // keys may raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one
+  // to each.
   FMHA_DEVICE bool far_apart(int32_t block) const {
     constexpr float kSmallShare = power_of_two(p_offset_log2(spec, tile) - tile.exact_max_spread_log2);
     bool apart = false;
@@ -511,7 +514,8 @@ struct Consumer {
     return apart;
   }
 
-  // Whether a running maximum of the sequence's rows is negative. Else none will be, and maxima are taken of three scores at a time.
+  // Whether a running maximum of the sequence's rows is negative. Else none will be, and maxima are taken of three
+  // scores at a time.
   FMHA_DEVICE bool has_negative_max() const {
     return (is_row(0) && softmax.rows[0].row_max < 0.f) || (is_row(1) && softmax.rows[1].row_max < 0.f);
   }
@@ -551,10 +555,11 @@ struct Consumer {
   }
 
   // Blocks that the mask cuts, and the next, whose rows need not have seen a key before, take exact maxima. Whether
-  // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
-  // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
-  // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions. With `marks_raised` a raised maximum brings the vote about at the end of a piece.
+  // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks,
+  // after three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores
+  // of its rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so
+  // costs more than twenty row-max reductions. With `marks_raised` a raised maximum brings the vote about at the end
+  // of a piece.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;

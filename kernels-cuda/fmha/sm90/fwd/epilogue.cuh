@@ -8,8 +8,8 @@
 
 namespace fmha::sm90 {
 
-// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile. The rows have
-// been stored, as they were, before the warp's last synchronisation.
+// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile. The rows
+// have been stored, as they were, before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2]) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;

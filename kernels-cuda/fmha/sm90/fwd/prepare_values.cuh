@@ -1,14 +1,14 @@
-// A row-major V of 8 bits brought to the form that the products take once for all tiles, in the workspace: widened to f16 or
-// turned, as value_role.cuh does block by block for each tile, to the same bits. A launch before the main kernel does so, or
-// two spare warps of each of its CTAs beside the tiles at work.
+// A row-major V of 8 bits brought to the form that the products take once for all tiles, in the workspace: widened to
+// f16 or turned, as value_role.cuh does block by block for each tile, to the same bits. A launch before the main
+// kernel does so, or two spare warps of each of its CTAs beside the tiles at work.
 //
 // A block of keys lies in one piece, [rows, columns] of its tile in shared memory, to which TMA adds the swizzle:
 // [sequence, kv head, block][rows][columns]. Packed sequences have as many blocks each as the longest may. Keys that no
 // query sees are zeros up to the end of the last block that is loaded, and of a block behind it nothing is written.
 //
-// Beside the tiles warps claim units of work from a counter, in the order in which the tiles want them, and wait for nobody:
-// so every unit that was claimed is finished, and the load role, which waits for a block's units, waits for running warps
-// alone, however few CTAs run at a time.
+// Beside the tiles warps claim units of work from a counter, in the order in which the tiles want them, and wait for
+// nobody: so every unit that was claimed is finished, and the load role, which waits for a block's units, waits for
+// running warps alone, however few CTAs run at a time.
 #pragma once
 #include <fmha/common/work.cuh>
 #include <fmha/mma/fp8_operand.cuh>
@@ -24,8 +24,8 @@ namespace fmha::sm90 {
 
 constexpr int kPrepareThreads = 256;
 
-// A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for their first
-// blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
+// A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for
+// their first blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
 FMHA_DEVICE consteval int unit_keys(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool wide = !widens_v(spec, tile) || padded_dim(spec.head_dim_v) <= 64;
   return wide && tile.block_n % 32 == 0 ? 32 : 16;
@@ -38,8 +38,8 @@ FMHA_DEVICE consteval int units_per_block(const FwdSpec& spec, const Sm90Tile& t
   return tile.block_n / unit_keys(spec, tile) * units_of_keys(spec, tile);
 }
 
-// Units in order: kv heads whose tiles run together; their blocks, from the last, as tiles walk them; of a block each of
-// those heads; its parts.
+// Units in order: kv heads whose tiles run together; their blocks, from the last, as tiles walk them; of a block each
+// of those heads; its parts.
 struct Unit {
   int32_t head, block, part;  // sequence and kv head; block of the sequence; unit of the block
 };
@@ -78,9 +78,9 @@ FMHA_DEVICE constexpr int largest_divisor(int number, int most) {
   return most;
 }
 
-// Keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the first key's
-// row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: loads before their
-// stores, for the registers of the threads.
+// Keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the first
+// key's row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: loads
+// before their stores, for the registers of the threads.
 template <FwdSpec spec, Sm90Tile tile, int batch>
 FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint16_t* to) {
   constexpr int words = padded_dim(spec.head_dim_v) / 8, steps = unit_keys(spec, tile) * words / 32;
@@ -109,9 +109,9 @@ FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num
   }
 }
 
-// 32 keys of a block and 64 dimensions turned, as turn_values.cuh stores them: a lane has four dimensions of sixteen keys, its
-// neighbour the same dimensions of the next sixteen, so that two store 32 bytes. `to` is where the keys begin in the block's
-// first row, `dim0` the first dimension.
+// 32 keys of a block and 64 dimensions turned, as turn_values.cuh stores them: a lane has four dimensions of sixteen
+// keys, its neighbour the same dimensions of the next sixteen, so that two store 32 bytes. `to` is where the keys
+// begin in the block's first row, `dim0` the first dimension.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void turn_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint8_t* to, int32_t dim0) {
   constexpr int rows = padded_dim(spec.head_dim_v);

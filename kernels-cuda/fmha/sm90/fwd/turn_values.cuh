@@ -1,11 +1,11 @@
 // A row-major V of 8-bit elements from [keys, dim] to [dim, keys], in which wgmma reads it.
 //
-// Sixteen keys of 32 dimensions at a time. A transposing ldmatrix moves pairs of bytes: lane 4 p + t receives dimensions 2 p
-// and 2 p + 1 of the keys 2 t and 2 t + 1 of an 8 x 16 matrix. Two prmt of the registers of keys 0..7 and 8..15 part the
-// dimensions: dimension 2 p of keys {2 t, 2 t + 1, 8 + 2 t, 9 + 2 t}, and 2 p + 1 of the same. Stored as four bytes of a row
-// the keys have the order that P has in its registers (mma/fp8_operand.cuh), so P needs no exchange. The even
-// dimensions of sixteen become the first eight rows, the odd ones the others: stored in their own places, two apart, eight
-// rows would lie in half of the banks. The epilogue knows (`dim_at`).
+// Sixteen keys of 32 dimensions at a time. A transposing ldmatrix moves pairs of bytes: lane 4 p + t receives
+// dimensions 2 p and 2 p + 1 of the keys 2 t and 2 t + 1 of an 8 x 16 matrix. Two prmt of the registers of keys 0..7
+// and 8..15 part the dimensions: dimension 2 p of keys {2 t, 2 t + 1, 8 + 2 t, 9 + 2 t}, and 2 p + 1 of the same.
+// Stored as four bytes of a row the keys have the order that P has in its registers (mma/fp8_operand.cuh), so P needs
+// no exchange. The even dimensions of sixteen become the first eight rows, the odd ones the others: stored in their
+// own places, two apart, eight rows would lie in half of the banks. The epilogue knows (`dim_at`).
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/matrix.cuh>

@@ -21,16 +21,16 @@ constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
 
-// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and twice 208,
-// which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
+// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and
+// twice 208, which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
 constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
 struct Regs {
   int load, consume;
 };
 FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
-// Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for one puts the
-// fence between them and the tensor cores' reads.
+// Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for
+// one puts the fence between them and the tensor cores' reads.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
@@ -53,18 +53,18 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& 
   return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
 }
 
-// 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns dealt out:
-// each warpgroup has a half of V's chunks.
+// 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns
+// dealt out: each warpgroup has a half of V's chunks.
 template <bool clustered>
 using ChunkOf = mma::SmemTile<uint16_t, kRows, kSpan, clustered>;
 static_assert(kRows == kKeys, "queries and keys lie alike");
 
 // A block of keys comes in parts, each with barriers of its own.
 //
-// Where V is the first columns of K (`v_in_k`), two blocks are in shared memory at a time: an even one in slot 0, whose scores
-// warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one warpgroup multiplies P by: a half of V's
-// chunks. Once a block's scores are there its last chunk, the tail, is read no more, and takes its probabilities; it comes
-// with the part of the warpgroup that reads the other's probabilities there.
+// Where V is the first columns of K (`v_in_k`), two blocks are in shared memory at a time: an even one in slot 0,
+// whose scores warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one warpgroup
+// multiplies P by: a half of V's chunks. Once a block's scores are there its last chunk, the tail, is read no more,
+// and takes its probabilities; it comes with the part of the warpgroup that reads the other's probabilities there.
 //
 // Where V is apart from K, there is one slot of K and one of V: the next K arrives during the exponentials and the
 // products of V, the next V during the scores. The parts are K and the two halves of V.

@@ -1,12 +1,12 @@
-// The consume role: two warpgroups, 64 rows together. Of O each has half of the columns; of the blocks warpgroup 0 has the even ones
-// and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and probabilities, once, multiplies
-// them by its half of V, and leaves them in shared memory for the other half.
+// The consume role: two warpgroups, 64 rows together. Of O each has half of the columns; of the blocks warpgroup 0
+// has the even ones and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and
+// probabilities, once, multiplies them by its half of V, and leaves them in shared memory for the other half.
 //
 //   warpgroup 0   S0  softmax 0  P0 Vl                     P1 Vl  S2  softmax 2  P2 Vl
 //   warpgroup 1                  P0 Vr  S1  softmax 1      P1 Vr                 P2 Vr  S3
 //
-// Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the sums of both
-// follow them, so that the result is that of one warpgroup that walks all blocks.
+// Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the
+// sums of both follow them, so that the result is that of one warpgroup that walks all blocks.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
@@ -96,7 +96,8 @@ struct Consumer {
     ptx::written_here(s.elems);
   }
 
-  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has it.
+  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has
+  // it.
   FMHA_DEVICE void raise_maxima(float (&shift)[2]) {
     float new_max[2] = {softmax.rows[0].row_max, softmax.rows[1].row_max};
     softmax.raise(new_max, s);
@@ -219,8 +220,8 @@ struct Consumer {
     finish_and_release(other);
   }
 
-  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block have read
-  // is released before the scores of the next one are waited for.
+  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block
+  // have read is released before the scores of the next one are waited for.
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();

@@ -7,8 +7,8 @@
 
 namespace fmha::mla {
 
-// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first, odd ones
-// the second.
+// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first,
+// odd ones the second.
 template <int columns, class Output>
 FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -50,8 +50,8 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
   const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
   const int32_t o_row = in_parts ? 0 : work.span.q_row;
 
-  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16 bits, where it
-  // is not far from K's; else rows are computed again.
+  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
+  // bits, where it is not far from K's; else rows are computed again.
   float to_descale_v = 1.f;
   bool is_far = false;
   if constexpr (is_fp8(tile.stored) && tile.v_in_k) {

@@ -1,10 +1,10 @@
 // The load role, a warpgroup: Q, and the blocks of K and V, in parts as their places are released.
 //
-// Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
-// these are zeros: memory there may hold NaN, of V too.
+// Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is
+// copied, and these are zeros: memory there may hold NaN, of V too.
 //
-// Or every row is copied from where it lies, as where pages are not whole boxes, and barriers count the copies. The block table is
-// read a block ahead.
+// Or every row is copied from where it lies, as where pages are not whole boxes, and barriers count the copies. The
+// block table is read a block ahead.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
@@ -37,8 +37,9 @@ struct Loader {
   // Whether the halves of V have no more chunks than its rows.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
 
-  // Rows that a warp copies: four of every sixteen. Lane l finds where the (l % 16)-th of them lies (null: zeros), and is told of
-  // four, sixteen apart, which lie alike in the swizzle: of a chunk of each it copies 16 bytes, eight lanes the whole.
+  // Rows that a warp copies: four of every sixteen. Lane l finds where the (l % 16)-th of them lies (null: zeros),
+  // and is told of four, sixteen apart, which lie alike in the swizzle: of a chunk of each it copies 16 bytes, eight
+  // lanes the whole.
   static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
   const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
   struct Rows {
@@ -92,8 +93,8 @@ struct Loader {
       }
     }
   }
-  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
-  // both.
+  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second
+  // chunk, for both.
   template <int count>
   FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
     static_assert(count <= 32, "a lane brings one");
@@ -111,10 +112,10 @@ struct Loader {
     }
   }
 
-  // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and are widened from
-  // its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. The tail's lie in its own
-  // upper half. A thread widens what it has copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own
-  // here, so that no warp waits for another one.
+  // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and
+  // are widened from its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before
+  // it. The tail's lie in its own upper half. A thread widens what it has copied, and a warp's bytes lie in the
+  // sixteen rows of the chunks that are its own here, so that no warp waits for another one.
   static constexpr int kRowsOfWarp = kRows / 4;
   struct Part {
     uint32_t address;  // of its first chunk
@@ -242,9 +243,9 @@ struct Loader {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
   }
-  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is next is waited
-  // for, since who frees the places of later ones may itself wait for it; and of a V in K the other half of a block, which is freed
-  // soon after the first.
+  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is
+  // next is waited for, since who frees the places of later ones may itself wait for it; and of a V in K the other
+  // half of a block, which is freed soon after the first.
   FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
@@ -351,7 +352,8 @@ struct Loader {
       copy_all();
     }
   }
-  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits for them.
+  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits
+  // for them.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void gather_part(int32_t part, const Chunk* block, int32_t first, bool with_tail, const Rows& rows, const void* any,
                                uint32_t phase) const {

@@ -24,8 +24,8 @@ struct Work {
   }
 };
 
-// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of a cluster
-// in shared memory: these walk the blocks that any of their rows sees.
+// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
+// a cluster in shared memory: these walk the blocks that any of their rows sees.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t index) {
   constexpr bool in_parts = tile.split_keys > 0;

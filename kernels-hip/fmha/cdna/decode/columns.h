@@ -1,5 +1,6 @@
-// Waves that share the columns of their rows: each multiplies its columns of Q and K, and the products are added through
-// LDS, so that every wave has all scores of the tile, computes P for itself and adds P V to its own columns of O.
+// Waves that share the columns of their rows: each multiplies its columns of Q and K, and the products are added
+// through LDS, so that every wave has all scores of the tile, computes P for itself and adds P V to its own columns
+// of O.
 //
 // Where V lies in K (latent attention) a wave's columns of V are its columns of K. They come from memory once, as V's
 // operands want them, and go through the wave's own part of LDS to become K's:

@@ -3,8 +3,8 @@
 //
 //   step n    S^T = K(n) Q^T    K(n + 1) is issued    P(n) = exp2(S(n) - max)    O^T += V(n)^T P(n)^T    V(n + 1) is issued
 //
-// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one of V
-// and are filled again as soon as they have been read: one of the two, or both, is always on its way.
+// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one
+// of V and are filled again as soon as they have been read: one of the two, or both, is always on its way.
 #pragma once
 #include <fmha/cdna/decode/columns.h>
 #include <fmha/cdna/decode/load.h>
@@ -167,8 +167,8 @@ struct Wave {
     return zeroed;
   }
 
-  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked out here
-  // would be registers that rows of 512 do not leave.
+  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked
+  // out here would be registers that rows of 512 do not leave.
   FMHA_DEVICE bool is_a_row() const { return job.first_row + lane_col(opaque_thread_idx()) < job.num_rows; }
 
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
@@ -255,8 +255,9 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
-      // On the last step the last tile once more, here and below, for nobody: behind a branch the compiler does not know how
-      // many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n) before K(n).
+      // On the last step the last tile once more, here and below, for nobody: behind a branch the compiler does not
+      // know how many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n)
+      // before K(n).
       at = places.row(again().call.fwd, job);
       k.issue(again(), job, at);
       places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)) + lane_col());
@@ -284,7 +285,8 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
-    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has the keys.
+    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has
+    // the keys.
     const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;

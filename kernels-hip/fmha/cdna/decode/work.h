@@ -1,4 +1,5 @@
-// What a decode kernel's pieces of work are, of any tile: rows of a group, a part of their sequence's keys, where keys lie.
+// What a decode kernel's pieces of work are, of any tile: rows of a group, a part of their sequence's keys, where
+// keys lie.
 #pragma once
 #include <fmha/cdna/decode/tile.h>
 #include <fmha/cdna/span.h>

@@ -1,6 +1,6 @@
-// The RDNA decode kernel: a workgroup has `block_m` rows, (query, head of a KV head's group) pairs, query by query, and one
-// part of the keys of their sequence. Tiles go through LDS as the forward's do (tile_step.h); O and the statistics of the
-// softmax go to the workspace, and a second launch merges the parts (cdna/decode/merge.h).
+// The RDNA decode kernel: a workgroup has `block_m` rows, (query, head of a KV head's group) pairs, query by query,
+// and one part of the keys of their sequence. Tiles go through LDS as the forward's do (tile_step.h); O and the
+// statistics of the softmax go to the workspace, and a second launch merges the parts (cdna/decode/merge.h).
 //
 //   step n    barrier    K(n), V(n) to LDS    barrier    entry(n + 1) of the table    tile_step    places of n + 1 to LDS
 //
@@ -53,8 +53,8 @@ struct Lds {
   f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
 };
 
-// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all four
-// get the same bits. The barriers between tiles keep the next tile's sums from these.
+// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all
+// four get the same bits. The barriers between tiles keep the next tile's sums from these.
 template <CdnaSpec spec, RdnaTile tile>
 struct SharedColumns {
   using C = Config<spec, tile>;

@@ -1,5 +1,5 @@
-//! How users' tensors lie: lengths used in part, packed with padding between sequences and rows behind the last one, slices of a
-//! larger tensor, heads and sequences that share their rows.
+//! How users' tensors lie: lengths used in part, packed with padding between sequences and rows behind the
+//! last one, slices of a larger tensor, heads and sequences that share their rows.
 
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, Extents, FwdProblem, KvLayout, QLayout,

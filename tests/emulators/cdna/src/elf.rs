@@ -131,7 +131,8 @@ pub struct KernelArg {
     pub kind: String,
 }
 
-/// The 64-byte kernel descriptor (LLVM, "User Guide for AMDGPU Backend", Kernel Descriptor), as far as execution needs it.
+/// The 64-byte kernel descriptor (LLVM, "User Guide for AMDGPU Backend", Kernel Descriptor), as far as
+/// execution needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) rsrc1: u32,

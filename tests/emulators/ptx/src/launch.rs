@@ -28,16 +28,16 @@ pub enum Asynchrony {
     },
 }
 
-/// Which way `tcgen05.shift` and `tcgen05.mma.ashift` move the rows of tensor memory. PTX ISA 9.7.16.9 documents it in words
-/// only: all rows but the last are shifted down by one, which can be read in two ways. We have not compared either with a
-/// device; NVIDIA's CUTLASS (`1cta_mma_a_from_tmem.py`, 2026) has what it observed of `.ashift` on a B200, and describes
-/// `tcgen05.shift` in the same words.
+/// Which way `tcgen05.shift` and `tcgen05.mma.ashift` move the rows of tensor memory. PTX ISA 9.7.16.9
+/// documents it in words only: all rows but the last are shifted down by one, which can be read in two ways.
+/// We have not compared either with a device; NVIDIA's CUTLASS (`1cta_mma_a_from_tmem.py`, 2026) has what it
+/// observed of `.ashift` on a B200, and describes `tcgen05.shift` in the same words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RowShift {
     /// Contents go from row i to row i + 1: row 0 keeps its own, those of the last row go nowhere. The literal reading.
     ToNext,
-    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row of a warp's part keeps its own. So CUTLASS
-    /// observed.
+    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row of a warp's part keeps its own.
+    /// So CUTLASS observed.
     #[default]
     FromNext,
 }
@@ -70,8 +70,9 @@ pub struct Options {
     /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
     /// published programs that leave some out.
     pub strict_tensor_memory: bool,
-    /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is to write until it is
-    /// waited for. `None`: registers with a NaN, and copies are done when they are issued.
+    /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is
+    /// to write until it is waited for. `None`: registers with a NaN, and copies are done when they are
+    /// issued.
     pub garbage: Option<u64>,
 }
 
@@ -295,8 +296,8 @@ impl Device {
         self.memory.view().read(address, out, false).map_err(|f| *f)
     }
 
-    /// As [`download`](Self::download), but bytes never written are 0xff, NaN in every format: a device's are whatever its
-    /// memory held.
+    /// As [`download`](Self::download), but bytes never written are 0xff, NaN in every format: a device's are
+    /// whatever its memory held.
     ///
     /// # Errors
     /// As [`download`](Self::download).

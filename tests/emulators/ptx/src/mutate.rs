@@ -25,7 +25,8 @@ impl Mutant {
         format!("{}{}{}", &ptx[..self.range.start], self.replacement, &ptx[self.range.end..])
     }
 
-    /// Whether other clusters may see the difference: what products and barriers in shared memory do stays in their own.
+    /// Whether other clusters may see the difference: what products and barriers in shared memory do stays in
+    /// their own.
     #[must_use]
     pub fn may_order_clusters(&self) -> bool {
         let own = ["wgmma.", "mbarrier.", "barrier.cluster.", "fence.proxy.async.shared"];

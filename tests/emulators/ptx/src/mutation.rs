@@ -276,9 +276,9 @@ fn no_false_alarm(schedules: u64, title: &str, sound: &[(&Recording, Ended)]) ->
     }
 }
 
-/// One run of the broken kernel for each launch that executes the instruction, until something is reported. Where clusters
-/// wait for each other by numbers in global memory, which happens-before does not see, what may order them is also run
-/// under the schedules under which the sound kernel has given the same results.
+/// One run of the broken kernel for each launch that executes the instruction, until something is reported.
+/// Where clusters wait for each other by numbers in global memory, which happens-before does not see, what
+/// may order them is also run under the schedules under which the sound kernel has given the same results.
 fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)], schedules: u64) -> Outcome {
     let mut outcome = Outcome::NotExecuted;
     for (launch, ended) in sound {

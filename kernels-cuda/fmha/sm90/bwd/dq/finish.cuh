@@ -135,8 +135,9 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& s
 }
 
 // From sums that each key block has stored apart, added in their order: as the additions that they stand for
-// (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread adds up few numbers,
-// of many parts at a time, or too few loads would be under way: with whole units to a thread an H200 took 3.1 us a part.
+// (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread adds up few
+// numbers, of many parts at a time, or too few loads would be under way: with whole units to a thread an H200 took
+// 3.1 us a part.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
                               int32_t i_cta) {

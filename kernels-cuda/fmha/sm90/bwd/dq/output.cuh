@@ -66,8 +66,8 @@ struct DqOutput {
       }
     }
   }
-  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither added
-  // nor read, and L2's additions bound these loops.
+  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither
+  // added nor read, and L2's additions bound these loops.
   FMHA_DEVICE bool is_of_head(int e) const {
     if constexpr (spec.fwd.head_dim_qk == S::dim && !S::gradient_each) return true;
     if (is_of_others(e)) return false;

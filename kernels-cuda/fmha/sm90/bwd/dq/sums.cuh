@@ -25,8 +25,8 @@ constexpr DqStart kDqStart = keeps_dq_apart(tile) ? DqStart::Apart
                              : spec.deterministic ? DqStart::Ordered
                              : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
                                                                    : DqStart::Zeros;
-// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then walk their
-// queries in one order too, whichever it is, so that dK and dV have the same bits.
+// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then
+// walk their queries in one order too, whichever it is, so that dK and dV have the same bits.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;
@@ -177,7 +177,8 @@ FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work
   return {first, size, stride};
 }
 
-// Behind a mask, the key blocks that add to a query block: those of sink columns before the band, and those of the band.
+// Behind a mask, the key blocks that add to a query block: those of sink columns before the band, and those of the
+// band.
 struct AddingBlocks {
   int32_t sinks;  // [0, sinks)
   Range band;

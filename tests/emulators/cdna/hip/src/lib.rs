@@ -1,5 +1,5 @@
-//! A test double of AMD's HIP runtime: `libamdhip64.so`, whose kernels run in the CDNA emulator. A client that opens the
-//! library at run time works with it unchanged, as long as it keeps to the module API.
+//! A test double of AMD's HIP runtime: `libamdhip64.so`, whose kernels run in the CDNA emulator. A client
+//! that opens the library at run time works with it unchanged, as long as it keeps to the module API.
 //!
 //! - `FMHA_EMULATE=gfx942` chooses the device; `gfx90a,gfx950` gives two. Without it there is no device, as on a machine
 //!   that has the runtime and no GPU.

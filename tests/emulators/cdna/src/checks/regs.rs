@@ -61,7 +61,8 @@ fn is_lane_copy(inst: &Inst) -> bool {
     matches!(inst.op, Op::VWritelaneB32 | Op::VReadlaneB32)
 }
 
-/// Which of its reads is the data of a store to memory: the last. Each lane's address says whether that may be undefined.
+/// Which of its reads is the data of a store to memory: the last. Each lane's address says whether that may
+/// be undefined.
 fn stored_by_lane(inst: &Inst) -> Option<usize> {
     let is_store =
         inst.class == Class::Vmem && inst.mem.is_some_and(|mem| matches!(mem.kind, MemKind::Store { .. }));

@@ -134,8 +134,9 @@ fn scalar_result(wave: &mut Wave, inst: &Inst, of: impl Fn(f32) -> f32) {
     wave.s[usize::from(inst.sdst) & 127] = of(value).to_bits();
 }
 
-/// Lane i of a row reads the lane of its row, or with `x` of its pair's other row, that nibble i of the 64 bits in two
-/// scalars names. Inactive lanes are read where bit 0 of `imm` says so, else as 0 with bit 1, else the lane keeps its value.
+/// Lane i of a row reads the lane of its row, or with `x` of its pair's other row, that nibble i of the 64
+/// bits in two scalars names. Inactive lanes are read where bit 0 of `imm` says so, else as 0 with bit 1,
+/// else the lane keeps its value.
 fn permlane(wave: &mut Wave, inst: &Inst) {
     let across = if inst.op == Op::VPermlanex16B32 { 16 } else { 0 };
     let selects = u64::from(wave.scalar(inst.src[1])) | u64::from(wave.scalar(inst.src[2])) << 32;

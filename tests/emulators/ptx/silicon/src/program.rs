@@ -19,7 +19,8 @@ pub struct Program {
     pub outputs: usize,
     /// Declarations inside the kernel, besides registers.
     pub declare: String,
-    /// The instructions. Registers: `%i`, `%o`, `%w` and `%t` (the thread) of 32 bits, `%h` of 16, `%x` of 64, predicates `%p`.
+    /// The instructions. Registers: `%i`, `%o`, `%w` and `%t` (the thread) of 32 bits, `%h` of 16, `%x` of
+    /// 64, predicates `%p`.
     pub body: String,
     /// How exact a result is.
     pub truth: Truth,

@@ -2,9 +2,9 @@
 //! row, so that a warp's registers stay in the cache. Linear scan over live intervals (Poletto and Sarkar, TOPLAS
 //! 1999), the intervals widened over the blocks where a register is live.
 //!
-//! A register that may be read before it is written lives from the entry, and so keeps its poison. What `wgmma`
-//! reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then. What it writes lives from
-//! the `wgmma.fence` before it, behind which nobody else may touch its row.
+//! A register that may be read before it is written lives from the entry, and so keeps its poison. What
+//! `wgmma` reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then.
+//! What it writes lives from the `wgmma.fence` before it, behind which nobody else may touch its row.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -47,8 +47,8 @@ pub(crate) struct Block {
     pub(crate) shared: Shared,
     pub(crate) barriers: [NamedBarrier; 16],
     pub(crate) mbarriers: HashMap<u32, Mbarrier>,
-    /// Registers of the launch that no warp holds, in units of one thread's register: `setmaxnreg` deals out no others, though
-    /// the file may have them (an H200 waits for ever).
+    /// Registers of the launch that no warp holds, in units of one thread's register: `setmaxnreg` deals out
+    /// no others, though the file may have them (an H200 waits for ever).
     pub(crate) free_registers: i64,
     pub(crate) warpgroups: Vec<Warpgroup>,
     pub(crate) tmem: TensorMemory,
@@ -224,7 +224,8 @@ impl Cluster {
                 self.idle_rounds = 0;
                 self.quiet = 0;
             }
-            // In late mode nothing asynchronous completes while a warp can still go on and does not merely ask memory again.
+            // In late mode nothing asynchronous completes while a warp can still go on and does not merely
+            // ask memory again.
             let asks_again = self.quiet > PATIENCE;
             if (executed == 0 || self.idle_rounds > 0 || asks_again) && self.complete_one()? {
                 (self.idle_rounds, self.quiet) = (0, 0);

@@ -352,7 +352,8 @@ impl Cluster {
     }
 }
 
-/// Passes over the banks that the accesses of some lanes need, `unit` bytes each from these addresses, and the least possible.
+/// Passes over the banks that the accesses of some lanes need, `unit` bytes each from these addresses, and
+/// the least possible.
 pub(super) fn bank_waves(addresses: &[u64], unit: u64) -> (u64, u64) {
     let lanes_per_wave = (128 / unit.max(4)).clamp(1, 32) as usize;
     let words = unit.div_ceil(4);

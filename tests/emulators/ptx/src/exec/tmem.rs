@@ -1,11 +1,11 @@
 //! Tensor memory: allocation, loads and stores by warps, copies from shared memory. PTX ISA 9.7.16.1 to 9.7.16.8.
 //!
-//! Supported: alloc, dealloc, relinquish, ld, st, cp, shift (as [`RowShift`] reads it), the waits and fences, commit, and
-//! the products of [`tmma`](super::tmma).
+//! Supported: alloc, dealloc, relinquish, ld, st, cp, shift (as [`RowShift`] reads it), the waits and fences,
+//! commit, and the products of [`tmma`](super::tmma).
 //!
 //! `cp.4x256b` writes one lane of each warp's part, row after row: the ISA does not say so. CUTLASS has it in
-//! `Copy_Traits<SM100_UTCCP_4dp256bit_1cta>` and calls it a refresh; Apache TVM says of the lanes 0, 32, 64 and 96 from the
-//! address on that its tests found them on a B200.
+//! `Copy_Traits<SM100_UTCCP_4dp256bit_1cta>` and calls it a refresh; Apache TVM says of the lanes 0, 32, 64
+//! and 96 from the address on that its tests found them on a B200.
 
 use super::cluster::{Cluster, Step};
 use super::operand::Descriptor;

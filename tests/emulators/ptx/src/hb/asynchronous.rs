@@ -4,7 +4,8 @@ use super::{Access, Clocks, Exec, SeenReads, Touch, Tracker};
 use crate::exec::Warp;
 
 impl Tracker {
-    /// A `cp.async` by a warp, complete when its group is waited for, or for who sees the phase of an mbarrier that counts it.
+    /// A `cp.async` by a warp, complete when its group is waited for, or for who sees the phase of an
+    /// mbarrier that counts it.
     pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
         let id = self.id(warp);
         let me = (self.copy_track(id), warp.asynchrony.copy_epoch + 1, warp.current_pc, lane);
@@ -54,7 +55,8 @@ impl Tracker {
         self.touch(Touch::Read, clocks, me, [cta, at, 16])
     }
 
-    /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a quadrant of lanes.
+    /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a
+    /// quadrant of lanes.
     pub(super) fn tmem_cells(&self, cta: u32, [quadrant, column, columns]: [u32; 3]) -> [u32; 3] {
         [self.blocks + cta, (quadrant * 512 + column) * 4, columns * 4]
     }

@@ -308,7 +308,8 @@ impl Tracker {
             // A check of some bytes may have let pass a conflicting write to the cell's other bytes.
             known.write = if bytes == 15 { cell.write } else { Access::default() };
         }
-        // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
+        // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new
+        // one left out.
         let replaces = |old: &Access| {
             !old.is_some()
                 || old.is_beside(access)

@@ -75,8 +75,8 @@ pub(super) fn programs() -> Vec<Program> {
             })
         })
         .collect();
-    // Powers of two come out whole, so that a row sum of 2^n divides exactly; but for negative logarithms, which an H200
-    // has one unit in the last place nearer to 0.
+    // Powers of two come out whole, so that a row sum of 2^n divides exactly; but for negative logarithms,
+    // which an H200 has one unit in the last place nearer to 0.
     for text in
         ["rcp.approx.ftz.f32 %o0, %w0;", "lg2.approx.ftz.f32 %o0, %w0;", "ex2.approx.ftz.f32 %o0, %w1;"]
     {
