@@ -81,12 +81,12 @@ struct Copier {
     ptx::cp_async_wait_group<0>();
     arrive_at_pending();
   }
-  // What was copied last is there, as its thread has seen.
+  // Announces the last copy, which this thread has seen complete.
   FMHA_DEVICE void arrive_at_pending() {
     if (pending) arrive();
     pending = nullptr;
   }
-  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.
+  // Waits for a slot to be free. The warp that frees it may itself wait for copies that are pending here.
   FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
     if (ptx::mbarrier_test_parity(barrier, parity)) return;
     flush();

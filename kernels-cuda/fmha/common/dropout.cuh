@@ -8,14 +8,15 @@
 
 namespace fmha {
 
-// What the generator has of 128 keys for every query of a head (dropout_quad): a warp's, in shared memory.
+// Part of the generator's work that 128 keys have in common for every query of a head (dropout_quad): one per warp,
+// in shared memory.
 struct alignas(16) DropoutQuad {
   Array<uint32_t, 4> words;
 };
 using DropoutQuads = DropoutQuad[32];
 
-// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Who sets a bit under a predicate by adding it leaves the
-// pipe of the comparisons, which the generator's XORs fill, to those.
+// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Setting a bit by a predicated addition leaves the pipe
+// of comparisons, which the generator's XORs fill, to these.
 struct CountedBits {
   float sum = 0x1p23f;
 

@@ -74,7 +74,7 @@ struct RowPart {
   float elems[chunks][4];
 
   FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
-  // A row of a part begins on 16 bytes, and its last four may reach beyond `dim`, where nobody has written.
+  // A row of a part begins on 16 bytes, and its last four elements may reach beyond `dim`, where nothing is written.
   FMHA_DEVICE void load(const float* from, bool there) {
 #pragma unroll
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -89,7 +89,7 @@ struct RowPart {
   }
 };
 
-// Where the parts of CTAs' shares have a row (shares.cuh).
+// Place of a row among the parts of CTAs' shares (shares.cuh).
 FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
   const int32_t* const begins = parts.shares + kSharesHeader + merged.span.i_batch;
   const auto word = [&](const int32_t* at) { return merged.live ? *at : 0; };

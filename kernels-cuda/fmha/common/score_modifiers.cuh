@@ -34,7 +34,7 @@ struct Modifiers {
   // refuses those.
   FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.4e-45f); }
 
-  // What an exponential multiplies the softmax's scores by.
+  // Factor of the softmax's scores in an exponential.
   FMHA_DEVICE float scale_log2() const {
     if constexpr (fast_softcap) return 2.f * p.softcap * kLog2E;
     if constexpr (only_alibi || !modifies_score(spec)) return positive_scale() * kLog2E;
@@ -46,7 +46,7 @@ struct Modifiers {
     return 0.f;
   }
 
-  // Where a row's bias begins; the head is the row's own where heads are packed.
+  // Offset of a row's bias; the head is the row's own where heads are packed.
   FMHA_DEVICE int64_t bias_row(const Work& work, int32_t i, int32_t i_head) const {
     return work.i_batch * p.bias.batch + i_head * p.bias.head + int64_t(i) * p.bias.row;
   }

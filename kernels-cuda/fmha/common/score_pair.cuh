@@ -39,7 +39,8 @@ struct ScorePair {
   using Modifiers = BwdScore<spec, tile>;
 
   const BwdParams& p;
-  // By value: a reference to a member of the CTA's own struct keeps all of that, the sums too, in local memory.
+  // Copies, not references: a reference to a member of the CTA's own struct keeps all of that struct, the sums too,
+  // in local memory.
   const SeqSpan span;
   const KnownMask<kFwd.mask, kFwd.sink_columns> mask;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;

@@ -26,7 +26,7 @@ struct BlocksOfTile {
   int32_t first, count;
 };
 
-// Those that any of the sequence's queries sees, at least one; none where it has no queries.
+// Blocks that any of the sequence's queries sees, at least one; none where the sequence has no queries.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE BlocksOfTile blocks_of_tile(const FwdParams& p, int32_t i_batch) {
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);

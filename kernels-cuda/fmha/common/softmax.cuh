@@ -57,8 +57,9 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = float_of(uint32_t(max(largest[r], other[r])));
   }
-  // What is subtracted from scaled scores to have exponents. P, sums and O are relative to this number, and not to the
-  // maximum that it is rounded from. Rounded up, so that no P is beyond 1 by rounding, however large the scores.
+  // Number subtracted from scaled scores to get exponents. P, sums and O are relative to this number, and not to the
+  // maximum that it is rounded from. It is rounded up, so that no P is beyond 1 by rounding, however large the
+  // scores.
   FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
     return p_offset_log2 == 0 ? ptx::mul_rp(row_max, scale_log2) : ptx::fma_rp(row_max, scale_log2, -float(p_offset_log2));
   }

@@ -36,7 +36,7 @@ FMHA_DEVICE int32_t rows_of_tile(const FwdParams& p) {
   return whole_groups<tile>() ? tile.block_m / p.gqa_ratio * p.gqa_ratio : tile.block_m;
 }
 
-// What one CTA does next, resolved by the schedule role for all.
+// Next work of one CTA, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
   int32_t i_batch, i_head, i_head_kv;

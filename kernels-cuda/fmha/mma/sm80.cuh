@@ -21,7 +21,7 @@ using mma::Storage;
 
 constexpr int kRows = 16;  // of one product
 
-// Where a lane's row of 16 bytes lies, of the four matrices of 8 rows of 16 bytes that one ldmatrix reads.
+// Address of a lane's row of 16 bytes, among the four matrices of 8 rows of 16 bytes that one ldmatrix reads.
 struct LanePlace {
   int32_t row, word;
 };

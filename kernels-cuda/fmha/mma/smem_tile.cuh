@@ -7,7 +7,7 @@
 
 namespace fmha::mma {
 
-// What tiles hold: elements by their size alone. Which format of that size is the product's to say.
+// Elements of tiles, by their size alone; the product names their format.
 template <DType dtype>
 struct StorageOf {
   using Type = uint16_t;
@@ -49,7 +49,7 @@ struct alignas(1024) SmemTile {
   FMHA_DEVICE uint32_t offset() const { return clustered ? address() & 0x3ffff : address(); }
 };
 
-// Where 16 bytes of a tile lie: `row`, from element `column`, which begins 16 bytes. The swizzle exchanges the
+// Offset of 16 bytes of a tile: row `row`, from element `column`, which begins 16 bytes. The swizzle exchanges the
 // 16-byte words of a span by the 128-byte line they are on.
 template <class Tile>
 FMHA_DEVICE uint32_t word_offset(int32_t row, int32_t column) {

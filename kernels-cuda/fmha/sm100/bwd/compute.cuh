@@ -4,7 +4,8 @@
 //   waits for S, loads it; P = exp2(S - LSE), stored over S for dV += P^T dO
 //   waits for dP, loads it; dS = P (dP - delta), stored to shared memory for dQ and dK
 //
-// What the mask hides of a key's row are queries before a first and from a last one on: two numbers a thread and block.
+// The mask hides from a key's row the queries before a first one and from a last one on: two numbers per thread and
+// block.
 #pragma once
 #include <fmha/philox.h>
 #include <fmha/ptx/barrier.cuh>

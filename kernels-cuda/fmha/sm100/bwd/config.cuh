@@ -55,7 +55,7 @@ struct TmemPlan {
   static_assert(dk + dim_qk <= columns && dim_qk <= kBlock, "tensor memory holds S, dP, dV and dK");
 };
 
-// Where a block's sums of dQ lie in memory: four columns of every query, then the next four, so that a warp's
+// Place of a block's sums of dQ in memory: four columns of every query, then the next four, so that a warp's
 // additions are side by side.
 template <BwdSpec spec>
 struct DqSums {

@@ -7,7 +7,7 @@
 // columns it is written, has been read.
 //
 // The products of one thread are computed in the order in which it issues them. So S may be written where P was read
-// by the product issued before, and nobody has to announce that a place in tensor memory, or dS, has been read by
+// by the product issued before, and no barrier has to announce that a place in tensor memory, or dS, has been read by
 // products.
 #pragma once
 #include <fmha/ptx/elect.cuh>
@@ -41,7 +41,7 @@ struct Issuer {
   FMHA_DEVICE void commit(Barrier& barrier) const {
     if (issues) ptx::tcgen05_commit(barrier);
   }
-  // Where other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
+  // Fence after other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
     ptx::mbarrier_wait_parity(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();

@@ -17,12 +17,12 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
-// By all threads of the reduce role: until it is the CTA's turn at a block of queries, and that it is the next one's.
+// Waits, in all threads of the reduce role, until the CTA may add to a block of queries; and releases the next CTA.
 struct Turn {
   int32_t* const added;  // how many blocks of keys have
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
-  // Where there is an order: else there are no counts.
+  // Counters of ordered additions; without an order there are none.
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
     return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
   }

@@ -174,7 +174,7 @@ FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_til
   return blocks;
 }
 
-// What FP8 scores are to be multiplied by besides the softmax scale.
+// Factor of FP8 scores besides the softmax scale.
 template <FwdSpec spec>
 FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
   if constexpr (!is_fp8(spec.dtype_qk)) return 1.f;

@@ -14,7 +14,7 @@ struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile>::blocks_ahead;
 
-  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
     int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
     int32_t next, end;  // blocks of the tile

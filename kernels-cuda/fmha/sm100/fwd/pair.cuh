@@ -1,9 +1,9 @@
 // A pair of CTAs whose tensor cores compute as one (cta_group::2): each has its own query tiles, and half of every
 // block of keys. So a block crosses each CTA's shared memory by halves.
 //
-// One CTA, the leader, issues the products of both. What a product waits for is announced at the leader's barriers,
-// whoever has made it ready; what a product has done is announced at both CTAs'. With one CTA the same calls are its
-// own.
+// One CTA, the leader, issues the products of both. The leader's barriers announce what a product waits for,
+// whichever CTA has made it ready; both CTAs' barriers announce what a product has done. With one CTA the same calls
+// use its own barriers.
 #pragma once
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -57,7 +57,7 @@ FMHA_DEVICE void commit(Barrier& barrier) {
   }
 }
 
-// What TMA tells when a tile is there: the CTA's own barrier, or the leader's.
+// Barrier that TMA signals when a tile is there: the CTA's own, or the leader's.
 template <Sm100Tile tile, bool at_leader>
 struct LoadBarrier {
   static constexpr bool pair = is_pair(tile) && at_leader;

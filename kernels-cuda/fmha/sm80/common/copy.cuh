@@ -82,8 +82,8 @@ FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// A tile all of whose rows are there, `stride` elements from one to the next: no row is asked for, so that a copy
-// takes an addition and not a comparison and a product.
+// Copies a tile all of whose rows are there, `stride` elements apart. No row needs a check, so a copy takes an
+// addition and not a comparison and a product.
 template <int bytes, int threads, class Tile, class ThereOf>
 FMHA_DEVICE void copy_whole_tile(const Tile& tile, const typename Tile::Elem* first, int64_t stride, ThereOf there_of) {
   using Elem = typename Tile::Elem;

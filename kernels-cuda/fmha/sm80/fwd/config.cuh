@@ -33,7 +33,8 @@ FMHA_DEVICE consteval int tile_dim(const Sm80Tile& tile, int dim, DType dtype) {
   return tile.whole_spans ? round_up(dim, 64) : padded_dim(dim, dtype);
 }
 
-// What headers read that know no architecture: the fields of this tile, and what others have and it has not.
+// Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
+// has not.
 struct SharedTile {
   int32_t block_m, block_n, split_keys, shares, shares_a_cta, lazy_rescale_log2;
   bool fixed_parts, pack_gqa, fast_softcap;
@@ -54,7 +55,7 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm80Tile& til
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// What dropout's generator has in common, of each warp.
+// Part of the dropout generator's work that rows have in common, one per warp.
 template <int warps>
 struct QuadsOfWarps {
   DropoutQuads quads[warps];

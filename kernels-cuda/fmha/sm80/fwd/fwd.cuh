@@ -22,7 +22,7 @@
 
 namespace fmha::sm80 {
 
-// Keys of a part from which on K and V take turns.
+// Keys of a part from which on loads of K and V alternate.
 constexpr int32_t kLongPart = 1024;
 
 // Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's

@@ -44,9 +44,9 @@ struct Loader {
 
   FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
 
-  // Where a block's keys lie: its first key, if one row follows another, as in memory without pages or in one page;
-  // else a lane has every 32nd key of the block. The block table is read a block ahead of its copies, which do not
-  // wait for it then.
+  // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
+  // otherwise a lane has every 32nd key of the block. The block table is read a block ahead of its copies, which then
+  // do not wait for it.
   static constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
   struct KeyRows {
     static constexpr int count = in_a_row ? 1 : ceil_div(tile.block_n, 32);

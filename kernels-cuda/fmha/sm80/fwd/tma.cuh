@@ -15,7 +15,8 @@
 
 namespace fmha::sm80 {
 
-// As the host has them: K and V `(dim, row, head, batch)`, a column-major V `(row, dim, head, batch)`.
+// Tensor maps as the host encodes them: K and V `(dim, row, head, batch)`, a column-major V `(row, dim, head,
+// batch)`.
 struct Maps {
   ptx::TensorMap unread_q, k, v;
 };
@@ -37,7 +38,7 @@ FMHA_DEVICE void load_block(const Tile& to, const ptx::TensorMap& map, ptx::Barr
   }
 }
 
-// What the warp that loads does.
+// Work of the warp that loads.
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile>& smem) {
 #pragma unroll 1

@@ -18,7 +18,7 @@ using fmha::mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// What follows from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
+// Properties that follow from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
 FMHA_DEVICE consteval bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
 FMHA_DEVICE consteval bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
 FMHA_DEVICE consteval bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
@@ -38,8 +38,8 @@ FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq
 // been read.
 FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
 
-// One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
-// queries of S and a part of the dimension of dQ, dK and dV, or of these two one each.
+// One warpgroup loads and stores, the others consume. A consumer has 64 keys of the block; or all of its 64 keys, and
+// 32 of the queries of S with a part of the dimension of dQ, dK and dV, or one of dK and dV.
 constexpr int kSplitQueries = 32;
 FMHA_DEVICE consteval int num_consumers(const Sm90BwdTile& tile) {
   return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
@@ -66,7 +66,7 @@ FMHA_DEVICE consteval int consume_regs(const Sm90BwdTile& tile) {
   return (504 - tile.load_registers) / num_consumers(tile);
 }
 
-// Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
+// Head dimension of Q, K and V in the tiles: TMA fills with zeros what the tensors lack.
 FMHA_DEVICE consteval int padded_dim(const FwdSpec& spec) {
   const int dim = max(spec.head_dim_qk, spec.head_dim_v);
   return round_up(dim, 64);
@@ -137,7 +137,7 @@ struct Shape {
   using Chunks = ThreeChunks<dq_dim>;
   static_assert(!halves_blocks(tile) || (dq_columns == Chunks::whole + Chunks::half && Chunks::half > 0),
                 "in parts, three chunks of dQ");
-  // Where a consumer's columns of dK and dV begin.
+  // First column of a consumer's dK and dV.
   FMHA_DEVICE static int32_t first_column(int32_t consumer) {
     return splits_dims(tile) && !gradient_each ? consumer * dk_columns : 0;
   }
@@ -155,7 +155,7 @@ struct Shape {
   using OtherKTile = Tile<tile.block_n, cluster_columns>;
 };
 
-// What a CTA holds of the other one of its cluster.
+// Data of the cluster's other CTA that a CTA holds.
 template <BwdSpec spec, Sm90BwdTile tile, bool = in_clusters(tile)>
 struct ClusterSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -165,9 +165,10 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
-// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every
-// key: a warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose
-// products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
+// Parts of the dropout generator's work that a warp's sixteen keys have in common for every query of a head, and a
+// block's queries for every key: one per warp, in shared memory. At D 64, 128 queries a block, causal 292 to 299
+// TFLOP/s; at D 128, whose products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part
+// alone 400.
 template <int queries>
 struct alignas(16) DropoutParts {
   Array<uint32_t, 4> quads[4];
@@ -221,7 +222,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
       return ds[slot][1];
     }
   }
-  // In the order of the accumulators: [element / 4][thread][4]. Nothing, where consumers add to memory themselves.
+  // Sums of dQ in the order of the accumulators: [element / 4][thread][4]. Empty where consumers add to memory
+  // themselves.
   alignas(1024) float dq[adds_from_registers(tile) ? 1 : (S::consumers - 1) * S::dq_share + S::dq_added(S::consumers - 1)];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];

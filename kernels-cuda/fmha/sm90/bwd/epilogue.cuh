@@ -81,7 +81,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
     for (int i = 0; i < pieces / 2; ++i) {
       const int32_t r = lane / pieces + i * (32 / pieces);
       uint32_t words[4] = {};
-      // A fragment may end amid the staged columns.
+      // A fragment may end within the staged columns.
       if (part + kStagedColumns <= n || part + 8 * piece < n)
         ptx::ld_shared_v4_b32(words, staging + r * row_bytes + (piece ^ r % 8) * 16);
       const int64_t at = row_offset(view, work.span.i_batch, int64_t(work.span.k_row) + first_row + r, work.i_head_kv);

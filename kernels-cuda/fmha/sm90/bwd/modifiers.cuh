@@ -36,8 +36,8 @@ struct KeptBits {
     return kept;
   }
 
-  // Part `part` of `parts`, one after the other: they are whole when the last has been asked for. `first_key`: of the
-  // warpgroup's rows; `first_query`: of the columns.
+  // Decides part `part` of `parts`, one after the other; the bits are complete after the last part. `first_key`: of
+  // the warpgroup's rows; `first_query`: of the columns.
   template <int part, int parts>
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
     constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts;
@@ -96,8 +96,8 @@ struct KeptBits {
     }
   }
 
-  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has those of
-  // four keys, and gives each lane its key's. A matrix of four lanes by four bits is transposed, all groups' at once.
+  // Exchanges the bits of the calls that four lanes made: a lane's call has the bits of four keys, and each lane gets
+  // its own key's. A matrix of four lanes by four bits is transposed, for all groups at once.
   FMHA_DEVICE void exchange(int32_t own) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
@@ -132,8 +132,8 @@ struct Modifiers {
 
   using Modified = BwdScore<spec, tile>;
   static constexpr bool has_biases = Modified::reads;
-  // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory
-  // answers late.
+  // Elements of an elementwise bias, a register each: loaded before the wait for the scores, since memory answers
+  // late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
 
@@ -205,7 +205,7 @@ struct Modifiers {
     }
   }
 
-  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: each is asked by one lane of a warp.
+  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: one lane of a warp checks each query.
   FMHA_DEVICE static bool any_far(const float* lse_log2) {
     bool any = false;
 #pragma unroll

@@ -1,7 +1,6 @@
-// What the main kernel wants of each query row: LSE in log2, what scores are measured from, and
-// delta = dO . O - dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With
-// DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
-// (make_delta.cuh).
+// Prepares what the main kernel needs of each query row: LSE in log2, the origin of scores, and delta = dO . O -
+// dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta it
+// prepares the first heads' rows alone; the others' are made beside the products (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
 // see no key, whose LSE is -infinity, and far ones that are left to the launch behind (repair.cuh).
@@ -58,7 +57,7 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
+// Stores the numbers of a row whose dO . O is known; `there`: the sequence has the row.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;

@@ -85,8 +85,8 @@ template <BwdSpec spec>
 FMHA_DEVICE constexpr bool leaves_far_queries() {
   return !modifies_score(spec.fwd);
 }
-// From which LSE on a query is measured from an origin. Where scores are products alone, the rounding of their sums
-// is as much of them as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is
+// LSE from which on a query's scores are measured from an origin. Where scores are products alone, the rounding of
+// their sums is as large as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is
 // gained.
 template <BwdSpec spec>
 FMHA_DEVICE bool has_origin(float lse) {
@@ -139,7 +139,7 @@ FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpa
   const int32_t key_blocks = ceil_div(span.seqlen_k, tile.block_n);
   int32_t parts = schedule.num_head_parts;
   while (parts > 1) {
-    // Where a sequence has many tiles, a part is to have four times as many.
+    // A part has four times as many queries where a sequence has many tiles.
     const int32_t rows = key_blocks * parts <= schedule.few_tiles_of_head ? parts : 4 * parts;
     if (span.seqlen_q >= int64_t(schedule.least_queries_of_part) * rows) break;
     parts = parts % 2 == 0 ? parts / 2 : 1;

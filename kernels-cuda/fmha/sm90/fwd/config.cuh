@@ -132,7 +132,7 @@ FMHA_DEVICE consteval int output_columns(const FwdSpec& spec, const Sm90Tile& ti
   return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
 }
 
-// What a V that is prepared comes in.
+// Data type of a prepared V.
 template <class Tile, int stages, bool prepares>
 struct RawValues {};
 template <class Tile, int stages>
@@ -157,7 +157,7 @@ template <FwdSpec spec, Sm90Tile tile>
 using RawTile = SmemTile<Storage<spec.dtype_v>, spec.v_layout == VLayout::ColMajor ? padded_dim(spec.head_dim_v) : tile.block_n,
                          spec.v_layout == VLayout::ColMajor ? tile.block_n : padded_dim(spec.head_dim_v)>;
 
-// What dropout's generator has in common, of each consumer warp.
+// Part of the dropout generator's work that rows have in common, one per consumer warp.
 template <int warps>
 struct QuadsOfWarps {
   DropoutQuads quads[warps];

@@ -5,7 +5,7 @@
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
 //            -                                P to 16 or 8 bits; above D 128 O *= correction here, before the next turn
 //
-// Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
+// The row-max reduction is skipped where no mask cuts a block (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
 //
 // With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
@@ -53,7 +53,7 @@ struct Consumer {
   // registers of their own, D 192 would spill 2 KB.
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
-  // Where these two were timed, and gained (TFLOP/s, H200).
+  // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
   static constexpr bool of_three = consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
   // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
   // rows. Full 583 and 600, causal 520 and 536.
@@ -90,7 +90,7 @@ struct Consumer {
   Slot<max(tile.bias_stages, 1)> bias_slot;
   Slot<kWorkSlots> work_slot;
 
-  // What a tile's rows see, in this thread's terms.
+  // Keys that a tile's rows see, for this thread's rows.
   struct Rows {
     int32_t row;           // the thread's first, of the sequence's (packed) rows
     Range inside;          // the keys that all of the warpgroup's rows see
@@ -298,8 +298,8 @@ struct Consumer {
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
-  // What can be had before a block's scores are there, under their product: a bias from memory, which of them dropout
-  // zeros.
+  // Work that does not need a block's scores, done during their product: a bias from memory, and which of them
+  // dropout zeros.
   template <int n>
   FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
@@ -316,7 +316,7 @@ struct Consumer {
       batch_head[r] = head_of_whole(p, work.i_batch, i_head);
     }
     dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[(threadIdx.x / 32) % (4 * consumers)], i, batch_head, block * tile.block_n);
-    // A store to a word that nobody reads, and that the wait for S may not pass: without it ptxas moves the generator
+    // A store to a word that no thread reads, which the wait for S may not pass: without it ptxas moves the generator
     // behind that wait.
     bool some = false;
 #pragma unroll

@@ -100,7 +100,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   } else {
     consume<spec, tile>(p, smem);
   }
-  // A CTA stays until the others have received what it loads for them, and it what they load for it.
+  // A CTA exits only when the others have received what it loads for them, and it has received what they load for it.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 

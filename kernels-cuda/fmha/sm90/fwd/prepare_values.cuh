@@ -6,9 +6,9 @@
 // [sequence, kv head, block][rows][columns]. Packed sequences have as many blocks each as the longest may. Keys that no
 // query sees are zeros up to the end of the last block that is loaded, and of a block behind it nothing is written.
 //
-// Beside the tiles warps claim units of work from a counter, in the order in which the tiles want them, and wait for
-// nobody: so every unit that was claimed is finished, and the load role, which waits for a block's units, waits for
-// running warps alone, however few CTAs run at a time.
+// Warps beside the tiles take units of work from a counter, in the order in which the tiles need them, and wait for
+// no other warp. So every unit that was taken is finished, and the load role, which waits for a block's units, waits
+// only for running warps, however few CTAs run at a time.
 #pragma once
 #include <fmha/common/work.cuh>
 #include <fmha/mma/fp8_operand.cuh>
@@ -138,7 +138,7 @@ FMHA_DEVICE void turn_unit(const uint8_t* from, int64_t row_stride, int32_t num_
     ptx::st_global_v4_b32_if(to + column_of(dim + e) * tile.block_n + half, turned[e], rows % 64 == 0 || dim < rows);
 }
 
-// By a warp. Returns whether the block has a key that is seen, and was written.
+// Prepares a block, by one warp. Returns whether the block has a key that is seen, and was written.
 template <FwdSpec spec, Sm90Tile tile, int batch>
 FMHA_DEVICE bool prepare_unit(const FwdParams& p, const PreparedValues& values, const Unit& unit) {
   using Tile = typename Smem<spec, tile>::VTile;
@@ -168,7 +168,8 @@ FMHA_DEVICE void prepare_values(const FwdParams& p, const PreparedValues& values
   if (index < values.num_units) prepare_unit<spec, tile, 8>(p, values, unit_at<spec, tile>(values, index));
 }
 
-// Beside the tiles: `counts` has first the number of units claimed, then of each block how many are finished.
+// Preparation beside the tiles: `counts` holds the number of units taken, then the number of finished units of each
+// block.
 FMHA_DEVICE int32_t claim_unit(const PreparedValues& values) {
   int32_t index = 0;
   if (threadIdx.x % 32 == 0) index = atomicAdd(values.counts, 1);
@@ -194,7 +195,8 @@ FMHA_DEVICE void prepare_beside(const FwdParams& p, const PreparedValues& values
   }
 }
 
-// By the thread that is to load the block by TMA, which is another proxy. A tile without keys has block -1.
+// Waits for a block's units, in the thread that is to load the block by TMA, which is another proxy. A tile without
+// keys has block -1.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void wait_until_prepared(const PreparedValues& values, int32_t head, int32_t block) {
   if (block < 0) return;

@@ -14,9 +14,9 @@
 
 namespace fmha::sm90 {
 
-// The dimension that stands in column `column` of O, of a V that was turned.
+// Dimension in column `column` of O, for a V that was transposed.
 FMHA_DEVICE constexpr int dim_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
-// And the column in which a dimension stands.
+// Column of O in which a dimension stands.
 FMHA_DEVICE constexpr int column_of(int dim) { return dim / 16 * 16 + dim % 2 * 8 + dim % 16 / 2; }
 
 // Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and

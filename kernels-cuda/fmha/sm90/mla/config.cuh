@@ -29,8 +29,8 @@ struct Regs {
 };
 FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
-// Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for
-// one puts the fence between them and the tensor cores' reads.
+// Whether threads copy every row from where it lies. Barriers count such copies as they land, and the thread that
+// waits for one puts the fence between them and the tensor cores' reads.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
@@ -38,8 +38,8 @@ constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
 constexpr int kBothGroups = 2 * kWarpgroup;
 
-// What headers read that know no architecture: the fields of this tile, and what others have and it has not. With
-// `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
+// Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
+// has not. With `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
 struct SharedTile {
   int32_t block_m, block_n, lazy_rescale_log2;
   static constexpr int cluster = 1, bias_stages = 1, wait_anchor = 0;
@@ -116,7 +116,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
       return this->v + half * P::chunks_half;
     }
   }
-  // Where the probabilities of a slot's block lie.
+  // Place of the probabilities of a slot's block.
   FMHA_DEVICE const Chunk& probs_of(int slot) const {
     if constexpr (P::v_in_k) {
       return k[slot][2 * P::chunks_half];

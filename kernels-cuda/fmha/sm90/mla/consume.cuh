@@ -66,7 +66,7 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // What scores are besides products of Q and K.
+  // Modifiers of scores besides the products of Q and K.
   FMHA_DEVICE void modify(int32_t i) {
     if constexpr (modifies_score(spec)) {
       fmha::Work tile_work;

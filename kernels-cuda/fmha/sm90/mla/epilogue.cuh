@@ -28,7 +28,7 @@ FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, b
   }
 }
 
-// As the stores see it: a row that ends with the warpgroup's columns.
+// Spec as the stores see it: a row ends with the warpgroup's columns.
 template <FwdSpec spec, Sm90MlaTile tile, int group>
 FMHA_DEVICE constexpr FwdSpec half_of() {
   constexpr int columns = Plan<spec, tile>::columns_half;
@@ -75,7 +75,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
     const int32_t i_head = work.head_of(p, packed_row, i);
     const bool stored = i < work.span.seqlen_q;
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
-    // Where the two differ beyond rounding, the row is computed again.
+    // A row where the two differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
     RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
     result.factor *= to_descale_v;

@@ -62,7 +62,7 @@ struct Loader {
     if (spec.kv_layout != KvKind::Paged || j < 0 || j >= work.end) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + j / p.page_size];
   }
-  // Where key `j` lies, whose entry that is; null: zeros.
+  // Address of key `j`, whose block-table entry is `entry`; null: zeros.
   template <class Pointer>
   FMHA_DEVICE Pointer row_of(const View& view, int32_t j, int32_t entry) const {
     if (j >= work.end) return nullptr;
@@ -80,7 +80,7 @@ struct Loader {
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k)
       from[k] = rows.of_lane[k] ? rows.of_lane[k] + first_column : static_cast<Row>(any);
-    // Row by row, so that neighbouring lines of memory are asked for one after another.
+    // Copies row by row, so that neighbouring lines of memory are requested one after another.
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k) {
 #pragma unroll
@@ -150,7 +150,7 @@ struct Loader {
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
   const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
 
-  // Where the lane's bytes of chunk `at` of a part of so many lie; beyond them the tail's.
+  // Address of the lane's bytes of chunk `at` of a part of so many chunks; beyond them, of the tail.
   template <int count>
   FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
     const int32_t half = count + at;
@@ -183,7 +183,7 @@ struct Loader {
     if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
-  // To where the lane's elements of a chunk lie in 16 bits; a factor of 1 is left out.
+  // Widens the lane's elements of a chunk to their places in 16 bits; a factor of 1 is left out.
   template <bool scales>
   FMHA_DEVICE void store_wide(uint32_t to, const Narrow& narrow, float descale) const {
 #pragma unroll
@@ -317,7 +317,7 @@ struct Loader {
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
-    // What follows the last key that some row sees is to be zeros.
+    // Rows behind the last key that some row sees are set to zeros.
     if (first_key + kKeys > work.end) {
       const int32_t j = first_key + found_row;
       const Rows rows = told(row_of<Row>(view, j, entry_of(j)));
@@ -326,7 +326,7 @@ struct Loader {
       copier.finish(full);
       return;
     }
-    // What was copied before is needed first.
+    // Earlier copies are needed first.
     copier.flush();
     if (warp > 0) return ptx::mbarrier_arrive_if(full, true);
     if (lane == 0) {

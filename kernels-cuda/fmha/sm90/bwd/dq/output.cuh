@@ -26,7 +26,7 @@ struct DqOutput {
     }
   }
 
-  // To the store warp: accumulators, one behind the other.
+  // Passes accumulators to the store warp through shared memory, one behind the other.
   template <class... Accumulators>
   FMHA_DEVICE void hand_over(const Accumulators&... dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
@@ -46,7 +46,7 @@ struct DqOutput {
     phase ^= 1;
   }
 
-  // To memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
+  // Adds to memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
   FMHA_DEVICE void add(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
     float* sums = share_of(work, blocks);
     add_elems<0, S::dq_columns / 2>(sums, dq, acquire());

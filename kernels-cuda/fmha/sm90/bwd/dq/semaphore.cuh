@@ -55,8 +55,8 @@ FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& sc
   });
 }
 
-// DqStart::Ordered, for consumers who add from their registers: waits for a block's position, admits the consumers, and
-// releases the semaphore when all of them have added.
+// DqStart::Ordered, for consumers that add from their registers: waits for a block's position, admits the consumers,
+// and releases the semaphore when all of them have added.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   uint32_t phase = 0;

@@ -50,7 +50,7 @@ struct FirstStore {
     phase ^= 1;
     return smem.dq_is_first;
   }
-  // With `later` groups of copies issued since.
+  // Waits for a group of copies after which `later` groups have been issued.
   template <int later>
   FMHA_DEVICE void end() {
     if (!stored) return;
@@ -61,8 +61,8 @@ struct FirstStore {
   }
 };
 
-// To consumers `c` and those after it their shared memory, each as soon as its copy has read it; the last copies are
-// theirs, in order.
+// Returns to consumers `c` and the next ones their shared memory, each as soon as its copy has read it; the last
+// copies are theirs, in order.
 template <int c, int consumers, class Shared>
 FMHA_DEVICE void hand_back(Shared& smem) {
   ptx::cp_async_bulk_wait_group_read<consumers - 1 - c>();

@@ -13,7 +13,7 @@
 
 namespace fmha::sm90::bwd {
 
-// How the first addition to a query block finds its sums.
+// Way in which the first addition to a query block finds its sums.
 enum class DqStart {
   Zeros,       // preprocess has written zeros; all add, in any order
   FirstStores, // the CTA that comes first stores, the others add behind it in any order
@@ -46,7 +46,7 @@ FMHA_DEVICE constexpr bool has_semaphores() {
   return kDqStart<spec, tile> == DqStart::FirstStores || kDqStart<spec, tile> == DqStart::Ordered;
 }
 
-// Where a key block's sums of dQ begin, from those of the first one on: with DqStart::Apart each has its own.
+// Offset of a key block's sums of dQ from those of the first one: with DqStart::Apart each has its own.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int64_t part_of_sums(const BwdParams& p, int32_t key_block) {
   if constexpr (!keeps_dq_apart(tile)) return 0;
@@ -83,8 +83,8 @@ FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedul
   return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
-// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of
-// those heads, of all sequences counted.
+// Counter of key blocks that have added all their sums of a tile's query heads, for one of those heads and over all
+// sequences; for a main kernel that finishes dQ.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   int32_t* first = p.non_finite;
@@ -93,8 +93,8 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return first + head / (tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio);
 }
 
-// Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
-// uncounted.
+// Counter of a query head's blocks whose LSE and delta are made, for a main kernel that makes delta. Preprocess makes
+// those of the first heads, uncounted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
@@ -165,20 +165,19 @@ struct Stagger {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
-  // From the sequence's own length, so that its bits do not depend on the batch.
+  // Number from the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
   int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
   if constexpr (is_ordered<spec>()) {
     if (schedule.key_blocks_in_group > 0) group = schedule.key_blocks_in_group;
   }
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
-  // Where heads are launched side by side, members of a group do not run at a time.
+  // Members of a group do not run at a time where heads are launched side by side.
   const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
   return {first, size, stride};
 }
 
-// Behind a mask, the key blocks that add to a query block: those of sink columns before the band, and those of the
-// band.
+// Key blocks that add to a query block behind a mask: those of sink columns before the band, and those of the band.
 struct AddingBlocks {
   int32_t sinks;  // [0, sinks)
   Range band;
@@ -187,7 +186,7 @@ template <Sm90BwdTile tile>
 FMHA_DEVICE AddingBlocks adding_blocks(const Work& work, int32_t block) {
   const int32_t first_query = block * tile.block_m;
   const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-  // As query_range has it, seen from the queries: a key block that adds nothing has no position.
+  // Range as in `query_range`, seen from the queries: a key block that adds nothing has no position.
   const bool has_width = work.band.lo <= work.band.hi;
   const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
   const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
@@ -213,7 +212,7 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
     if (stagger.stride == 0) return work.key_block;
-    // Members up to `begun` have come by this block when the others have yet to wrap round.
+    // Members up to `begun` have passed this block when the others have yet to wrap round.
     const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
     return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
   }
