@@ -24,11 +24,11 @@ pub struct Boxes {
     pub q: [i32; 5],
     /// (dim, rows, heads, batch).
     pub k: [i32; 4],
-    /// Likewise; (rows, dim, heads, batch) of a column-major V.
+    /// Box of V; (rows, dim, heads, batch) for a column-major V.
     pub v: [i32; 4],
     /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
     pub bias: Option<[i32; 4]>,
-    /// Where V comes from, if not from where the caller has it.
+    /// Place of V, if not where the caller has it.
     pub prepared_v: Option<BlocksOfV>,
 }
 
@@ -58,7 +58,7 @@ impl BlocksOfV {
     }
 }
 
-/// What maps depend on besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
+/// Inputs of maps besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Places {
     addresses: [u64; 4],
@@ -103,7 +103,7 @@ impl LastMaps {
 }
 
 impl Maps {
-    /// For a kernel that copies without TMA.
+    /// Unread maps, for a kernel that copies without TMA.
     pub(crate) const UNREAD: Self =
         Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
 }

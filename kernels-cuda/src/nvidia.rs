@@ -20,7 +20,7 @@ impl<V> Nvidia for V where V: Vendor<Facts = DeviceFacts, Driver: EncodeTensorMa
 pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
 pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
 
-/// What the driver says of a device.
+/// Properties of a device that the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     /// Name, such as `NVIDIA H200`.
@@ -59,7 +59,7 @@ pub(crate) fn row_launch(
     }
 }
 
-/// What a choice depends on besides the problem.
+/// Facts of a device that choices depend on.
 #[derive(Clone, Debug)]
 pub struct DeviceFacts {
     /// Architecture, such as `sm_90a`.
@@ -84,7 +84,7 @@ pub struct DeviceFacts {
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
 const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 
-/// What an architecture can do: what recipes ask of a device. A name of an architecture is read here alone.
+/// Instructions of an architecture that recipes require. A name of an architecture is read here alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instructions {
     /// `cp.async.bulk.tensor`.

@@ -32,7 +32,7 @@ pub const REDUCING_ARCH: &str = "sm_103a";
 pub const TMEM_COLUMNS: i32 = 512;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm100Tile {
         /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
         pub block_m: i32 = Takes::among(&[128, 256]).tuned(),
@@ -108,7 +108,7 @@ impl Sm100Tile {
         if k > v { k } else { v }
     }
 
-    /// What does not grow with the stages: Q, statistics, work, barriers.
+    /// Bytes that do not grow with the stages: Q, statistics, work, barriers.
     const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
@@ -143,7 +143,7 @@ impl Sm100Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// Cut of the keys of sequences into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false, shares: None }
@@ -377,7 +377,7 @@ const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     }
 }
 
-/// As many stages as shared memory holds, up to 8.
+/// This tile with as many stages as shared memory holds, up to 8.
 fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
     let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
     (2..=8).rev().find(fits).unwrap_or(1)

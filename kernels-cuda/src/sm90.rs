@@ -89,7 +89,7 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 112, 128, 144, 160, 176, 192]),
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
-        /// How CTAs come by their tiles.
+        /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
         /// Whether warpgroups take the tensor cores in turn.
         pub ping_pong: PingPong = Takes::all().tuned(),
@@ -97,8 +97,8 @@ abi_spec! {
         pub lookahead: Lookahead = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
-        /// `P V`; 0: where it likes.
+        /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for `P V`; 0:
+        /// ptxas decides.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough.
@@ -130,7 +130,7 @@ abi_spec! {
         pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool = Takes::all().tuned(),
-        /// What P V is a product of.
+        /// Type of the product P V.
         pub pv: ValueProduct,
         /// Where a row-major V of FP8 is brought to the form that the products of P V take, to the same bits.
         pub prepare_v: PrepareV = Takes::all().tuned(),
@@ -245,7 +245,7 @@ impl Sm90Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// Cut of the keys of sequences into parts.
     #[must_use]
     pub fn cut(&self, problem: &FwdProblem) -> Cut {
         let shares = (self.shares > 0).then(|| Shares {
@@ -256,7 +256,7 @@ impl Sm90Tile {
         Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
     }
 
-    /// What follows of a tile's fields from how many query heads a kv head has.
+    /// Fields of a tile that follow from how many query heads a kv head has.
     pub fn place_groups(&mut self, problem: &FwdProblem) {
         let ratio = problem.gqa_ratio().max(1);
         self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
@@ -360,9 +360,10 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
-    /// As parts are launched, before a merge that starts while they end: they are alike, so no counter is
-    /// cleared and asked; and of two launches in a row that both start early the host takes 5.3 us, of one
-    /// 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a burst.
+    /// This tile as parts are launched, before a merge that starts while they end. Parts are equal in length,
+    /// so no counter is cleared and asked; and of two launches in a row that both start early the host takes
+    /// 5.3 us, of one 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
+    /// burst.
     pub(crate) fn launch_beside_merge(&mut self) {
         (self.order, self.dependent_launch) = (TileOrder::Static, false);
     }

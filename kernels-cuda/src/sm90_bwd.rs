@@ -36,7 +36,7 @@ pub use walk::{BwdWalk, DqFinish, DqPath};
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
-/// What their measured tiles are kept under: [`NAME`] is the forward kernel's too.
+/// Name that these kernels' measured tiles are kept under: [`NAME`] is the forward kernel's too.
 pub const LABEL: &str = "sm90-bwd";
 
 /// The headers that their entries include.

@@ -41,7 +41,7 @@ const SPAN: i32 = 64;
 const CHUNK_BYTES: i32 = SPAN * ROWS as i32 * 2;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm90MlaTile {
         /// TMA brings K and V, 64 keys at once, which lie in one page; else threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
@@ -67,13 +67,13 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// Parts of the longest sequence's keys.
         pub num_parts: i32,
-        /// All tiles: of each kv head of each sequence, for each part.
+        /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
     }
 }
 
 impl Sm90MlaTile {
-    /// How it cuts the keys.
+    /// Cut of the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }
@@ -245,7 +245,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses what `sm80` serves unless this kernel is asked for: FP8 caches of heads that `sm90` takes in 16 bits.
+/// Refuses what `sm80` serves unless the caller names this kernel: FP8 caches of heads that `sm90` takes in
+/// 16 bits.
 ///
 /// # Errors
 /// The head dimensions.
@@ -287,10 +288,10 @@ fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
         || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
-/// What a tile costs besides its blocks, in blocks: its start, the first block's way from memory, its results.
+/// Cost of a tile besides its blocks, in blocks: its start, the first block's way from memory, its results.
 const TILE_COST: u64 = 4;
 
-/// What merging parts costs, likewise: a launch of its own.
+/// Cost of merging parts, in blocks: a launch of its own.
 const MERGE_COST: u64 = 3;
 
 /// Keys of a part, so that tiles come in as few waves as their number allows; 0: all keys.

@@ -21,7 +21,8 @@ const LEAST_KEYS: i32 = 256;
 /// Parts of a sequence, at most: beyond, parts are longer.
 const MOST_PARTS: u32 = 128;
 
-/// Where the parts begin in the workspace, and before them how shares were dealt; the tile counter is before both.
+/// Offset of the parts in the workspace. The record of how shares were dealt comes before them, and the tile
+/// counter before both.
 const FIRST_BYTE: u64 = 4 * SHARES_AT;
 
 abi_struct! {
@@ -32,7 +33,7 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Natural log-sum-exp.
         pub lse: DevPtr<f32>,
-        /// How shares were dealt (`common/shares.cuh`), where parts end where CTAs' shares do.
+        /// Record of how shares were dealt (`common/shares.cuh`), for parts that end where CTAs' shares do.
         pub shares: DevPtr<i32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
@@ -58,7 +59,7 @@ abi_struct! {
     }
 }
 
-/// How all tiles' blocks of keys are dealt to CTAs in equal shares.
+/// Equal shares of all tiles' blocks of keys, dealt to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
     /// CTAs.
@@ -108,7 +109,7 @@ impl Shares {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
         // A part's first row is counted from its tile's first head.
         let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
-        // Shares that make no whole stretch of a sequence's tiles are nobody's.
+        // Shares that make no whole stretch of a sequence's tiles belong to no CTA.
         let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
         let taken = count - count % of_sequence;
         self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30 && 8 * taken >= 7 * count
@@ -120,7 +121,7 @@ fn dealt_bytes(problem: &FwdProblem) -> u64 {
     (4 * (SHARES_HEADER + u64::from(problem.dims.batch) + 1)).next_multiple_of(16)
 }
 
-/// How a tile cuts the keys of sequences.
+/// Cut of the keys of sequences by a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Keys of a part of the longest sequence; with `fixed` of every sequence. 0: they are not cut.
@@ -218,7 +219,8 @@ pub struct RowsAtOnce {
     pub queries: u32,
 }
 
-/// What the parts of several row blocks may take of the workspace: one launch writes them and the next reads them.
+/// Most bytes of the workspace that the parts of several row blocks may take: one launch writes them and the
+/// next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
 /// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a
@@ -370,7 +372,8 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     keys as i32
 }
 
-/// What the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the merge.
+/// Spec that the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the
+/// merge.
 #[must_use]
 pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
@@ -383,7 +386,7 @@ const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
 /// Warps that share a row, at most.
 const MOST_WARPS: u32 = 8;
 
-/// How the parts of a row are merged.
+/// Shape of the launch that merges the parts of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Merging {
     /// K and V as they lie in memory, from which a row of very large scores is computed again.

@@ -1,4 +1,4 @@
-//! What TMA has to know of a tensor (CUDA Driver API, "Tensor Map Object Management").
+//! Tensor maps of TMA (CUDA Driver API, "Tensor Map Object Management").
 
 use fmha_core::{DType, Result, Shape, Strides};
 
@@ -13,13 +13,13 @@ pub trait EncodeTensorMap {
     ) -> Result<TensorMap>;
 }
 
-/// What TMA knows of a tensor; opaque to all but the driver.
+/// Tensor map of TMA; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct TensorMap(pub [u64; 16]);
 
 impl TensorMap {
-    /// In the place of a map that no kernel reads.
+    /// Map that no kernel reads.
     pub const UNREAD: Self = Self([0; 16]);
 }
 
@@ -27,7 +27,7 @@ impl TensorMap {
 /// stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
-    /// For errors: which operand.
+    /// Name of the operand, for errors.
     pub name: &'static str,
     /// f16, bf16 or a type of 8 bits.
     pub dtype: DType,

@@ -46,7 +46,7 @@ struct Widen {
 
   FMHA_DEVICE void run() const {
     const int32_t i_batch = workgroup_idx() / to.num_blocks, first = workgroup_idx() % to.num_blocks * kWidenKeys;
-    // Queries are not asked for.
+    // Queries are not used.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch);
     if (first == 0 && thread_idx() == 0) {
       to.seqused_k[i_batch] = span.seqlen_k;

@@ -25,7 +25,7 @@ use crate::paths::LoadPath;
 pub(crate) const NAME: &str = "cdna_decode";
 /// The launch behind.
 pub(crate) const MERGE: &str = "cdna_decode_merge";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/cdna/decode/main.h";
 
 /// Waves of a workgroup, at most.
@@ -49,7 +49,7 @@ const SIMDS: u32 = 4;
 const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
 
 abi_spec! {
-    /// What a decode kernel is compiled for.
+    /// Spec that a decode kernel is compiled for.
     pub struct CdnaDecodeSpec {
         /// Q, and K and V as they are multiplied.
         pub dtype: DType,
@@ -67,13 +67,13 @@ abi_spec! {
         pub ends_early: bool,
         /// Whether there may be a soft-cap, a bias or slopes.
         pub modifies: bool,
-        /// How Q, K and V are read.
+        /// Way of loading Q, K and V.
         pub load: LoadPath,
     }
 }
 
 abi_spec! {
-    /// How the decode kernel computes.
+    /// Tile of the decode kernel: how it computes.
     pub struct CdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
@@ -84,7 +84,7 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What both launches read, of every decode kernel.
+    /// Arguments of both launches of every decode kernel.
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
@@ -93,8 +93,8 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Maximum and sum of each row of the parts.
         pub stats: DevPtr<f32>,
-        /// How shares were dealt, as the first launch leaves it for the second (`pieces.h`); null: each piece has a
-        /// part.
+        /// Record of how shares were dealt, which the first launch leaves for the second (`pieces.h`); null:
+        /// each piece has a part.
         pub shares: DevPtr<i32>,
         /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
@@ -123,7 +123,7 @@ abi_struct! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CdnaDecode {
     spec: CdnaDecodeSpec,
-    /// How it computes.
+    /// Tile of the kernel.
     pub(crate) tile: CdnaDecodeTile,
     parts: Parts,
     num_xcds: u32,

@@ -1,5 +1,5 @@
-//! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the
-//! launch behind that merges the parts, and the recipe ([`recipe`]).
+//! Code that the decode kernels share: rows of a group and parts of the keys as pieces of work, the launch
+//! behind that merges the parts, and the recipe ([`recipe`]).
 
 mod cut;
 pub(crate) mod recipe;
@@ -36,7 +36,7 @@ const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 const DWORD: i64 = 4;
 
-/// What no tile would change.
+/// Refusals that no tile would change.
 ///
 /// # Errors
 /// In `kernel`'s name, the field that it does not take, and its number.
@@ -82,7 +82,7 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
         && whole(problem.strides.v, problem.shape_v(), cache_bytes)
 }
 
-/// What the pieces of work are: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
+/// Pieces of work: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
 /// sequences'.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Parts {
@@ -159,7 +159,7 @@ impl Parts {
         self.dealt_at().saturating_add(4 * self.dealt_words)
     }
 
-    /// Where it lies how shares were dealt.
+    /// Address of the record of how shares were dealt.
     fn dealt_at(&self) -> u64 {
         self.part_rows.saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
     }
@@ -177,7 +177,7 @@ impl Parts {
         crate::source(&entry, CDNA)
     }
 
-    /// What both launches read; the parts lie at `workspace`.
+    /// Arguments of both launches; the parts lie at `workspace`.
     pub(crate) fn params(
         &self,
         problem: &FwdProblem,
@@ -208,7 +208,7 @@ impl Parts {
         }
     }
 
-    /// What a plan prints of them.
+    /// Fields of the pieces that a plan prints.
     pub(crate) fn details(&self, problem: &FwdProblem) -> [(&'static str, String); 2] {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
@@ -229,7 +229,7 @@ impl Parts {
     }
 }
 
-/// What a plan prints of where the keys come from.
+/// Field of a plan that says where the keys come from.
 pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)> {
     let mut details = Vec::new();
     if problem.stored_k() != problem.dtypes.qk {

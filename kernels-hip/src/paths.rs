@@ -1,8 +1,8 @@
-//! How global memory is read and written.
+//! Loads and stores of global memory.
 
 use fmha_core::abi_enum;
 
-/// How global memory is read into a tile.
+/// Way of loading global memory into a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LoadPath {
     /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole 16 bytes long.
@@ -13,7 +13,7 @@ pub(crate) enum LoadPath {
     Element,
 }
 
-/// How O is written.
+/// Way of storing O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum StorePath {
     /// Four elements at once.

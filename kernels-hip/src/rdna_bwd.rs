@@ -126,7 +126,7 @@ mod tests {
         accept::<Wmma>(problem, device, &PlanOptions::default()).unwrap().tiles
     }
 
-    /// What is summed by each launch.
+    /// Sums of each launch.
     fn sums(problem: &BwdProblem, arch: Arch) -> Vec<BwdSums> {
         tiles(problem, arch).iter().map(|tile| tile.sums).collect()
     }

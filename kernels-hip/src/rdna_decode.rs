@@ -25,7 +25,7 @@ use crate::rdna::RdnaTile;
 pub(crate) const NAME: &str = "rdna_decode";
 /// The launch behind.
 pub(crate) const MERGE: &str = "rdna_decode_merge";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/rdna/decode/main.h";
 
 const WAVE_THREADS: u32 = 32;
@@ -47,7 +47,7 @@ const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
 const STEP: u32 = 32;
 
 abi_spec! {
-    /// How the decode kernel computes.
+    /// Tile of the decode kernel: how it computes.
     pub struct RdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),

@@ -157,8 +157,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// What a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any batch: blocks
-/// begin at its own first rows.
+/// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any
+/// batch: blocks begin at its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..BwdSpec::of(problem) }
 }

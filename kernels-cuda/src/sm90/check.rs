@@ -182,7 +182,7 @@ impl Sm90Tile {
         Ok(())
     }
 
-    /// What FP8 asks of the fields, and what is asked of those that are FP8's alone.
+    /// Checks the fields for FP8, and those that are for FP8 alone.
     fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
         let (qk, v) = (spec.dtype_qk, spec.dtype_v);

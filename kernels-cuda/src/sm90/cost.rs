@@ -1,4 +1,4 @@
-//! What a forward call costs, by a model, in tiles of other shapes and in each order of a masked call's.
+//! Cost of a forward call, by a model: of tiles of other shapes, and of each order of a masked call's tiles.
 //!
 //! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed
 //! order costs nothing to ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step
@@ -16,7 +16,8 @@ use super::table::{default_tile, modifies, widest};
 use super::{PrepareV, Sm90Tile, TileOrder, product_dim, spec_of};
 use crate::schedule::TileSchedule;
 
-/// Rate of a multiprocessor amid a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an H200's.
+/// Rate of a multiprocessor within a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an
+/// H200's.
 fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     let device = match (dim, is_fp8) {
         (..=64, false) => 640.0,
@@ -31,7 +32,7 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     device / 132.0
 }
 
-/// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the
+/// Share of that rate that a tile of so many rows reaches: with fewer warpgroups no products run beneath the
 /// exponentials of one. Fitted to calls whose longest tile is the call.
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
@@ -48,7 +49,7 @@ fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     }
 }
 
-/// What a block takes besides its keys, in keys.
+/// Cost of a block besides its keys, in keys.
 const KEYS_BESIDE: f64 = 8.0;
 
 /// A gain by another shape is to be this share of it at least.

@@ -1,4 +1,4 @@
-//! What is compiled: the kernel's entries, and what they share with the host.
+//! Compiled text: the kernel's entries, and what they share with the host.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};

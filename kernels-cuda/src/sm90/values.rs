@@ -15,7 +15,7 @@ pub const PREPARE_NAME: &str = "prepare_values";
 /// Threads of a CTA of that launch, a warp to a unit of work.
 pub const PREPARE_THREADS: u32 = 256;
 
-/// Where a row-major V of FP8 is brought to f16, or turned.
+/// Place where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
     /// In shared memory, by each tile's CTA, block by block. Another V comes as it is.
@@ -120,7 +120,7 @@ pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
     u64::from((rows * columns * elem_bytes(tile.prepared_type(spec))).unsigned_abs())
 }
 
-/// As the device's function of that name.
+/// Same rule as the device's function of that name.
 fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     let dim = padded_dim(spec.head_dim_v);
     let keys = if (tile.pv != ValueProduct::F16 || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };

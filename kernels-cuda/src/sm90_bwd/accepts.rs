@@ -1,4 +1,4 @@
-//! What problems the kernels take.
+//! Problems that the kernels take.
 
 use fmha_core::{BwdProblem, Refusal, Shape, Strides, VLayout};
 

@@ -1,4 +1,4 @@
-//! What a call's choices cost, by a model: how many tiles share a kv head's query heads, how dQ comes to its
+//! Cost of a call's choices, by a model: how many tiles share a kv head's query heads, how dQ reaches its
 //! sums and where they become dQ, and where delta is made.
 //!
 //! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
@@ -25,7 +25,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (64, _) => 600.0,
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
-        // From its steps: 2.19 us of 64 queries and keys.
+        // Fitted to steps: 2.19 us of 64 queries and keys.
         (192, _) => 474.0,
         _ => 525.0,
     };
@@ -129,8 +129,8 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     steps
 }
 
-/// Steps that a part of a kv head's queries is to have in an ordered call, whose batch is not asked: so that
-/// its sums of dK and dV are at most this share of its steps where the batch fills the multiprocessors.
+/// Least steps of a part of a kv head's queries in an ordered call, which must not depend on the batch, so
+/// that its sums of dK and dV are at most this share of its steps where the batch fills the multiprocessors.
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
@@ -152,13 +152,13 @@ const NEAR_SUMS_MB: f64 = 40.0;
 /// Bytes of the sums of dQ that a call may have apart.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 
-/// From a key block's addition to a query block by the store warp to the next one's behind it. An H200, of
-/// rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
+/// Microseconds from a key block's addition to a query block, by the store warp, to the next one's. An H200,
+/// of rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
 /// additions, B8 H1 S191/10560 283, 83.
 const ADDITION_MICROS: f64 = 3.2;
 
-/// Key blocks that begin at one query block, from which on their chain is asked for: shorter ones are near
-/// the model's error.
+/// Key blocks that begin at one query block, from which on the model counts their chain: shorter ones are
+/// near the model's error.
 const LEAST_MEETING: f64 = 12.0;
 
 /// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and
@@ -228,7 +228,7 @@ pub(super) fn wants_dq_apart(
     alone < 0.9 * in_order
 }
 
-/// What the model says of a number of parts.
+/// Cost of a number of parts by the model.
 pub(super) fn of_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -290,8 +290,8 @@ fn micros(
     in_steps * f64::from(heads_a_tile) * step_micros + rounds as f64 * TILE_MICROS + sums
 }
 
-/// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the
-/// shares grow with them.
+/// Costs of the ways of dQ, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares
+/// grow with them.
 struct OfDq {
     /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
     delta_micros: f64,
@@ -333,9 +333,9 @@ const FIRST_STORE_MICROS: f64 = 1.65;
 /// Microseconds of a launch that does almost nothing, though it starts while the one before ends.
 const LAUNCH_MICROS: f64 = 2.0;
 
-/// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's
-/// sums from memory. D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7, B1 H8
-/// S1602 causal 75.5 and 82.7.
+/// Microseconds that a finish of dQ beside the products adds to the launch's end, where a warp brings a query
+/// block's sums from memory. D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7,
+/// B1 H8 S1602 causal 75.5 and 82.7.
 const BESIDE_MICROS: f64 = 11.0;
 
 /// Longer sequences choose as these do.
@@ -353,8 +353,8 @@ pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSp
     if all > 0.0 { first.map_or(1.0, |first| first / all) } else { 1.0 }
 }
 
-/// What first stores take that no other step hides: the key blocks of a head begin as far apart as its query
-/// blocks have room. Behind a mask they begin where it does.
+/// Microseconds of first stores that no other step hides: the key blocks of a head begin as far apart as its
+/// query blocks have room. Behind a mask they begin where it does.
 fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     if problem.fwd.mask.kind() != MaskKind::Full {
         return 0.0;

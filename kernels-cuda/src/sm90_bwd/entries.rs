@@ -80,7 +80,7 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("preprocess", spec, tile)
 }
 
-/// The kernel after the main one, likewise.
+/// Kernel after the main one; its arguments are the main kernel's.
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
@@ -103,13 +103,14 @@ impl Sm90BwdTile {
     }
 }
 
-/// The kernel after the main one with `head_parts`: arguments likewise, a CTA to a key block of a kv head.
+/// The kernel after the main one with `head_parts`: the main kernel's arguments, a CTA to a key block of a kv
+/// head.
 #[must_use]
 pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("head_sums", spec, tile)
 }
 
-/// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
+/// Repair kernel, the last one, of [`repair_ctas`] CTAs: the main kernel's arguments.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its
@@ -132,7 +133,7 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once(name, spec, tile, None)
 }
 
-/// With registers for so many CTAs to a multiprocessor at least.
+/// Launch bounds: registers for so many CTAs to a multiprocessor at least.
 fn rows_at_once(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile, ctas: Option<u32>) -> KernelSource {
     let ctas = ctas.map_or_else(String::new, |ctas| format!(", {ctas}"));
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];

@@ -1,4 +1,4 @@
-//! In how many parts a kv head's queries are shared out to tiles: by the model, or of deterministic calls by
+//! Number of parts of a kv head's queries that tiles share: by the model, or for deterministic calls by
 //! `ordered_parts`.
 
 use fmha_core::spec::BwdSpec;
@@ -8,7 +8,7 @@ use fmha_core::{BwdProblem, MaskKind, QLayout};
 use super::cost;
 use super::tile::Sm90BwdTile;
 
-/// How tiles share a kv head's queries.
+/// Parts of a kv head's queries, which tiles share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
     /// Parts of its query heads: a divisor of the GQA ratio.
@@ -32,14 +32,14 @@ impl Sm90BwdTile {
             return one;
         }
         let best = self.parts(problem, spec, num_sms);
-        // A tile that was asked to share takes the cheapest way to.
+        // A tile with `head_parts` set takes the cheapest number of parts.
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
         let shared = modelled.iter().filter(|candidate| candidate.choice != one);
         let cheapest = shared.min_by(|a, b| a.micros.total_cmp(&b.micros)).map(|candidate| candidate.choice);
         if best == one { cheapest.unwrap_or(one) } else { best }
     }
 
-    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    /// Parts that the model takes, or the rule where the model knows no lengths.
     fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
         let of_heads = |heads| HeadParts { heads, queries: 1 };
         if spec.deterministic {
@@ -51,8 +51,8 @@ impl Sm90BwdTile {
         modelled.cheapest(cost::least_gain(problem)).map_or_else(by_rule, |best| best.choice)
     }
 
-    /// In how many parts a kv head's queries may be shared out to tiles, with what the model says of each; the first is
-    /// that of the rule. Empty for deterministic calls.
+    /// Candidates for the number of parts of a kv head's queries, with the model's cost of each; the first is
+    /// the rule's. Empty for deterministic calls.
     #[must_use]
     pub fn head_parts_candidates(
         &self,

@@ -24,7 +24,7 @@ pub struct Sm90Bwd {
     /// The schedule of the kernel of dBias, if that is wanted.
     dbias: Option<Sm90BwdSchedule>,
     workspace: BwdWorkspace,
-    /// Where in the workspace the sums of heads' parts begin.
+    /// Offset in the workspace of the sums of heads' parts.
     head_sums: u64,
 }
 
@@ -187,7 +187,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let mut shared = Sm90BwdTile { head_parts: !tile.head_parts, ..tile };
         shared.fit_finish(&spec);
         let fits = shared.check(&spec).is_ok() && problem.fwd().dims.seqlen_q > 0;
-        // No knob of a search: it is by the sizes alone.
+        // No search tunes this tile field: it follows from the sizes alone.
         let head_parts = ("head_parts".to_owned(), shared.head_parts.to_string());
         fits.then(|| knob_values(&shared).into_iter().chain([head_parts]).collect()).into_iter().collect()
     }
@@ -268,7 +268,7 @@ fn fitted(
     // which parts of a kv head add.
     tile.persistent &= dims.seqlen_q > 0;
     tile.head_parts &= dims.seqlen_q > 0;
-    // Where it was asked for, `check` refuses it.
+    // A caller's own value is refused by `check`.
     if !fields.iter().any(|(key, _)| *key == "dq_finish") {
         tile.fit_finish(spec);
     }
@@ -337,7 +337,7 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
 }
 
-/// What the table gives, on a device.
+/// Tile that the table gives, on a device.
 pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }

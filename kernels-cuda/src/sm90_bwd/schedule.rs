@@ -1,4 +1,4 @@
-//! How the work of a problem is cut, and in which order key blocks run.
+//! Cut of a problem's work, and the order in which key blocks run.
 
 use fmha_core::abi::DevPtr;
 use fmha_core::spec::BwdSpec;
@@ -12,7 +12,7 @@ use super::tile::Sm90BwdTile;
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 
 abi_struct! {
-    /// How the work is cut, as an argument of the kernels.
+    /// Cut of the work, as an argument of the kernels.
     pub struct Sm90BwdSchedule {
         /// Key blocks of all kv heads of all sequences.
         pub num_tiles: i32,
@@ -80,7 +80,7 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
-/// The schedule's part of that name: fields likewise.
+/// Part of the schedule with the fields of that name.
 struct Order {
     heads_per_l2_group: i64,
     side_by_side_period: u32,
@@ -89,7 +89,7 @@ struct Order {
 }
 
 impl Sm90BwdTile {
-    /// How the work of a problem is cut.
+    /// Schedule of a problem.
     ///
     /// # Errors
     /// More tiles than a grid can have.

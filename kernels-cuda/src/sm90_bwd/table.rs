@@ -175,8 +175,8 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        // The consumers of clusters have enough in 232; with 24 the thread that claims tiles spills 140
-        // bytes, that polls 96.
+        // The consumers of clusters have enough in 232; with 24 the thread that takes tile indices spills 140
+        // bytes, and the thread that polls 96.
         load_registers: if walk.cluster() > 1 { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:

@@ -1,4 +1,4 @@
-//! How a tile goes: the loop of the consume role, the way of dQ to its sums, and where these become dQ.
+//! Walk of a tile: the loop of the consume role, the path of dQ to its sums, and where these become dQ.
 
 use fmha_core::abi_enum;
 
@@ -65,8 +65,8 @@ impl BwdWalk {
 
 abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, InClusters, GradientEach });
 
-/// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
-/// an order, and the first of it stores.
+/// Path of a key block's share of dQ to the sums in memory (`dq/`). In deterministic calls additions have an
+/// order, and the first of it stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqPath {
     /// Consumers add from their registers.
@@ -84,7 +84,7 @@ pub enum DqPath {
 
 abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 
-/// Where the sums of dQ become dQ.
+/// Place where the sums of dQ become dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqFinish {
     /// In a launch after the main kernel.

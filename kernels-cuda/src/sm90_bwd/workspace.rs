@@ -1,4 +1,4 @@
-//! What the kernels want of the workspace.
+//! Workspace of the kernels.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::spec::BwdSpec;

@@ -1,4 +1,4 @@
-//! What the tables choose, held to what the kernels take and to what was measured.
+//! Tests of what the tables choose, against what the kernels take and what was measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -13,7 +13,7 @@
 
 namespace fmha::cdna {
 
-// What one workgroup works on.
+// Work of one workgroup.
 struct Job {
   SeqSpan span;
   int32_t i_head, i_head_kv;
@@ -38,8 +38,8 @@ struct Wave {
   typename C::VMatrix::LaneAddresses v_lane;
 };
 
-// What turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more than f32
-// holds.
+// Factor that turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more
+// than f32 holds.
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
@@ -183,7 +183,7 @@ struct RunningMax {
     mine = v_max3_f32(mine, x[i], x[i + 1]);
   }
 
-  // At the end of a share: pins the maxima so that the work is not moved into later shares.
+  // Pins the maxima at the end of a share, so that the work is not moved into later shares.
   FMHA_DEVICE void keep() { opaque_in_vgpr(most[0]), opaque_in_vgpr(most[1]); }
 
   FMHA_DEVICE float of_both_halves() const {
@@ -222,9 +222,8 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum
-// subtracted, before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind
-// it.
+// A wave with so large a maximum: its scores are scaled, rounded as the maximum was, and the maximum subtracted,
+// before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind it.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {
   if (!wave.subtracted) return;

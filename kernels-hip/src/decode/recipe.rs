@@ -49,13 +49,13 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Workgroups of the first launch.
     fn workgroups(&self) -> u64;
 
-    /// How Q, K and V are read.
+    /// Way of loading Q, K and V.
     fn load(&self) -> LoadPath;
 
     /// The kernel that takes any address, where it is another one.
     fn for_any_address(&self) -> Option<Self>;
 
-    /// What both launches read.
+    /// Arguments of both launches.
     fn params(&self, problem: &FwdProblem, args: &FwdArgs<'_>, fwd: &FwdParams) -> CdnaDecodeParams;
 
     /// The rows that a plan prints.
@@ -69,7 +69,7 @@ const DWORD: u64 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decode<K>(K);
 
-/// What a kernel takes of the workspace for its parts.
+/// Bytes of the workspace that a kernel takes for its parts.
 fn workspace_of_parts(kernel: &impl Split) -> Workspace {
     Workspace { bytes: kernel.parts().workspace_bytes(), zeroed_bytes: 0 }
 }

@@ -19,10 +19,10 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
 
 // Waits, in all threads of the reduce role, until the CTA may add to a block of queries; and releases the next CTA.
 struct Turn {
-  int32_t* const added;  // how many blocks of keys have
+  int32_t* const added;  // number of key blocks that have added
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
-  // Counters of ordered additions; without an order there are none.
+  // Counter of a block of queries, where additions have an order: other calls have no counters.
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
     return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
   }

@@ -49,8 +49,8 @@ struct Consumer {
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool passes_after_max = tile.ping_pong == PingPong::AfterMax;
   static constexpr bool takes_turns = tile.ping_pong != PingPong::Off && consumers > 1;
-  // Exact maxima rescale O before the next turn, else in it, under the product of S. Beside sums of FP8, which have
-  // registers of their own, D 192 would spill 2 KB.
+  // O is rescaled before the warpgroup's next ping-pong turn, with exact maxima; otherwise in that turn, under the
+  // product of S. Beside sums of FP8, which have registers of their own, D 192 would spill 2 KB.
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
@@ -298,8 +298,8 @@ struct Consumer {
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
-  // Work that does not need a block's scores, done during their product: a bias from memory, and which of them
-  // dropout zeros.
+  // Work that does not need a block's scores, done during their product: a bias from memory, and the decision which
+  // scores dropout zeros.
   template <int n>
   FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);

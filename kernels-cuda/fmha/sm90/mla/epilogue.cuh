@@ -75,7 +75,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
     const int32_t i_head = work.head_of(p, packed_row, i);
     const bool stored = i < work.span.seqlen_q;
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
-    // A row where the two differ beyond rounding is computed again.
+    // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
     RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
     result.factor *= to_descale_v;

@@ -1,4 +1,4 @@
-// What the backward kernels on MFMA and on WMMA have in common around their products: what a launch sums, what a
+// Code that the backward kernels on MFMA and on WMMA share around their products: what a launch sums, what a
 // workgroup owns and walks, and where it lies in memory and in LDS.
 //
 // A wave owns rows, to which nothing else adds: queries, whose dQ it sums, or keys of a KV head, whose dK and dV it
@@ -88,7 +88,7 @@ struct TensorRows {
   }
 };
 
-// What one workgroup works on.
+// Work of one workgroup.
 struct Job {
   SeqSpan span;
   MaskBand band;

@@ -1,4 +1,4 @@
-// What becomes of a block of scores and of dP: walked rows along the registers, an own row in each lane.
+// Steps from a block of scores and of dP to P and dS: walked rows along the registers, an own row in each lane.
 #pragma once
 #include <fmha/amd/score.h>
 #include <fmha/cdna/bwd/job.h>
@@ -8,7 +8,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Where a block of pairs lies.
+// Place of a block of pairs.
 struct PairPlace {
   int32_t own, walked;  // the lane's own row; the walked row of its register 0
 };

@@ -53,7 +53,7 @@ class Walk {
   }
 
  private:
-  // Behind the walk's end the last block is loaded again, for nobody: no branch.
+  // The last block is loaded once more behind the walk's end, unread, which saves a branch.
   FMHA_DEVICE Place after(const Place& place) const {
     Place next = place;
     next.advance(job_.blocks);
@@ -150,7 +150,7 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
     if constexpr (C::makes_dv) {
       const View& view = then.bwd.dv;
-      // In f32: P times it would be rounded once more, every P of 1 by the same share.
+      // The factor is applied in f32: P times it would be rounded once more, every P of 1 by the same share.
       const float dropout_scale = U::spec.dropout ? then.bwd.fwd.dropout_scale : 1.f;
       store_row<U>(view, row_offset(view, job.span.i_batch, job.span.k_row + row, job.i_head_kv), owner.dvalue,
                    dropout_scale / U::p_scale, then.head_dim_v);

@@ -2,7 +2,7 @@
 // through LDS, so that every wave has all scores of the tile, computes P for itself and adds P V to its own columns
 // of O.
 //
-// Where V lies in K (latent attention) a wave's columns of V are its columns of K. They come from memory once, as V's
+// Latent attention, where V lies in K: a wave's columns of V are its columns of K. They come from memory once, as V's
 // operands want them, and go through the wave's own part of LDS to become K's:
 //
 //   wave w            LDS                                  registers

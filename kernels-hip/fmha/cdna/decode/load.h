@@ -95,7 +95,7 @@ struct KTile {
   static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
   Vec<uint32_t, words> chunks[loads];
 
-  // From step `latent_steps` on: columns before come with V.
+  // Columns from step `latent_steps` on; those before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
     const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;

@@ -53,12 +53,12 @@ struct Wave {
     }
   }
 
-  // By length and band.
+  // Mask by length and band.
   FMHA_DEVICE bool sees_in_band(int32_t key) const {
     return key < job.span.seqlen_k && visible(job.band, query, key);
   }
 
-  // By the tree mask, which is of the last keys, as many as there are queries.
+  // Mask by the tree mask, which covers the last keys, as many as there are queries.
   FMHA_DEVICE bool sees_in_tree(const CdnaDecodeParams& params, int32_t key) const {
     const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
     if (bit < 0 || bit >= job.span.seqlen_q) return bit < 0;
@@ -203,8 +203,8 @@ struct Wave {
     }
   }
 
-  // What add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
-  // that it has stored itself.
+  // Adds what add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to
+  // elements that it has stored itself.
   FMHA_DEVICE void add_back_nonfinite(const CdnaDecodeParams& params, int32_t first_key) const {
     if (!is_a_row()) return;
     const FwdParams& p = params.call.fwd;
@@ -227,7 +227,7 @@ struct Wave {
   }
 };
 
-// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+// Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
 // `columns`: how waves that share columns meet (columns.h).
@@ -255,7 +255,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
-      // On the last step the last tile once more, here and below, for nobody: behind a branch the compiler does not
+      // The last step loads the last tile once more, here and below, unread: behind a branch the compiler does not
       // know how many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n)
       // before K(n).
       at = places.row(again().call.fwd, job);

@@ -17,14 +17,15 @@ namespace fmha::rdna::decode {
 using cdna::CdnaDecodeParams;
 using cdna::decode::KeyPlaces;
 
-// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+// Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
 struct Job : cdna::decode::Job {
   float scale;    // of raw scores
   bool has_tree;  // a tree mask, which is of the last keys, as many as there are queries
 
-  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; those behind, nobody asks for.
+  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; keys behind are never
+  // requested.
   FMHA_DEVICE uint32_t tree_word(int32_t query, int32_t i) const {
     if (i < 0) return ~0u;
     if (i * 32 >= span.seqlen_q) return 0;
@@ -152,8 +153,8 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
   }
 }
 
-// What went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements that it
-// has stored itself.
+// Adds what went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
+// that it has stored itself.
 template <CdnaSpec spec, RdnaTile tile, DType stored>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job, int32_t first_key) {
   if (!is_a_row<spec, tile>(job)) return;

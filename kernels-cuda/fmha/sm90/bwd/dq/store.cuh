@@ -50,7 +50,8 @@ struct FirstStore {
     phase ^= 1;
     return smem.dq_is_first;
   }
-  // Waits for a group of copies after which `later` groups have been issued.
+  // Ends the last store: waits for its copies, behind which `later` groups have been issued, and releases the
+  // semaphore.
   template <int later>
   FMHA_DEVICE void end() {
     if (!stored) return;
