@@ -1,4 +1,4 @@
-//! What a kernel is compiled for is folded into its code: no kernel reads a constant of its own, its spec's
+//! Compile-time facts of a kernel are folded into its code: no kernel reads a constant of its own, its spec's
 //! or its tile's, from memory, whichever NVRTC compiles it. On `sm_100a` such a load comes before
 //! `griddepcontrol.wait`.
 //!

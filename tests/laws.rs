@@ -1,4 +1,4 @@
-//! What the house style promises and a machine can keep.
+//! House rules that a machine can check.
 
 use std::collections::BTreeSet;
 use std::fs;

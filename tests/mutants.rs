@@ -56,7 +56,7 @@ fn beside(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
-/// What a mutant is tried with.
+/// Trial of a mutant: a case with its fields.
 struct Trial {
     arch: String,
     case: String,
@@ -82,7 +82,7 @@ impl Trial {
 }
 
 impl Target {
-    /// What is tried for a mistake in this header.
+    /// Trials for a mistake in this header.
     fn trials(&self, header: &str, names: &[String]) -> Vec<Trial> {
         let nearer =
             self.nearer.iter().filter(|(part, _)| header.contains(*part)).flat_map(|(_, cases)| cases);
@@ -90,7 +90,7 @@ impl Target {
     }
 }
 
-/// What is replaced by what, in a line of code that heads no loop.
+/// Replacements in a line of code that heads no loop.
 const EDITS: [(&str, &str); 24] = [
     (" < ", " <= "),
     (" <= ", " < "),
@@ -118,8 +118,8 @@ const EDITS: [(&str, &str); 24] = [
     ("0.f", "1.f"),
 ];
 
-/// In the head of a loop it is one turn less: one more goes beyond an array of registers, which a compiler is
-/// free to drop.
+/// Replacements in the head of a loop: one iteration less, since one more goes beyond an array of registers,
+/// which a compiler is free to drop.
 const LOOP_EDITS: [(&str, &str); 2] = [(" < ", " < -1 + "), (" <= ", " < ")];
 
 fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
@@ -129,7 +129,7 @@ fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
     of_loops.chain(of_all).filter(|(from, _)| code.contains(from)).collect()
 }
 
-/// Lines that are no code, or whose change the compiler would refuse or nobody could see.
+/// Lines that are no code, or whose change the compiler would refuse or no test could see.
 fn is_code(line: &str) -> bool {
     let text = line.trim_start();
     let starts = ["//", "#", "template", "using", "static_assert", "namespace", "struct", "class", "enum"];

@@ -52,7 +52,8 @@ impl Deal {
     }
 }
 
-/// What planning a case compiles, in the order of its launches; nothing where it is refused or there is no compiler.
+/// Kernels that planning a case compiles, in the order of its launches; nothing where it is refused or there
+/// is no compiler.
 #[must_use]
 pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJob> {
     let Some(compiler) = backend.precompiler() else { return Vec::new() };

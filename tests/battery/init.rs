@@ -1,4 +1,4 @@
-//! What tensors hold: numbers that a seed and a position decide, in any order and on any thread.
+//! Contents of tensors: numbers that a seed and a position decide, in any order and on any thread.
 
 use std::fmt;
 use std::str::FromStr;
@@ -44,7 +44,7 @@ pub enum Init {
     Slanted,
 }
 
-/// What [`Init::ConstantV`] fills V with; exact in every type.
+/// Value that [`Init::ConstantV`] fills V with; exact in every type.
 pub const CONSTANT_V: f64 = 0.625;
 
 impl Init {
@@ -181,7 +181,7 @@ pub(crate) fn mix(counter: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// In 0..1, from the upper 24 bits.
+/// Number in 0..1, from the upper 24 bits.
 fn unit(word: u64) -> f32 {
     (word >> 40) as f32 / (1u32 << 24) as f32
 }

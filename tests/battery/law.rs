@@ -25,8 +25,8 @@ pub struct Law {
     pub kind: LawKind,
 }
 
-/// What a call must agree with. Each but the last two is bit for bit if both plans have the same
-/// kernel and details; otherwise both calls are held to the reference.
+/// Call that a call must agree with. Each but the last two is bit for bit if both plans have the same kernel
+/// and details; otherwise both calls are held to the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LawKind {
     /// A call of the same sequences, packed.
@@ -35,7 +35,7 @@ pub enum LawKind {
     ColMajorIsRowMajor,
     /// A call of the same tensors, stored b·h·s·d.
     AnyLayout,
-    /// As many kv heads as query heads, K and V repeated.
+    /// A call with as many kv heads as query heads, K and V repeated.
     GqaIsMha,
     /// The sequences in reverse order; where the plan promises batch invariance.
     PermutedBatch,
@@ -234,8 +234,8 @@ fn contiguous(problem: &mut FwdProblem) {
     problem.strides.o = Strides::bshd(problem.shape_o());
 }
 
-/// Whether two plans compute a row alike. In which order they take their tiles, and how many at a time, is to change
-/// no bit.
+/// Whether two plans compute a row in the same way. The order in which they take their tiles, and the number
+/// of tiles at a time, must change no bit.
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
     let details = |plan: &FwdPlan| {
         plan.details().iter().filter(|(name, _)| *name != "order").cloned().collect::<Vec<_>>()

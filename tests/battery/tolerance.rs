@@ -1,4 +1,4 @@
-//! How far a result may lie from the reference: one function.
+//! Bound on a result's distance from the reference: one function.
 //!
 //! The contract promises `max |O - O_ref| <= 2 max |O_same - O_ref| + eps` (gradients: 3), with
 //! `O_ref` in f64 and `O_same` the plain algorithm in the input's precision. `O_same` is one draw of
@@ -22,7 +22,7 @@
 
 use fmha_core::DType;
 
-/// What a bound is made of, over the elements that are checked together.
+/// Inputs of a bound, over the elements that are checked together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Yardstick {
     /// 2, or 3 for gradients.
@@ -60,7 +60,7 @@ pub struct MaxRms {
     pub rms: f64,
 }
 
-/// What errors may be.
+/// Bounds of the errors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
     /// The largest.
@@ -90,7 +90,7 @@ pub fn bound(y: &Yardstick) -> Bound {
     Bound { max: y.factor * y.max_same + eps_max, rmse: y.factor * y.rmse_same + eps_rmse }
 }
 
-/// How far an LSE may lie from the reference: it is computed in f32 whatever the inputs, and stored in
+/// Bound on an LSE's distance from the reference: LSE is computed in f32 whatever the inputs, and stored in
 /// f32. A matrix unit that sums scores shorter, as a plan says, has done so in `max_same` too.
 #[must_use]
 pub fn lse_bound(max_same: f64, logits: f64, max_lse: f64) -> Bound {

@@ -84,7 +84,7 @@ unsafe impl FmhaBackend for Plain {
     }
 }
 
-/// What a plan runs.
+/// Work that a plan runs.
 struct Kernel(Option<Fault>);
 
 impl Launch<ValidFwd> for Kernel {

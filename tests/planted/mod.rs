@@ -51,7 +51,7 @@ pub(crate) struct Fault {
     pub(crate) sound_is_known: bool,
 }
 
-/// What became of a fault.
+/// Fate of a fault.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 pub(crate) enum Fate {
     /// With what was said.
@@ -75,7 +75,7 @@ const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Before the fate, in the output of that process.
 const MARK: &str = "fate of the fault: ";
 
-/// In the process of a fault: what becomes of it is printed, and `true`.
+/// Runs in the process of a fault: prints the fault's fate, and `true`.
 pub(crate) fn is_own_process() -> bool {
     let Ok(text) = std::env::var(OWN) else { return false };
     let fault: Fault = serde_json::from_str(&text).unwrap();

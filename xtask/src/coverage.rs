@@ -77,7 +77,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(paths)
 }
 
-/// Adds the lines that one file tells of.
+/// Adds the lines that one file reports.
 fn read(text: &str, files: &mut BTreeMap<String, Lines>) -> Result<(), String> {
     for line in text.lines() {
         let mut words = line.rsplitn(3, ' ');
@@ -109,7 +109,7 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String,
         for (number, line) in text.lines().enumerate().map(|(i, line)| (i as u32 + 1, line.trim())) {
             let what = match lines.get(&number) {
                 Some(false) => "not executed",
-                // What calls an instruction has code wherever it is compiled at all.
+                // A function that calls an instruction has code wherever it is compiled at all.
                 None if line.contains("ptx::") && line.ends_with(';') && !is_declaration(line) => {
                     "in no kernel"
                 }

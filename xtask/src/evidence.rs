@@ -1,4 +1,5 @@
-//! What was counted, and on which text: `tests/evidence/*.txt`, and the table of docs/measured/battery.md made of them.
+//! Counts, and the text that they were made on: `tests/evidence/*.txt`, and the table of
+//! docs/measured/battery.md made of them.
 //!
 //! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the
 //! emulator's. So each figure is kept with the hash of what it is about, and shown as stale as soon as that
@@ -44,10 +45,10 @@ struct Evidence {
     figures: Vec<Figure>,
 }
 
-/// What was found of one kernel.
+/// Result of one kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Figure {
-    /// As plans name it; several, joined by `+`, where a case ran on several.
+    /// Name of the kernel in plans; several, joined by `+`, where a case ran on several.
     kernel: String,
     /// `3120 passed, 0 failed`.
     found: String,
@@ -201,7 +202,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
             .map_err(|error| format!("{}: {error}", path.display()))?;
         let included = text.lines().filter_map(|line| line.strip_prefix("#include <")?.split_once('>'));
         for (name, _) in included {
-            // What is in neither folder is rendered from Rust.
+            // A file in neither folder is rendered from Rust.
             let paths = folders.iter().map(|folder| Path::new(folder).join(name));
             open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains_key(path)));
         }
@@ -216,7 +217,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     Ok(hash_of_texts(reached.into_iter().map(|(path, text)| (path, text.into_bytes()))))
 }
 
-/// How often each word stands in some texts.
+/// Number of occurrences of each word in some texts.
 fn words<'a>(texts: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for word in texts.flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')) {

@@ -1,4 +1,4 @@
-//! What a test run is made of: programs that are run one by one or beside each other, and what each took.
+//! Steps of a test run: programs that are run one by one or beside each other, and what each took.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -152,13 +152,14 @@ use usage::{of_children, wait};
 #[cfg(not(unix))]
 use without_usage::{of_children, wait};
 
-/// What processes have taken, as Unix counts it.
+/// Processor time of processes, as Unix counts it.
 #[cfg(unix)]
 mod usage {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, ExitStatus};
 
-    /// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
+    /// Waits for a process that nothing else waits for; gives its exit status and the seconds of all
+    /// processors that it took.
     pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
         let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
         // SAFETY: both are places that the call may write.
@@ -190,7 +191,7 @@ mod usage {
     }
 }
 
-/// Systems on which processor time is not asked for: it is reported as 0.
+/// Systems without a measure of processor time: it is reported as 0.
 #[cfg(not(unix))]
 mod without_usage {
     use std::process::{Child, ExitStatus};
@@ -251,8 +252,8 @@ impl Took {
     }
 }
 
-/// Where the time went, longest first. Steps run beside each other: their seconds are more than the clock's. Those of
-/// processors say what a step takes on a machine that others share.
+/// Time of the steps, longest first. Steps run beside each other: their seconds are more than the clock's.
+/// Those of processors say what a step takes on a machine that others share.
 pub(crate) fn table(took: &mut [Took], total: f64) -> String {
     took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     let mut text = String::from(

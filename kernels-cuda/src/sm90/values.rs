@@ -120,7 +120,7 @@ pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
     u64::from((rows * columns * elem_bytes(tile.prepared_type(spec))).unsigned_abs())
 }
 
-/// Same rule as the device's function of that name.
+/// Rule of the device's function of that name.
 fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     let dim = padded_dim(spec.head_dim_v);
     let keys = if (tile.pv != ValueProduct::F16 || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };

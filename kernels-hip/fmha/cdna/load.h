@@ -231,7 +231,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     store_run<C::v_bytes>(v, v.below(place_[c], j), column_of<C::v_bytes>(piece_[c], j));
   }
 
-  // Same as KLoad's.
+  // Works as KLoad's.
   FMHA_DEVICE void find_addresses(const Rows& rows) {
     const int thread = opaque_thread_idx();
 #pragma unroll

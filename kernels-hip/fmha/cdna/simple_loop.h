@@ -146,7 +146,7 @@ class SimpleLoop {
                          Range queries, const TileWalk& walk)
       : wave_(wave), stage_(lds.stage[0]), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
 
-  // Same contract as `MainLoop::run`.
+  // Runs the loop as `MainLoop::run` does.
   FMHA_DEVICE bool run() {
     wave_.opaque_neg_inf = -infinity();
     opaque_in_vgpr(wave_.opaque_neg_inf);

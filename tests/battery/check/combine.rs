@@ -32,7 +32,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
 
     let shape = problem.shape();
     let (mut o_stat, mut lse_stat) = (Stat::default(), Stat::default());
-    // LSE's own roundings are shares of it: relative to a far one, whose bound is so nobody else's.
+    // LSE's own roundings are shares of it: relative to a far LSE, whose bound therefore applies to no other
+    // row.
     let (mut max_lse, mut range, mut lse_range): (f64, f64, f64) = (0.0, 0.0, 0.0);
     let mut faults = Vec::new();
     for (index, &want_lse) in lse.iter().enumerate() {

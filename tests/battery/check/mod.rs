@@ -28,8 +28,8 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// As many (sequence, query head) pairs and rows as about `budget` multiplications by the forward
-    /// reference allow: heads evenly spread, at least one; rows at least 16 where there are so many.
+    /// Selection of as many (sequence, query head) pairs and rows as about `budget` multiplications by the
+    /// forward reference allow: heads evenly spread, at least one; rows at least 16 where there are so many.
     #[must_use]
     pub fn within(problem: &FwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.dims;
@@ -38,7 +38,8 @@ impl Selection {
         Self::of(dims.num_heads_q, spans, budget, |span, rows| per_pair * pairs(span, rows))
     }
 
-    /// As [`within`](Self::within) for gradients: (sequence, kv head) pairs, and rows of dQ, dK and dV.
+    /// Selection as in [`within`](Self::within), for gradients: (sequence, kv head) pairs, and rows of dQ, dK
+    /// and dV.
     #[must_use]
     pub fn within_bwd(problem: &BwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.fwd.dims;

@@ -75,7 +75,7 @@ fn column_major(cases: &mut Vec<Case>) {
     }
 }
 
-/// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of
+/// Modifiers between a product and its softmax, alone and together, over blocks of keys that hold all of
 /// their keys and one that does not; gradients of it where it has some.
 const MODIFIERS: [&str; 13] = [
     "softcap",
@@ -202,8 +202,8 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// What other libraries' backward got wrong: sequences without a token or with one, beside others that end
-/// anywhere in a block; dO that lies otherwise than O; head dimensions far apart.
+/// Calls that other libraries' backward got wrong: sequences without a token or with one, beside others that
+/// end anywhere in a block; dO that lies otherwise than O; head dimensions far apart.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
     let dims = |head_dim_qk, head_dim_v| Dims {
@@ -276,7 +276,7 @@ fn field(cases: &mut Vec<Case>) {
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
-        // Keys that end amid a block of dBias behind the first one; the mask hides none of them.
+        // Keys that end within a block of dBias behind the first one; the mask hides none of them.
         for mask in ["0", "b:200,200"] {
             let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
             let numbers = data(&name);
@@ -286,7 +286,7 @@ fn field(cases: &mut Vec<Case>) {
             let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
             cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
         }
-        // A bias that ends with its last row, whose queries fill their blocks and whose keys end amid eight
+        // A bias that ends with its last row, whose queries fill their blocks and whose keys end within eight
         // of a thread's.
         for bias in ["bias_16", "bias_f32"] {
             let name = format!("backward/field/{bias}_of_whole_query_blocks/{dtype}");
@@ -368,8 +368,8 @@ fn beside_the_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// What takes several blocks of keys: sums of dQ in one order, and numbers that are not finite and that a
-/// mask hides from some queries of a block and shows to others.
+/// Calls that take several blocks of keys: sums of dQ in one order, and numbers that are not finite and that
+/// a mask hides from some queries of a block and shows to others.
 fn over_blocks(cases: &mut Vec<Case>) {
     let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
         let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
@@ -413,7 +413,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         // More sink columns than queries, and a band in one block of keys.
         let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
         push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
-        // Blocks of queries at which nobody has a turn.
+        // Blocks of queries to which no key block adds.
         let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
         // Every eighth kv head adds to dQ in the opposite order.
@@ -467,7 +467,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
-    // Clusters of key blocks in turns, more of them than four multiprocessors run at a time.
+    // Clusters of key blocks with ordered additions, more of them than four multiprocessors run at a time.
     let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
     let dims = Dims {
         batch: 1,
@@ -825,7 +825,7 @@ fn edges(cases: &mut Vec<Case>) {
             push(name, problem, Lengths::default(), plain, Init::Normal);
         }
     }
-    // Lengths that end amid a pair of key blocks, or before its second one: what lies behind them is NaN.
+    // Lengths that end within a pair of key blocks, or before its second one: what lies behind them is NaN.
     for (head_dim, head_dim_v, mask) in [(256, 256, "0"), (256, 256, "b"), (192, 128, "0"), (192, 128, "b")] {
         let mut dims = dims(150, 260, head_dim);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (4, 2, 1, head_dim_v);

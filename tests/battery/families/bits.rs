@@ -9,7 +9,7 @@ use crate::init::Init;
 use crate::law::{Law, LawKind};
 use crate::tensors::{Data, Lengths};
 
-/// For a device, all of whose units are to have several tiles; and for an emulated one of two or three.
+/// Cases for a device, all of whose units are to have several tiles; and for an emulated one of two or three.
 const SIZES: [(&str, u32, u32); 2] = [("many", 4, 48), ("few", 2, 6)];
 
 const KINDS: [(&str, LawKind); 3] = [

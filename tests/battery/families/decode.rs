@@ -229,7 +229,8 @@ fn fp8_updated(cases: &mut Vec<Case>) {
     }
 }
 
-/// Both pairings, part of a row and all of it, tables in f32 and in Q's type, with and without new keys.
+/// Rotary cases: both pairings, part of a row and all of it, tables in f32 and in Q's type, with and without
+/// new keys.
 fn rotated(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (pairs, word) in [(RotaryPairs::Interleaved, "interleaved"), (RotaryPairs::Half, "half")] {
@@ -901,7 +902,7 @@ fn widened_caches(cases: &mut Vec<Case>) {
     let law = |cases: &mut Vec<Case>, kind: &str, mut problem: FwdProblem, lengths, cache| {
         let name = format!("decode/an_fp8_cache_is_one_widened_before/{kind}/{cache}/{}", problem.dtypes.qk);
         (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
-        // Where V lies in K, factors of its own would make it another tensor.
+        // A V that lies in K has no factors of its own: they would make it another tensor.
         if !problem.cache.v_in_k {
             (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
         }

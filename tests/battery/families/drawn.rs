@@ -154,7 +154,7 @@ impl Draw {
         if self.one_in(2) { -number } else { number }
     }
 
-    /// What stands between a product and its softmax: mostly nothing, at times all of it.
+    /// Modifiers between a product and its softmax: mostly nothing, at times all of it.
     fn modifiers(&mut self, problem: &mut FwdProblem) {
         if self.one_in(5) {
             problem.score.softcap = Some(self.of([0.5, 2.0, 30.0, 50.0]));
@@ -177,7 +177,7 @@ impl Draw {
 
     fn data(&mut self, problem: &FwdProblem, backward: bool) -> Data {
         let few_keys = problem.dims.seqlen_k < 300;
-        // What lies in FP8 with a scale, in K's rows or is appended is no constant.
+        // A V in FP8 with a scale, in K's rows or appended is not constant.
         let constant = problem.cache == CacheUse::default();
         let init = match self.below(4) {
             0 if !backward && !few_keys => self.of(Init::GROWING),

@@ -1,4 +1,4 @@
-//! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
+//! Edges where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
 //! NaN beside what is read.
 
 use fmha_core::{
@@ -347,27 +347,27 @@ fn numbers(cases: &mut Vec<Case>) {
                 push(cases, name, problem, Lengths::default());
             }
         }
-        // Read by threads: rows on 16 bytes that end amid a block, with fewer keys than queries; rows that
-        // begin 28 bytes behind a multiple of 32; rows on 16 bytes of heads that are not.
+        // Biases that threads read: rows on 16 bytes that end within a block, with fewer keys than queries;
+        // rows that begin 28 bytes behind a multiple of 32; rows on 16 bytes of heads that are not.
         for (what, seqlen_q, seqlen_k, gap) in
             [("amid_block", 400, 280, 0), ("rows_of_540_bytes", 200, 270, 0), ("odd_heads", 200, 288, 1)]
         {
             let problem = with_bias(masked(dtype, dims(seqlen_q, seqlen_k, 64), "0"), gap);
             push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
         }
-        // Behind the last row of a lone head's bias is nobody's memory.
+        // No tensor owns the memory behind the last row of a lone head's bias.
         let lone = Dims { num_heads_q: 1, num_heads_kv: 1, ..dims(200, 283, 64) };
         let problem = with_bias(masked(dtype, lone, "0"), 0);
         push(cases, format!("edges/bias_of_one_head/{dtype}"), problem, Lengths::default());
-        // A first sequence without queries: nobody reads its bias, nor what lies before it.
+        // A first sequence without queries: neither its bias is read, nor what lies before it.
         let sequences = [(0, 128), (5, 128)];
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
         // A sink that is nothing beside a row's one key.
         let sunk = masked(dtype, dims(9, 9, 64), "t").sink(true).softmax_scale(50.0);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
-        // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to
-        // the last bit.
+        // Scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last
+        // bit.
         let sunk = sunk.clone().softmax_scale(1e8);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
         // Sinks that are as large as scores never are, beside queries that see keys and some that see none.
@@ -388,7 +388,8 @@ fn numbers(cases: &mut Vec<Case>) {
     }
 }
 
-/// With a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than they need.
+/// Problem with a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than
+/// they need.
 fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     let (dtype, broadcast) = (problem.dtypes.qk, BiasBroadcast::OneHead);
     let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
@@ -423,11 +424,11 @@ fn poison(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // In the last row and column of a block of 64 keys, which the last queries see.
+        // The last row and column of a block of 64 keys, which the last queries see.
         let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // In a column that begins a run of four, behind the first two of them.
+        // A column that begins a run of four, behind the first two of them.
         let name = format!("edges/nan_in_a_late_column/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 40], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
@@ -469,7 +470,7 @@ fn growth(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // How far a running maximum may lag is counted in scaled scores.
+        // The lag of a running maximum is counted in scaled scores.
         for mask in ["0", "b", "b:350,2"] {
             let mut problem = masked(dtype, dims(70, 600, 64), mask);
             problem.score.softmax_scale = Some(4.0);
@@ -517,8 +518,8 @@ fn growth(cases: &mut Vec<Case>) {
                 push_planted(cases, name, problem, Plant::FarBelow { begin, end, key: f64::INFINITY });
             }
         }
-        // What a kernel looks at first lies so far below the rest that to round its maximum times the scale
-        // makes P 2^(10^21).
+        // The keys that a kernel looks at first lie so far below the rest that to round its maximum times the
+        // scale makes P 2^(10^21).
         for mask in ["0", "b"].iter().filter(|_| dtype != DType::F16) {
             let problem = masked(dtype, dims(70, 600, 64), mask);
             let far_below = Plant::FarBelow { begin: 300, end: 600, key: 1e30 };

@@ -1,4 +1,4 @@
-//! Memory that is nobody's: beside unmapped pages, beyond 2^31 elements.
+//! Memory that belongs to no tensor: beside unmapped pages, beyond 2^31 elements.
 //!
 //! Every case of every family has margins and gaps full of NaN, and fails when one of its outputs'
 //! is written; these are the cases in which one byte too far ends the process.

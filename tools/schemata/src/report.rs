@@ -1,4 +1,4 @@
-//! What became of the mutants: kept, explained, counted.
+//! Fates of the mutants: kept, explained, counted.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -18,9 +18,9 @@ use crate::mutant::Mutant;
 /// A file's text with the guards in it.
 pub(crate) struct Rewritten {
     pub(crate) text: String,
-    /// Where in `text` each mutant's own branch stands.
+    /// Place in `text` of each mutant's own branch.
     pub(crate) branches: Vec<(Range<usize>, u32)>,
-    /// Where each site stands, sound branch and all, and its mutants.
+    /// Place of each site, sound branch and all, and its mutants.
     pub(crate) sites: Vec<(Range<usize>, Vec<u32>)>,
 }
 
@@ -61,7 +61,7 @@ struct Site {
     form: Form,
     /// Number, what is replaced, by what.
     mutants: Vec<(u32, Range<usize>, String)>,
-    /// Where the second operand begins; behind the end, of other forms.
+    /// Start of the second operand; behind the end for other forms.
     second: usize,
 }
 
@@ -98,7 +98,7 @@ struct Finder<'a> {
     by_start: BTreeMap<(usize, usize), Vec<(u32, &'a Mutant)>>,
     sites: Vec<Site>,
     left_out: LeftOut,
-    /// How many constants enclose what is visited.
+    /// Number of constants that enclose the visited expression.
     constants: usize,
 }
 

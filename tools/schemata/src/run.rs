@@ -1,4 +1,4 @@
-//! Each mutant on what comes by its site, the cheapest first, until something fails.
+//! Runs each mutant on the trials that pass its site, the cheapest first, until something fails.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,12 +10,12 @@ use crate::trial::{Ended, Place, Trial};
 
 /// So many trials run in a process each, then the rest in groups.
 const ALONE: usize = 4;
-/// A trial that takes longer waits for its turn: before the others it would leave many short ones no time.
+/// A trial that takes longer runs after the others: before them it would leave many short ones no time.
 const FIRST_SECONDS: f64 = 1.0;
 /// A group of trials takes about so many seconds.
 const GROUP_SECONDS: f64 = 5.0;
 
-/// What became of mutants, by their names.
+/// Fates of mutants, by their names.
 pub(crate) struct Fates {
     pub(crate) of: BTreeMap<String, String>,
     /// The hashes of the files' texts.

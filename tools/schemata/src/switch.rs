@@ -1,4 +1,4 @@
-//! The switch of a build that holds all mutants: which one is on, or which sites are come by.
+//! The switch of a build that holds all mutants: which one is on, or which sites a run passes.
 //!
 //! `SCHEMATA_MUTANT=N` switches mutant N on. `SCHEMATA_REACH=FILE`, with no mutant on, sets byte N of FILE
 //! where the site of mutant N is evaluated; FILE is mapped, so what aborts, forks or opens a shared library

@@ -1,15 +1,16 @@
-//! What `cargo xtask mutation` breaks: a page of evidence for each kernel, a line of it for each form of the kernel.
+//! Kernels that `cargo xtask mutation` breaks: a page of evidence for each kernel, a line of it for each form
+//! of the kernel.
 
 use crate::kernels::HOPPER_ARCH;
 
 /// A page of evidence.
 pub(crate) struct Page {
-    /// What the page and its reasons are called in `tests/evidence`.
+    /// Name of the page and its reasons in `tests/evidence`.
     pub(crate) name: &'static str,
-    /// As plans name it.
+    /// Name of the kernel in plans.
     pub(crate) kernel: &'static str,
     pub(crate) arch: &'static str,
-    /// What `fmha run` is told of every problem.
+    /// Arguments of `fmha run` for every problem.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
     /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: knobs that no table
@@ -314,7 +315,7 @@ const HOPPER_BACKWARD: &[Broken] = &[
         title: "a gradient each, causal, D 192",
         problems: &[
             "-b 1 --heads 3 -s 300 --seqlen-k 120 -d 192 --prec bf16 --mask b",
-            // Key blocks that nobody sees, one after another.
+            // Key blocks that no query sees, one after another.
             "-b 1 --heads 40 -s 20 --seqlen-k 128 -d 192 --prec bf16 --mask t",
         ],
         multiprocessors: 2,

@@ -1,4 +1,4 @@
-//! How users' tensors lie: lengths used in part, packed with padding between sequences and rows behind the
+//! Layouts of users' tensors: lengths used in part, packed with padding between sequences and rows behind the
 //! last one, slices of a larger tensor, heads and sequences that share their rows.
 
 use fmha_core::{
@@ -13,7 +13,7 @@ use crate::tensors::{Lengths, padded};
 struct Side {
     /// Rows of all sequences, where they are packed.
     total: Option<u32>,
-    /// Where each begins, and the last ends; empty where they are not packed.
+    /// Offsets at which each sequence begins, and the last one ends; empty where they are not packed.
     offsets: Vec<i32>,
     /// Rows in use of each; empty where all are.
     used: Vec<i32>,
