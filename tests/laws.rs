@@ -210,7 +210,7 @@ fn the_arrows_between_crates_are_as_drawn() {
     };
     let mut broken = Vec::new();
     for (name, text) in files("", &["Cargo.toml"]) {
-        // A workspace of their own: whoever links one builds it with every command.
+        // A workspace of their own: a crate that links one builds it with every command.
         if !name.starts_with("tests/emulators/") && text.contains("fmha-emu-") {
             broken.push(format!("{name}: an emulator is linked, and not opened when it is asked for"));
         }

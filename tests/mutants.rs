@@ -201,7 +201,7 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
 }
 
 /// Trials that last found a mutant of each header. They are tried first, since neighbouring lines mostly fall
-/// to the same case, and each case that finds nothing compiles its kernel anew.
+/// to the same case, and each case that finds nothing compiles its kernel again.
 #[derive(Default)]
 struct LastFinders(Mutex<BTreeMap<String, Vec<usize>>>);
 

@@ -71,9 +71,9 @@ struct Places {
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
-    /// Maps of a call of the plan whose step this is. If another thread's call holds the last maps, the maps
-    /// are encoded anew without waiting. `v` is a V that lies in the workspace; the boxes are computed only
-    /// where maps are encoded.
+    /// Maps of a call of the plan whose step this is. If another thread's call holds the last maps, this call
+    /// encodes its own maps instead of waiting. `v` is a V that lies in the workspace; the boxes are computed
+    /// only where maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.

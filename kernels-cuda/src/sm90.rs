@@ -463,7 +463,7 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
 }
 
 /// Columns of a row in shared memory. 16-bit rows are whole swizzles of 128 bytes beyond 128 columns, and
-/// where rows in memory begin amid the L2's sectors.
+/// where rows in memory begin within a sector of the L2.
 const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
     let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
     if whole && elem_bytes(dtype) == 2 { round_up(head_dim, 64) } else { padded_dim(head_dim) }

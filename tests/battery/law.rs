@@ -106,7 +106,7 @@ impl Law {
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
-        // A quantised cache has the bits of the same call on a widened one, whichever kernels take them.
+        // A quantised cache has the bits of the same call on a widened one, in all kernels that take them.
         let is_twin = self.kind == LawKind::WidenedCache;
         if promised && (of_any_tile || is_twin || same_tile(&plan_a, &plan_b)) {
             let reversed = self.kind == LawKind::PermutedBatch;

@@ -4,8 +4,8 @@
 // Order: L2 head groups, heads whose K and V stay in the L2 together; in a group the row blocks with the most keys
 // first, every head's in turn.
 //
-// `Shared` is a kernel's shared memory: it has work, work_full and work_empty, and in clusters claimed,
-// claimed_full and claimed_empty.
+// `Shared` is a kernel's shared memory. It has the members work, work_full and work_empty, and in clusters claimed,
+// claimed_full and claimed_empty for the tile index.
 #pragma once
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/shares.cuh>

@@ -2,7 +2,7 @@
 // fragment of B that it reads serves all of them.
 //
 // ldmatrix reads eight rows of 16 bytes at a time. In a swizzled tile (smem_tile.cuh) those lie in eight different
-// groups of four banks, whichever the tile's span, so that no read waits for another.
+// groups of four banks, for each span of a tile, so that no read waits for another.
 #pragma once
 #include <fmha/mma/fp8_operand.cuh>
 #include <fmha/mma/fragment.cuh>
@@ -174,9 +174,9 @@ FMHA_DEVICE void product_atb(Accumulator<n>& d, const TileA& a, int32_t a_column
 // product_ab of 8-bit elements. The tensor cores of sm_89 keep some 14 bits of such sums (SageAttention2, arXiv
 // 2411.10958: FP22), so a block's products are added up apart, and then to d in f32.
 //
-// Where B has rows of the inner dimension, ldmatrix turns pairs of neighbouring columns, and bytes of two registers
-// make the B of even columns and that of odd ones. Its keys then have the order of an accumulator (fp8_operand.cuh),
-// and the thread's columns of sixteen are four neighbours (store_rows.cuh: turned).
+// For a B with rows of the inner dimension ldmatrix transposes pairs of neighbouring columns, and bytes of two
+// registers make the B of even columns and that of odd ones. Its keys then have the order of an accumulator
+// (fp8_operand.cuh), and the thread's columns of sixteen are four neighbours (store_rows.cuh: turned).
 template <DType dtype, int ahead, bool b_is_transposed, int m_tiles, int n, int depth, class TileB>
 FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uint8_t, depth> (&a)[m_tiles], const TileB& b,
                             int32_t = 0) {

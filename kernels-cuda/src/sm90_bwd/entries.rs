@@ -113,8 +113,8 @@ pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// Repair kernel, the last one, of [`repair_ctas`] CTAs: the main kernel's arguments.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its
-    // CTAs take turns.
+    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as the
+    // number of waves of its CTAs.
     rows_at_once("repair", spec, tile, Some(4))
 }
 

@@ -230,8 +230,8 @@ const HOPPER_KNOBS: &[&str] = &[
 ];
 
 /// Faults of the backward, on problems of two key blocks at most, so that sums of dQ have the same bits in
-/// whichever order they are made. A missing arrival shows only after as many phases as a barrier has
-/// arrivals: hence the many tiles.
+/// any order of additions. A missing arrival shows only after as many phases as a barrier has arrivals: hence
+/// the many tiles.
 const HOPPER_BACKWARD: &[Broken] = &[
     Broken {
         title: "full, D 128",

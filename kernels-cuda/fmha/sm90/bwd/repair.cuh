@@ -150,7 +150,7 @@ FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule,
 
 // ---- Rows that are not finite.
 
-// Whether `repair_head` computes these rows anew, by a warp.
+// Whether `repair_head` recomputes these rows, by a warp.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span,
                                       int32_t i_head_kv) {

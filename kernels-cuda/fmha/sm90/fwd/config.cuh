@@ -90,9 +90,9 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
 // lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
 // Columns of a row in shared memory. A 16-bit row is whole swizzles of 128 bytes beyond 128 columns, and where rows
-// in memory begin amid the L2's sectors of 32 bytes: pieces of 64 bytes of every second head would then span three
-// sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160 columns and 620 with 192; D 144,
-// whose rows begin on sectors, takes 618 and 578 (H200).
+// in memory begin within one of the L2's sectors of 32 bytes: pieces of 64 bytes of every second head would then span
+// three sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160 columns and 620 with 192; D
+// 144, whose rows begin on sectors, takes 618 and 578 (H200).
 FMHA_DEVICE constexpr int tile_dim(int dim, DType dtype) {
   const bool whole = dim > 128 || (dim > 64 && dim % 16 != 0);
   return size_bytes(dtype) == 2 && whole ? round_up(dim, 64) : padded_dim(dim);

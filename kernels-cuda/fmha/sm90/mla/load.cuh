@@ -243,9 +243,9 @@ struct Loader {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
   }
-  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is
-  // next is waited for, since who frees the places of later ones may itself wait for it; and of a V in K the other
-  // half of a block, which is freed soon after the first.
+  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the next part is
+  // waited for, since the warps that free the places of later parts may themselves wait for it; and of a V in K the
+  // other half of a block, which is freed soon after the first.
   FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);

@@ -36,7 +36,7 @@ struct Pairs {
   }
   // Pairs that the mask hides or the lengths end before become 0. A select, since they may be NaN.
   FMHA_DEVICE void hide(PairValues& x, PairPlace at) const {
-    // Visibility is computed anew each time: kept answers would fill scalar registers from S to dS.
+    // Visibility is computed again each time: kept answers would fill scalar registers from S to dS.
     opaque_in_vgpr(at.own);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;

@@ -196,8 +196,8 @@ class Piece {
     seq_end_ = begin + SeenTiles::of(params, span_of(params.call.fwd, i_batch)).count;
   }
 
-  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that nobody
-  // waits for.
+  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that no row
+  // sees.
   FMHA_DEVICE bool fill(const CdnaDecodeParams& params, Job& job, int32_t from, int32_t to) const {
     const FwdParams& p = params.call.fwd;
     job.i_head_kv = i_head_kv_;

@@ -18,10 +18,10 @@ use crate::parse::parse;
 /// When asynchronous operations complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Asynchrony {
-    /// At once. Fast, and blind to missing waits.
+    /// Completion at once: fast, and blind to missing waits.
     #[default]
     Eager,
-    /// As late as the program lets them, in an order and with a schedule of warps drawn from `seed`.
+    /// Completion as late as the program permits, in an order and with a schedule of warps drawn from `seed`.
     Late {
         /// Any number; equal seeds give equal schedules.
         seed: u64,
@@ -42,7 +42,7 @@ pub enum RowShift {
     FromNext,
 }
 
-/// How a launch is run and what is checked.
+/// Options of a launch: how it is run and what is checked.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
@@ -62,13 +62,14 @@ pub struct Options {
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
     pub parallel: bool,
-    /// Clusters run piece by piece, one at a time, in an order that this seed decides: one that a device could have.
-    /// Who claims what from a counter in global memory is then another with each seed.
+    /// Clusters run piece by piece, one at a time, in an order that this seed decides: one that a device
+    /// could have. The order in which blocks take tile indices from a counter in global memory then differs
+    /// with each seed.
     pub cluster_order: Option<u64>,
     /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
-    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
-    /// published programs that leave some out.
+    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA
+    /// requires. Off for published programs that leave some out.
     pub strict_tensor_memory: bool,
     /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is
     /// to write until it is waited for. `None`: registers with a NaN, and copies are done when they are
@@ -111,7 +112,7 @@ pub struct LaunchConfig {
     pub dependent: bool,
 }
 
-/// What a launch did.
+/// Report of a launch.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Report {
@@ -205,7 +206,7 @@ impl Module {
         self.kernels.get(name)
     }
 
-    /// All kernels, by name.
+    /// Kernels of the module, by name.
     #[must_use]
     pub fn kernel_names(&self) -> Vec<&str> {
         let mut names: Vec<_> = self.kernels.keys().map(String::as_str).collect();
@@ -296,8 +297,8 @@ impl Device {
         self.memory.view().read(address, out, false).map_err(|f| *f)
     }
 
-    /// As [`download`](Self::download), but bytes never written are 0xff, NaN in every format: a device's are
-    /// whatever its memory held.
+    /// Downloads as [`download`](Self::download) does, but bytes never written are 0xff, NaN in every format:
+    /// a device's are whatever its memory held.
     ///
     /// # Errors
     /// As [`download`](Self::download).
@@ -363,8 +364,8 @@ impl Device {
     }
 }
 
-/// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers give
-/// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
+/// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers
+/// give the most that fits the file, yet no more than any `setmaxnreg.inc` requests.
 fn launch_registers(program: &Program, threads: u32) -> u32 {
     let value =
         |reg: crate::op::Reg| program.const_words.iter().find(|(r, _)| *r == reg).map(|&(_, value)| value);

@@ -11,9 +11,9 @@ pub struct Mutant {
     pub line: u32,
     /// The instruction, without its guard.
     pub instruction: String,
-    /// What is done to it.
+    /// Change to the instruction.
     pub what: &'static str,
-    /// Where in the text it stands, guard included, and what comes there instead.
+    /// Range of the instruction in the text, guard included, and its replacement.
     range: Range<usize>,
     replacement: String,
 }

@@ -69,7 +69,7 @@ impl Recording {
         }
     }
 
-    /// As bytes of a file.
+    /// Bytes of a recording's file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -165,10 +165,10 @@ impl Recording {
     }
 }
 
-/// What a recorded launch left.
+/// Result of a recorded launch.
 #[derive(Debug)]
 pub struct Ended {
-    /// What it did.
+    /// Report of the launch.
     pub report: Report,
     /// The bytes of each of the recording's allocations afterwards.
     pub memory: Vec<Vec<u8>>,

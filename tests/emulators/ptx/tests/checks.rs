@@ -82,7 +82,7 @@ fn a_bulk_store_whose_reading_alone_was_waited_for_writes_later() {
         device.upload(data, &[0; 128]).unwrap();
         run(&device, &ptx(wait), &block(1, 0), &data.to_le_bytes(), &late).unwrap();
         let words = download(&device, data, 17);
-        // What it wrote in the end is what it had read, not what came there later.
+        // The bytes that it wrote in the end are those that it had read, not later ones.
         assert_eq!((words[16], words[0]), (seen, 7), "{wait}");
     }
 }

@@ -54,7 +54,7 @@ fn kernel(lane: u32, swizzled: bool, wait: bool) -> String {
     )
 }
 
-/// What the 128 lanes hold in the end, eight words each.
+/// Words that the 128 lanes hold in the end, eight each.
 fn refresh(lane: u32, swizzled: bool, wait: bool) -> Result<Vec<u32>, Fault> {
     let device = Device::new();
     let out = device.alloc(128 * 32);

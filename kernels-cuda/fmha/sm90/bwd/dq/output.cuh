@@ -89,9 +89,9 @@ struct DqOutput {
   }
 
   // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's
-  // are there; whether there are none, so that this one stores. The thread polls global memory in the consumers' place,
-  // who wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's 4750
-  // clocks at D 256, both together.
+  // are there; whether there are none, so that this one stores. The thread polls global memory for the consumers,
+  // which wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's
+  // 4750 clocks at D 256, both together.
   FMHA_DEVICE bool acquire() const {
     if constexpr (keeps_dq_apart(tile)) return true;
     if constexpr (!is_ordered<spec>()) return false;

@@ -1,7 +1,7 @@
-// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are the
-// counters by which CTAs tell each other how far that is, and the order of additions where they have one;
-// docs/kernels/sm90-bwd-dq.md has the protocol: who writes, who waits, in which memory order, and why no CTAs wait in a
-// circle.
+// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are
+// the counters by which CTAs tell each other how far that is, and the order of additions where they have one;
+// docs/kernels/sm90-bwd-dq.md has the protocol: which warp writes, which waits, in which memory order, and why no
+// CTAs wait in a circle.
 //
 //   output.cuh      a consumer's share, from registers to shared memory or by its own additions
 //   store.cuh       the store warp: bulk copies from shared memory to the sums
@@ -26,7 +26,7 @@ constexpr DqStart kDqStart = keeps_dq_apart(tile) ? DqStart::Apart
                              : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
                                                                    : DqStart::Zeros;
 // Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then
-// walk their queries in one order too, whichever it is, so that dK and dV have the same bits.
+// walk their queries in one fixed order too, so that dK and dV have the same bits.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;

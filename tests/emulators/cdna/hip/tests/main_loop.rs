@@ -1,4 +1,4 @@
-//! What a step of the AMD kernels' main loop asks of LDS and of memory, counted in the emulator: the table
+//! Use of LDS and of memory by a step of the AMD kernels' main loop, counted in the emulator: the table
 //! `tests/evidence/cdna-loop-memory.tsv`. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -25,7 +25,8 @@ const RDNA_HEAD_DIMS: [u32; 5] = [32, 64, 128, 192, 256];
 /// Head dimensions of the backward's tiles; others are padded to these.
 const BACKWARD_HEAD_DIMS: [u32; 4] = [64, 128, 192, 256];
 const COLUMNS: &str = "arch\tcall\tkeys\tlds_cycles\tconflict_cycles\tlines\tlines_if_packed\n";
-/// What the figures are of: between a launch with so many keys and one with twice as many lie only steps of the loop.
+/// Keys of the shorter of two launches that the figures compare: between a launch with so many keys and one
+/// with twice as many lie only steps of the loop.
 const KEYS: u32 = 512;
 
 /// Attention of one head.

@@ -244,7 +244,7 @@ impl RegChecks {
         self.overwrites(inst)
     }
 
-    /// What one lane or scalar register got is as defined as what it came from.
+    /// Copies definedness to one lane or scalar register from its source.
     pub(crate) fn after_lane_copy(&mut self, inst: &Inst, lane: usize) {
         let defined = match inst.src[0] {
             Src::S(first) => scalar_bits(first, 1) & !self.valid_s == 0,

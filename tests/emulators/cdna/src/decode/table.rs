@@ -30,7 +30,7 @@ pub(crate) enum Enc {
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
-    /// What executes it goes by CDNA's name, where that differs.
+    /// CDNA's name of the instruction, by which it is executed, where that differs.
     pub(crate) canonical: &'static str,
     /// Destination first. For scalar, LDS and matrix rows `Ty::Regs`.
     pub(crate) operands: Vec<Ty>,

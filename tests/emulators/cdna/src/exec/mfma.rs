@@ -62,7 +62,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// From a mnemonic such as `v_mfma_f32_32x32x8_f16` or `v_mfma_f32_32x32x8bf16_1k`, whose D takes `d_regs`.
+    /// Shape of a mnemonic such as `v_mfma_f32_32x32x8_f16` or `v_mfma_f32_32x32x8bf16_1k`, whose D takes
+    /// `d_regs`.
     pub(crate) fn from_name(name: &str, d_regs: u8) -> Option<Self> {
         let rest = name.strip_prefix("v_mfma_")?;
         let (acc, rest) = rest.split_once('_')?;

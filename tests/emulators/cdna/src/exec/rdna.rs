@@ -1,4 +1,5 @@
-//! What RDNA has and CDNA has not: scalar floats, masks of 32 lanes, rows that change places, its waits and barriers.
+//! Instructions that RDNA has and CDNA has not: scalar floats, masks of 32 lanes, exchanges of rows, its
+//! waits and barriers.
 
 use super::lanes::{masked, put, source};
 use super::valu::ternary;
@@ -13,7 +14,7 @@ fn f(bits: u32) -> f32 {
     f32::from_bits(bits)
 }
 
-/// What a count in an instruction leaves under way; its highest value waits for nothing.
+/// Number of operations that a count in an instruction leaves under way; its highest value waits for nothing.
 fn left(count: u32, highest: u32) -> usize {
     if count == highest { usize::MAX } else { count as usize }
 }

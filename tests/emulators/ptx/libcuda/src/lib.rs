@@ -1,4 +1,4 @@
-//! A test double of `libcuda.so`: a device, or several alike, whose kernels run in [`fmha_emu_ptx`].
+//! A test double of `libcuda.so`: a device, or several equal ones, whose kernels run in [`fmha_emu_ptx`].
 //!
 //! Environment:
 //! - `FMHA_EMULATE`: the device's architecture, `sm_80`, `sm_90a` (default), `sm_100a`, `sm_120`; of several devices,

@@ -31,7 +31,7 @@ pub(crate) struct Job {
     pub(super) pc: u32,
     pub(super) group: u32,
     pub(super) clocks: Clocks,
-    /// What it has read of shared memory, where that has been waited for and its writes have not.
+    /// Bytes that the job has read of shared memory, where that has been waited for and its writes have not.
     pub(super) taken: Option<Vec<u8>>,
 }
 
@@ -307,7 +307,8 @@ impl Cluster {
             Code::BulkWait { read } => {
                 let n = warp.w[inst.src[0].row()][0];
                 let upto = warp.asynchrony.bulk_committed.saturating_sub(n);
-                // In late mode this wait is what makes the copies happen; one for reads leaves their writes for later.
+                // This wait, in late mode, is what makes the copies happen; one for reads leaves their writes
+                // for later.
                 while let Some(i) = self.pending.iter().position(|j| {
                     j.bulk.completion == Completion::BulkGroup
                         && (j.cta, j.warp) == (warp.cta, warp.index)

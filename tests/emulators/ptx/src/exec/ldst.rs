@@ -23,7 +23,7 @@ pub(super) enum Target {
     Param(u64),
 }
 
-/// Where a lane's access begins.
+/// Address at which a lane's access begins.
 fn aligned(base: &WideRow, a: Access, lane: usize, what: &str) -> Exec<u64> {
     let (address, bytes) = (base[lane].wrapping_add(a.offset as u64), a.sizes().0 as u64);
     if address & (bytes - 1) != 0 { Err(misaligned(what, address, bytes)) } else { Ok(address) }

@@ -77,7 +77,7 @@ impl TensorMemory {
             self.check(c)?;
         }
         for i in 1..PART {
-            // In the order that reads each row before it is overwritten.
+            // Rows in the order that reads each row before it is overwritten.
             let (from, to) = match way {
                 RowShift::ToNext => (PART - 1 - i, PART - i),
                 RowShift::FromNext => (i, i - 1),
@@ -315,7 +315,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// All products and copies of this warp so far, announced to an mbarrier when they end.
+    /// Tracks all products and copies of this warp so far, announced to an mbarrier when they end.
     fn tmem_commit(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, multicast: bool) -> Exec<()> {
         let address = warp.get(inst.src[0], lane).wrapping_add(warp.get(inst.src[3], lane));
         let (cta, at) = self.cluster_target(address)?;

@@ -1,4 +1,4 @@
-//! What asynchronous copies move: tiles of tensors in and out, reductions on the way.
+//! Data that asynchronous copies move: tiles of tensors in and out, reductions on the way.
 
 use super::Exec;
 use super::atomic::combine;

@@ -12,7 +12,7 @@ pub(crate) type Row = [u32; 32];
 /// One 64-bit register of 32 lanes.
 pub(crate) type WideRow = [u64; 32];
 
-/// What registers hold before their first write: a NaN in every float format, and no plausible address.
+/// Content of registers before their first write: a NaN in every float format, and no plausible address.
 const POISON: u32 = 0x7fff_dead;
 
 /// Lanes of a warp that stand at one instruction.
@@ -26,7 +26,7 @@ pub(crate) struct Group {
     pub(crate) waits: Option<Wait>,
 }
 
-/// What a group of lanes waits for.
+/// Event that a group of lanes waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
     /// Other lanes of the warp, named by the mask, at the same instruction.

@@ -1,4 +1,4 @@
-//! What each four bytes of shared memory saw last, and whether a new access is ordered behind that.
+//! Last accesses to each four bytes of shared memory, and whether a new access is ordered behind that.
 //!
 //! Asynchronous copies and matrix products access sixteen bytes at a time, so the cells of four bytes are kept by lines
 //! of four, as one while they are equal.
@@ -6,7 +6,7 @@
 use super::{Clocks, Exec, Tracker};
 use crate::fault::{Fault, FaultKind};
 
-/// What an access does to its bytes.
+/// Kind of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Touch {
     Read,
@@ -62,13 +62,13 @@ impl Access {
         (self.track(), self.epoch()) == (other.track(), other.epoch())
     }
 
-    /// With the bytes of another one.
+    /// This access with the bytes of another one added.
     fn and_bytes_of(self, other: Self) -> Self {
         Self(self.0 | u64::from(other.bytes()))
     }
 }
 
-/// What four bytes of shared memory saw.
+/// Accesses to four bytes of shared memory.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(super) struct Cell {
     pub(super) write: Access,
@@ -76,7 +76,7 @@ pub(super) struct Cell {
     more: Vec<Access>,
 }
 
-/// What sixteen bytes saw.
+/// Accesses to sixteen bytes of shared memory.
 #[derive(Clone, Debug)]
 pub(super) enum Line {
     /// One cell that stands for all four of the line.
@@ -308,8 +308,8 @@ impl Tracker {
             // A check of some bytes may have let pass a conflicting write to the cell's other bytes.
             known.write = if bytes == 15 { cell.write } else { Access::default() };
         }
-        // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new
-        // one left out.
+        // An access that is ordered behind the new read is behind the old one too, but for the bytes that the
+        // new one left out.
         let replaces = |old: &Access| {
             !old.is_some()
                 || old.is_beside(access)
@@ -358,7 +358,7 @@ impl Tracker {
             cell.more.clear();
             return Ok(());
         }
-        // What was read of other bytes may still race with a write to those.
+        // Reads of other bytes may still race with a write to those.
         let is_left = |read: &Access| read.bytes() & !bytes != 0;
         cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
         cell.more.retain(is_left);

@@ -67,7 +67,7 @@ pub(crate) struct Tracker {
     blocks: u32,
     clocks: Vec<Clocks>,
     tracks: u32,
-    /// By lines of sixteen bytes.
+    /// Accesses by lines of sixteen bytes.
     cells: Vec<Vec<Line>>,
     flights: Vec<Flight>,
     tensor: Vec<TensorState>,
@@ -154,7 +154,7 @@ impl Tracker {
         self.begin_epoch(id);
     }
 
-    /// What the warp does from here on is behind what it has released.
+    /// The warp's later operations are behind what it has released.
     fn begin_epoch(&mut self, id: usize) {
         let c = &mut self.clocks[id];
         c.v[id] += 1;
