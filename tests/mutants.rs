@@ -251,8 +251,8 @@ fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, Str
     (last, of)
 }
 
-/// Why nothing can tell: `header | part of the line, or "function: `" and its beginning | from | to | why`; `*` is every edit
-/// of such a line.
+/// Why nothing can tell: `header | part of the line, or "function: `" and its beginning | from | to | why`;
+/// `*` is every edit of such a line.
 struct Reason<'a> {
     header: &'a str,
     part: &'a str,

@@ -72,7 +72,7 @@ pub struct DeviceFacts {
     pub smem_bytes: u32,
     /// Peak rates, for f16 and bf16.
     pub roofline: Roofline,
-    /// How the tensor cores add the products of a score.
+    /// Sums of the tensor cores over the products of a score.
     pub score_sums: MatrixSums,
     /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
     pub device: String,
@@ -118,7 +118,7 @@ impl Instructions {
     }
 }
 
-/// How tensor cores add the products of a score.
+/// Sums of tensor cores over the products of a score, by type.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MatrixSums {
     of_16_bits: ScoreSums,

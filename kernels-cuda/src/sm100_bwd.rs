@@ -26,7 +26,7 @@ pub const BLOCK: u32 = 128;
 pub const THREADS: u32 = 512;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm100BwdTile {
         /// Blocks of Q in shared memory at a time: the next one's scores are started before this one's dK has read it.
         pub stages_q: i32 = Takes::within(2, 3),

@@ -53,9 +53,9 @@ abi_enum!(PingPong { Off, AtIssue, AfterMax });
 /// Whether the next tile's first scores are started with this tile's last output, and where that tile's Q lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lookahead {
-    /// They are not.
+    /// The next tile's scores are not started early.
     Off,
-    /// In a second buffer of Q.
+    /// Q lies in a second buffer.
     SecondQ,
     /// Q lies in pieces of 64 rows, of which one is spare: less shared memory than a second Q.
     SparePiece,
@@ -81,7 +81,7 @@ pub enum ValueProduct {
 abi_enum!(ValueProduct { Direct, F16, Flushed, FlushedFirst });
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm90Tile {
         /// Query rows of a CTA: 64, 128 or 192, 64 to a consumer warpgroup.
         pub block_m: i32 = Takes::among(&[64, 128, 192]).tuned(),
@@ -97,8 +97,8 @@ abi_spec! {
         pub lookahead: Lookahead = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for `P V`; 0:
-        /// ptxas decides.
+        /// Number of a thread's `block_n / 2` exponentials that ptxas must place before the wait for `P V`;
+        /// 0: ptxas decides.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough.
@@ -132,9 +132,10 @@ abi_spec! {
         pub q_in_registers: bool = Takes::all().tuned(),
         /// Type of the product P V.
         pub pv: ValueProduct,
-        /// Where a row-major V of FP8 is brought to the form that the products of P V take, to the same bits.
+        /// Place where a row-major V of FP8 is converted to the form that the products of P V take, to the
+        /// same bits.
         pub prepare_v: PrepareV = Takes::all().tuned(),
-        /// Where P V is flushed: columns of O that are summed at a time, where registers are short; 0: all of them.
+        /// Columns of O that a flushed P V sums at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
         /// themselves; 0: threads read their elements from memory.

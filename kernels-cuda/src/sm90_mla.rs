@@ -320,7 +320,7 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
 /// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
-    // How long a part is, is an argument: the text says only that there are some.
+    // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
     let entry = Entry {

@@ -1,8 +1,8 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts of a sequence end is decided on the device: by its own length and by how many parts the
-//! longest has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the
-//! lengths (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
+//! The device decides where the parts of a sequence end: by its own length and by how many parts the longest
+//! has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths
+//! (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
 
 pub(crate) mod launch;
 
@@ -228,9 +228,9 @@ const MOST_BYTES: u64 = 256 << 20;
 /// of O for each part that it sees.
 const FIXED_KEYS: i32 = 2048;
 
-/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which
-/// calls are cut at all is decided by what one part and a whole sequence round alike: a sink and an O of 8
-/// bits enter a merge otherwise.
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Calls
+/// are cut only if one part and a whole sequence round in the same way: a sink and an O of 8 bits enter a
+/// merge differently.
 #[must_use]
 pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let is_cut = splits(problem).is_ok()

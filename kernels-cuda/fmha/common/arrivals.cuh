@@ -60,7 +60,7 @@ struct ArrivingKeys {
       if (row + rows <= end) break;
     }
     know_all();
-    // What the flag announced was written for the generic proxy; TMA reads by the asynchronous one.
+    // Keys that the flag announced were written for the generic proxy; TMA reads by the asynchronous one.
     if (polled) ptx::fence_proxy_async_global();
   }
 

@@ -168,7 +168,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       if constexpr (in_shares) {
         find_in_shares(parts, merged);
       } else {
-        // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
+        // Parts that the forward kernel has written: up to the last key that the row sees, and the first part in any
+        // case.
         const int32_t keys =
             parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
         const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);

@@ -1,5 +1,4 @@
-// Where a tile's rows of O and LSE lie, be it the call's or a part's, and what is done to rows that are to be
-// computed again.
+// Places of a tile's rows of O and LSE, the call's or a part's, and the recomputation of rows.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>

@@ -1,5 +1,5 @@
-// The generator of philox.h in parts, for a kernel that asks it for many keys of many queries: of its twenty products
-// four depend on the keys and the head alone and one on the query, so that they are computed once for many pairs.
+// The generator of philox.h in parts, for a kernel that draws for many keys of many queries. Of its twenty products
+// four depend on the keys and the head alone and one on the query; they are computed once for many pairs.
 #pragma once
 #include <fmha/philox.h>
 

@@ -40,7 +40,7 @@ struct Modifiers {
     if constexpr (only_alibi || !modifies_score(spec)) return positive_scale() * kLog2E;
     return kLog2E;
   }
-  // What every score has besides.
+  // Constant part of every score: the softcap's, where scores are capped fast.
   FMHA_DEVICE float offset_log2() const {
     if constexpr (fast_softcap) return p.softcap * kLog2E;
     return 0.f;

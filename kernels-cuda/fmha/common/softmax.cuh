@@ -15,7 +15,7 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// With `p_offset_log2` P and its sums are that many powers of two larger (a kernel's config.cuh).
+// Online softmax. P and its sums are 2^`p_offset_log2` times as large (a kernel's config.cuh).
 template <auto tile, int p_offset_log2>
 struct Softmax {
   static constexpr float kPScale = power_of_two(p_offset_log2);

@@ -15,7 +15,7 @@ namespace fmha::mma {
 
 enum class KeyOrder { OfMemory, OfAccumulator };
 
-// The key of 16 that stands in place `at` of an operand in the accumulator's order.
+// Key of 16 in place `at` of an operand in the accumulator's order.
 FMHA_DEVICE constexpr int key_at(int at) { return 8 * (at / 2 % 2) + at / 4 * 2 + at % 2; }
 
 // Two registers of four keys, of two rows, from the accumulator's order to memory's. Lane q is to have the keys 4 q

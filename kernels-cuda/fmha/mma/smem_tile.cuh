@@ -44,7 +44,7 @@ struct alignas(1024) SmemTile {
   Elem elems[num_chunks][rows][span];
 
   FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
-  // As descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
+  // Address as descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
   // an H200), which would get into the descriptor's next field.
   FMHA_DEVICE uint32_t offset() const { return clustered ? address() & 0x3ffff : address(); }
 };

@@ -185,7 +185,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     let spec = spec_of(problem);
     let row = widest(&spec);
     let dim = product_dim(spec.head_dim_qk, spec.dtype_qk) + product_dim(spec.head_dim_v, spec.dtype_v);
-    // Those of a block beside its keys are in the rate of the table's.
+    // The table tile's rate already includes its blocks' cost besides keys.
     let (keys, of_table) = (f64::from(tile.block_n), f64::from(default_tile(&spec).block_n));
     let keys = keys + KEYS_BESIDE * (1.0 - keys / of_table);
     let flops_a_block = 2.0 * f64::from(tile.block_m) * keys * f64::from(dim);

@@ -18,7 +18,7 @@ pub const PREPARE_THREADS: u32 = 256;
 /// Place where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
-    /// In shared memory, by each tile's CTA, block by block. Another V comes as it is.
+    /// In shared memory, by each tile's CTA, block by block. Any other V is loaded as it is.
     InTile,
     /// In the workspace, by a launch before the kernel.
     Before,
@@ -69,9 +69,9 @@ impl PreparedValues {
                 tile.block_n, dims.seqlen_k
             ));
         }
-        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all
-        // CTAs, which all wait for their first blocks. A launch takes all heads of a row, which lie side by
-        // side.
+        // Heads of a group: beside the tiles, those of an L2 head group, whose tiles run together, or of the
+        // first tiles of all CTAs, which all wait for their first blocks. A launch takes all heads of a row,
+        // which lie side by side.
         let heads_per_group = match tile.prepare_v {
             PrepareV::Beside => {
                 let first_heads = tile

@@ -129,8 +129,8 @@ impl Sm90BwdTile {
                 self.stages_dout
             ));
         }
-        // The next block's are stored while this one's are read. P, which has one place where dQ is stored,
-        // is told by dS's slot.
+        // P and dS of the next block are stored while this block's are read. P has one place where dQ is
+        // stored; the slot of dS tells whether it is free.
         if walk == BwdWalk::GradientEach && self.stages_ds != 2 {
             return Err(format!("stages_ds {}: walk {set} holds two blocks of dS at a time", self.stages_ds));
         }

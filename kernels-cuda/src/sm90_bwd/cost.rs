@@ -168,9 +168,9 @@ const APART_MICROS_A_MB: f64 = 0.5;
 const NEAR_APART_MICROS_A_MB: f64 = 0.2;
 
 /// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that
-/// wait for each other. Both have the same bits, so the batch may be asked. Of packed sequences the lengths
-/// are not known. From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631
-/// D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
+/// wait for each other. Both have the same bits, so the choice may depend on the batch. The lengths of packed
+/// sequences are not known. From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2
+/// S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
 pub(super) fn wants_dq_apart(
     ordered: &Sm90BwdTile,
     apart: &Sm90BwdTile,

@@ -88,7 +88,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let workspace = tile
             .workspace(problem, &spec, &schedule, q_blocks)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        // Behind it the sums of heads' parts.
+        // The sums of heads' parts lie behind the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let tiles = schedule.num_tiles.unsigned_abs();
@@ -97,7 +97,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             tiles: blocks.into(),
             ..row_launch(at, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
-        // Where the main kernel does not finish dQ; after it heads of dSink too.
+        // CTAs that finish dQ where the main kernel does not; those of dSink's heads follow.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let postprocess = (!tile.finishes_dq() || problem.write_dsink).then(|| {

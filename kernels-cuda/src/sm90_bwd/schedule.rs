@@ -43,16 +43,16 @@ abi_struct! {
         pub side_by_side_period: i32,
         /// Number of these heads launched at a time behind a mask.
         pub side_by_side_heads: i32,
-        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their
-        /// walks apart; 0: as many as a packed sequence's own length gives.
+        /// Key blocks (of clusters) that run at a time and begin their walks apart, with ordered additions to
+        /// dQ and no mask; 0: as many as a packed sequence's own length gives.
         pub key_blocks_in_group: i32,
-        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
-        /// of; else all of them.
+        /// Query heads of all sequences whose rows preprocess takes; all of them unless the main kernel makes
+        /// delta.
         pub num_first_query_heads: i32,
         /// Query blocks of these heads.
         pub num_first_q_blocks: i32,
-        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there
-        /// are of each of a tile's consumer warps; set at each run.
+        /// Sums of dK and dV in f32, with `head_parts`; with ordered additions also the counters of each of a
+        /// tile's consumer warps. Set at each run.
         pub head_sums: DevPtr<f32>,
     }
 }
@@ -127,9 +127,9 @@ impl Sm90BwdTile {
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         let order = self.order(problem, spec, num_sms, parts_of_heads);
-        // Some two tiles to a multiprocessor.
+        // Heads that give some two tiles to a multiprocessor.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
-        // Those of the first tiles.
+        // Heads of the first tiles.
         let first_heads =
             if self.makes_delta() { order.heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
         let first_query_heads =
@@ -202,7 +202,7 @@ impl Sm90BwdTile {
             let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
             let near = (near / parts_together).max(1);
             let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
-            // As many in each group.
+            // Groups of equal size.
             let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
             side_by_side_heads = (upward + groups - 1).div_euclid(groups);
             in_l2

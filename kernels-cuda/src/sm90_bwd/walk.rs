@@ -87,12 +87,12 @@ abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 /// Place where the sums of dQ become dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqFinish {
-    /// In a launch after the main kernel.
+    /// A launch after the main kernel.
     Launch,
-    /// In the main kernel, by a warp of its own, while the L2 may still hold the sums. For persistent CTAs.
+    /// A warp of its own in the main kernel, while the L2 may still hold the sums. For persistent CTAs.
     Beside,
-    /// In the main kernel as with `Beside`. While no dQ is ready, the warp makes LSE in log2 and delta of all
-    /// heads' rows but those of the first tiles, which preprocess makes.
+    /// A warp in the main kernel, as with `Beside`. While no dQ is ready, the warp makes LSE in log2 and
+    /// delta of all heads' rows but those of the first tiles, which preprocess makes.
     BesideWithDelta,
 }
 

@@ -63,7 +63,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
-        // How many parts there are depends on the batch.
+        // The number of parts depends on the batch.
         if options.batch_invariant {
             own.split_keys = 0;
         }

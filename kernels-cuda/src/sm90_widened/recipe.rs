@@ -122,7 +122,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let wide = text::wide_problem(R::WIDENED, problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
-        // The reader is asked for by name, or it would leave short queries to others.
+        // The reader is chosen by name, or it would leave short queries to others.
         let of_reader = options.clone().kernel(R::about().name);
         // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
         // it lies.

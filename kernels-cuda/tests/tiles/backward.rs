@@ -149,7 +149,7 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let ordered = spec_of(192, true);
     let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
     assert_eq!(apart.check(&ordered), Ok(()));
-    // In an order the store warp adds, for which P of all blocks have one place.
+    // The store warp adds in the order, for which P of all blocks have one place.
     let default = sm90_bwd::default_tile(&ordered);
     assert!(!default.persistent && default.dq_path == DqPath::StoreWarp);
     assert!(default.smem_bytes(&ordered) <= 227 * 1024);

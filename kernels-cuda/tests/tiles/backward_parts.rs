@@ -1,4 +1,4 @@
-//! How Hopper's backward shares out heads, and in which order their key blocks run.
+//! Tests of how Hopper's backward shares out heads, and of the order in which their key blocks run.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskSpec, QLayout};

@@ -92,7 +92,7 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
 }
 
 /// The chosen shape is never slower than the table's, and is the fastest of those measured but where the gain
-/// is less than the model asks for.
+/// is less than the model requires.
 #[test]
 fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     the_shapes_of_a_run_are_the_better_ones("shape", 7, &["3 3/3 1137/1137 128/128 causal"]);

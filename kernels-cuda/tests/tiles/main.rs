@@ -81,7 +81,7 @@ fn problems() -> impl Iterator<Item = FwdProblem> {
     })
 }
 
-/// What a plan has of a field; of `parts`, how many tiles share a kv head's query heads.
+/// Value of a plan's field; for `parts`, how many tiles share a kv head's query heads.
 fn chosen(problem: &BwdProblem, field: &str) -> String {
     let spec = BwdSpec::of(problem);
     let mut tile = sm90_bwd::choose_tile(problem, &spec);

@@ -43,7 +43,7 @@ struct Wave {
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
-// P's scale, in log2 (Config). That of bf16, whose V may reach f32's largest number, lies below 1 by the number of
+// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P lies below 1 by the number of
 // keys, so that no sum of P V leaves f32 where O does not; a power of two moves no bit of the others.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE int p_scale_log2(const Job& job) {

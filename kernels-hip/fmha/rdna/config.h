@@ -11,8 +11,8 @@ using cdna::LoadPath;
 using cdna::OutputKind;
 using cdna::StorePath;
 
-// A matrix in LDS, its rows so far apart that 16 lanes that read one place of 16 rows meet in no bank: reads of 16
-// bytes, eight lanes a cycle, by an odd number of them; of 8 bytes, 16 lanes a cycle, likewise.
+// A matrix in LDS whose row stride keeps 16 lanes that read one place of 16 rows in different banks. Reads of 16
+// bytes serve eight lanes a cycle, reads of 8 bytes 16 lanes; the stride is an odd number of such reads.
 template <int rows, int row_elems, int elem_bytes>
 struct LdsRows {
   static constexpr int pad = 8 * elem_bytes, stride = row_elems * elem_bytes + pad;

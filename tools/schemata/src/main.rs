@@ -4,8 +4,8 @@
 //!
 //! 1. `tree`, `rewrite`: a copy of the repository in which each site asks which mutant is on; what does not compile is
 //!    dropped, by where the compiler's errors point.
-//! 2. `trial`: the crates' tests and the cases of `cases.txt`, each run once with no mutant on, for its seconds and for the
-//!    sites that it evaluates.
+//! 2. `trial`: the crates' tests and the cases of `cases.txt`, each run once with no mutant on, for its
+//!    seconds and for the sites that it evaluates.
 //! 3. `run`: each mutant on the trials that evaluate its site, the cheapest first, until one fails.
 //! 4. `report`: what became of each; survivors have a reason in `tests/evidence/mutants-host.reasons`, or are gaps.
 //!

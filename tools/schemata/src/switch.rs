@@ -65,7 +65,8 @@ static START: extern "C" fn() = {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(path);
             let Some((file, len)) = file.ok().and_then(|file| Some((file.metadata().ok()?.len(), file)))
                 .map(|(len, file)| (file, len as usize)) else { return };
-            // SAFETY: a fresh shared mapping (PROT_READ | PROT_WRITE, MAP_SHARED) of a file as long; no thread runs yet.
+            // SAFETY: a fresh shared mapping (PROT_READ | PROT_WRITE, MAP_SHARED) of a file as long; no
+            // thread runs yet.
             unsafe {
                 let at = mmap(std::ptr::null_mut(), len, 3, 1, file.as_raw_fd(), 0);
                 if at as isize != -1 {

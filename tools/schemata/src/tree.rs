@@ -16,9 +16,9 @@ const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "
 /// Folders of the packages that have mutants.
 const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
-/// Attributes that are removed: code that is inlined into one function throughout takes the optimiser's
-/// passes half an hour with all mutants in it: here the CPU's kernels are functions of their own, but for the
-/// vectors' ([`VECTORS`]), and less is done to them.
+/// Attribute, and the weaker one of the same length that replaces it. Code that is inlined into one function
+/// throughout takes the optimiser's passes half an hour with all mutants in it; here the CPU's kernels are
+/// functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.
 const ALWAYS: [&str; 2] = ["#[inline(always)]", "#[inline]        "];
 const VECTORS: &str = "backend-cpu/src/simd/";
 const PROFILE: &str = "\n[profile.release.package.fmha-cpu]\nopt-level = 1\n";

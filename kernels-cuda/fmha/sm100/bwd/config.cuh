@@ -83,11 +83,11 @@ struct Smem {
   ValueTile dout[tile.stages_dout];
   DsTile ds;                             // keys, queries
   QueryStats<kBlock> stats[tile.stages_q];  // of Q's block
-  Barrier k_full;                        // the bytes of K, or the load role's word that rows behind the sequence are zeros
+  Barrier k_full;                        // the bytes of K, or the load role's arrival after it zeroed rows
   Barrier v_full;                        // the bytes of V
-  Barrier q_full[tile.stages_q];         // those of Q likewise, and of its rows' numbers
-  Barrier q_empty[tile.stages_q];        // the products that read Q are computed: and one arrival per compute warp, of the numbers
-  Barrier dout_full[tile.stages_dout];   // of dO, as of K
+  Barrier q_full[tile.stages_q];         // the same of Q, and the bytes of its rows' statistics
+  Barrier q_empty[tile.stages_q];        // Q's products are computed; one arrival per compute warp, for statistics
+  Barrier dout_full[tile.stages_dout];   // the same of dO
   Barrier dout_empty[tile.stages_dout];  // the products that read dO are computed
   Barrier raw;                           // the bytes of a tile of which rows are to be zeroed
   Barrier s_full;                        // S is computed

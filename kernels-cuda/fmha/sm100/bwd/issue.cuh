@@ -22,7 +22,8 @@ struct Issuer {
   using Tmem = TmemPlan<spec>;
   using Instruction = mma::sm100::Instruction;
   static constexpr DType dtype = spec.fwd.dtype_qk;
-  // Both operands along their rows, but a column-major V; then B across them; then both across, of dS's keys.
+  // Scores and dP read both operands along their rows, but a column-major V is read across; dV and dK read B across
+  // its rows; dQ reads both operands across.
   static constexpr Instruction scores = {dtype, kBlock, kBlock};
   static constexpr Instruction of_dp = {dtype, kBlock, kBlock, false, false, Shared::v_columns};
   static constexpr Instruction of_dv = {dtype, kBlock, Tmem::dim_v, false, true};

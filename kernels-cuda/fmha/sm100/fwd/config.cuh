@@ -124,9 +124,9 @@ struct Smem {
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
   // A pair uses the leader's q_full, kv_full, p_full and p_last, at which both CTAs arrive.
-  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
-  Barrier q_empty[q_tiles];        // its last scores are computed
-  Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
+  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of the threads that copied them
+  Barrier q_empty[q_tiles];        // the tile's last scores are computed
+  Barrier kv_full[tile.stages];    // the same of a block, or the zero role's arrival
   Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed
   Barrier s_full[2];               // scores are computed, and every product issued before them

@@ -150,7 +150,8 @@ struct Loader {
     k_work.advance();
     more = k.end > 0;
     if (!more) return;
-    // Some blocks before the end: earlier, the tile would be held while others idle; later, its planning would show.
+    // The next tile is taken some blocks before the end: earlier, the tile would be held while others idle; later,
+    // its planning would show.
     ask_at = max(k.end - 3, 1);
     load_q(work);
   }

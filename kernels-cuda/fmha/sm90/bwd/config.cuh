@@ -214,7 +214,7 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   typename S::VTile v;
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
-  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) && !has_one_probs(tile) ? 2 : 1];  // dS; and P, where consumers need each other's
+  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) && !has_one_probs(tile) ? 2 : 1];  // dS; and P where shared
   FMHA_DEVICE const typename S::DsTile& probs(int32_t slot) const {
     if constexpr (has_one_probs(tile)) {
       return this->one_probs;

@@ -118,9 +118,9 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90Tile& til
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it
-// is raised. A P of bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again. A
-// row's largest P is 1 where its maximum was raised, and else rounded: of an O in f32, which rounds nothing itself,
+// Most, in log2, that a row's scores may pass the running maximum in blocks that take no maxima of their own, before
+// it is raised. A P of bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again.
+// A row's largest P is 1 where its maximum was raised, and else rounded: of an O in f32, which rounds nothing itself,
 // that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
 FMHA_DEVICE consteval int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool has_room = operand_v(spec, tile) == DType::Bf16 && spec.mask != MaskKind::Full && spec.dtype_o == DType::Bf16;
@@ -183,12 +183,12 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
   QTile q[q_buffers];
   KTile k[tile.stages];
   VTile v[tile.stages];
-  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of those who copied them
+  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of the threads that copied them
   Barrier q_empty[q_buffers];    // one arrival per warp that reads it
-  Barrier k_full[tile.stages];   // likewise of one K block
+  Barrier k_full[tile.stages];   // the same of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // likewise of one V block; or the zero role's arrival, or those of the value role, after v_raw
-  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared, or some of whose rows are to be zeroed
+  Barrier v_full[tile.stages];   // the same of one V block; after v_raw the arrivals of the zero or value role
+  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared or zeroed in part
   Barrier v_raw_empty[tile.stages];  // one arrival per warp that prepares V
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier bias_full[max(num_bias_slots(tile), 1)];   // the bytes of a warpgroup's bias for one block

@@ -8,18 +8,18 @@
 // The row-max reduction is skipped where no mask cuts a block (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
 //
-// With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
-// under another's exponentials. With `lookahead` the next tile's first S is started together with
-// this tile's last P V, so that the tensor cores do not wait at a tile's end either.
+// Two or three warpgroups issue their products in turn (`ping_pong`), so that one's products run under another's
+// exponentials. With `lookahead` the next tile's first S is started together with this tile's last P V, so that the
+// tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of
-// their own (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a
-// part of its columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next
+// Products of 8-bit elements are summed in some 14 bits. Flushed products of P V go to accumulators of their own
+// (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second accumulator, a
+// part of the columns at a time (`output_columns`). With ValueProduct::FlushedFirst that is over before the next
 // block's S begins:
 //
 //   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
 //
-// The parts and S have the same registers then, so that blocks can be larger; a warpgroup's exponentials run under the
+// The parts and S then share registers, so that blocks can be larger; a warpgroup's exponentials run under the
 // products of the others alone.
 #pragma once
 #include <fmha/common/scheduler.cuh>
@@ -62,7 +62,7 @@ struct Consumer {
   // and 534. Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
-  // Where scores lie far apart, maxima are taken of three scores at a time in a loop of their own. Causal, x64 and
+  // Scores that lie far apart: maxima are taken of three scores at a time in a loop of their own. Causal, x64 and
   // normal: packed D 128 1.015 and 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and
   // 0.997; of three warpgroups D 80 1.019 and 1.014, D 64 1.006 and 1.001, and at 512 keys 0.98 (an H200).
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);

@@ -1,7 +1,7 @@
 // Attention forward on Hopper: one warpgroup loads, one to three consume.
 //
-// The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads (load.cuh),
-// one takes tile indices and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the sequence's
+// The schedule is that of FlashAttention-3 (Shah et al., 2024). In the first warpgroup one warp loads (load.cuh), one
+// takes tile indices and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the sequence's
 // (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh), or prepare it in the workspace once for
 // all tiles (prepare_values.cuh).
 #pragma once

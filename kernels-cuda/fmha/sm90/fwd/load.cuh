@@ -200,8 +200,8 @@ struct Loader {
       if constexpr (copies) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
       work_slot.advance();
-      // Some blocks before the end: earlier, this CTA would hold a tile that an idle one could take; later, the time
-      // to resolve it would show.
+      // The next tile is taken some blocks before the end: earlier, this CTA would hold a tile that an idle one could
+      // take; later, the time to resolve it would show.
       const int32_t ask_at = max(num_blocks - 3, 0);
 #pragma unroll 1
       for (int32_t i = 0; i < num_blocks - 1; ++i) {

@@ -104,10 +104,10 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
   Chunk k[P::slots][P::chunks_k];
   float row_max[2][kRows];  // the running maxima after the last block of either warpgroup
   float row_sum[2][kRows];  // each warpgroup's part
-  uint32_t suspect[kRows];  // rows that warpgroup 1 has found not finite
+  uint32_t suspect[kRows];  // rows that warpgroup 1 has found non-finite
   Barrier q_full;           // one arrival per thread of the load role
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
-  Barrier empty[P::parts];  // one arrival per warp of the cluster that reads it: the warpgroup's of V's half, or of K's block
+  Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {

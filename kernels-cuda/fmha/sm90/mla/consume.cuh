@@ -137,8 +137,8 @@ struct Consumer {
   }
   // P to shared memory, and with the running maxima to the other warpgroup.
   FMHA_DEVICE void hand_over() {
-    // Where V is in K every warp's products of scores have read the tail that takes P; else its products with the other
-    // warpgroup's P have read the chunk that takes this one.
+    // All warps have read the memory that takes P: the tail, by products of scores, where V is in K; otherwise the
+    // chunk, by products with the other warpgroup's P.
     ptx::bar_sync<kWarpgroup>(kScoresRead + group);
     store_probs(smem.probs_of(group), probs);
     if (threadIdx.x % 4 == 0) {

@@ -3,8 +3,8 @@
 // Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is
 // copied, and these are zeros: memory there may hold NaN, of V too.
 //
-// Or every row is copied from where it lies, as where pages are not whole boxes, and barriers count the copies. The
-// block table is read a block ahead.
+// Otherwise threads copy every row from where it lies, as where pages are not whole boxes, and barriers count the
+// copies. The block table is read a block ahead.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
@@ -37,9 +37,9 @@ struct Loader {
   // Whether the halves of V have no more chunks than its rows.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
 
-  // Rows that a warp copies: four of every sixteen. Lane l finds where the (l % 16)-th of them lies (null: zeros),
-  // and is told of four, sixteen apart, which lie alike in the swizzle: of a chunk of each it copies 16 bytes, eight
-  // lanes the whole.
+  // Rows that a warp copies: four of every sixteen. Lane l finds the address of the (l % 16)-th of them (null:
+  // zeros), and receives those of four rows, sixteen apart, which have the same swizzle. It copies 16 bytes of a
+  // chunk of each row; eight lanes copy the whole chunk.
   static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
   const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
   struct Rows {
@@ -243,9 +243,9 @@ struct Loader {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
   }
-  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the next part is
-  // waited for, since the warps that free the places of later parts may themselves wait for it; and of a V in K the
-  // other half of a block, which is freed soon after the first.
+  // Widens all parts of all blocks. Parts whose places are free are under way while one is widened. Only the next
+  // part is waited for, since the warps that free the places of later parts may themselves wait for it; and, for a V
+  // in K, the other half of a block, which is freed soon after the first.
   FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);

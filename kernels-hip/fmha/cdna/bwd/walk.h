@@ -91,7 +91,7 @@ class Walk {
     at_ = after(at_);
   }
 
-  // How the walked rows `walked` ... stand to the wave's.
+  // Class of the block of the wave's rows and the walked rows from `walked` on.
   FMHA_DEVICE BlockClass class_of(int32_t walked) const {
     const Range own = {first_of_wave_, first_of_wave_ + U::edge}, other = {walked, walked + kBlockRows};
     const Range queries = C::queries_own ? own : other, keys = C::queries_own ? other : own;

@@ -35,8 +35,8 @@ struct Wave {
     descale_v = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
   }
 
-  // Where P's largest number lies, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the
-  // number of keys, so that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
+  // Scale of P, in log2. For bf16, whose V may reach f32's largest number, P lies below 1 by the number of keys, so
+  // that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
   FMHA_DEVICE int p_scale_log2() const {
     if constexpr (spec.dtype == DType::Bf16) return __builtin_clz(job.span.seqlen_k | 1) - 32;
     return kArch == Arch::Gfx90a ? 12 : 0;

@@ -19,12 +19,12 @@
 
 namespace fmha::cdna::decode {
 
-constexpr int kShareKeys = 32;    // of a tile of the row
-constexpr int kSharesHeader = 2;  // words before the sequences'
-constexpr int kLeastRounds = 4;   // of which whole ones are made: four waves keep enough bytes of a compute unit on their way
-constexpr int kMostParts = 128;   // of the longest sequence, about: what a wave of 32 of the merging launch reads in four turns
+constexpr int kShareKeys = 32;    // keys of a tile of the row
+constexpr int kSharesHeader = 2;  // words before those of the sequences
+constexpr int kLeastRounds = 4;   // least rounds of which whole ones are made: four waves keep enough bytes under way
+constexpr int kMostParts = 128;   // of the longest sequence, about: a merging wave of 32 reads them in four loads
 
-// Tiles of a sequence's keys that some query of it sees, those of sink columns before the others.
+// Tiles of a sequence's keys that some query of the sequence sees, those of sink columns before the others.
 struct SeenTiles {
   int32_t sinks, first, count;  // `sinks` from the first key on, and the others from `first` on; `count` of both
 
@@ -158,8 +158,8 @@ class Piece {
     return {v_readfirstlane_b32(all.sum), v_readfirstlane_b32(all.most)};
   }
 
-  // As many stretches as there are keys for, up to those of the launch. Fewer, if compute units have several pieces
-  // each, are whole rounds of units: of a round that is begun some units have a piece more than others.
+  // Number of stretches: as many as there are keys for, up to the launch's. If there are fewer and compute units have
+  // several pieces each, they are whole rounds of units: in a partial round some units have a piece more than others.
   static FMHA_DEVICE int32_t stretches_of(const CdnaDecodeParams& params, const SumAndMost& tiles) {
     const int32_t least = max(params.part_keys / kShareKeys, ceil_div(tiles.most, kMostParts));
     const int32_t stretches = max(tiles.sum / least, 1);

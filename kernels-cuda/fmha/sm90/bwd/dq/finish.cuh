@@ -237,8 +237,8 @@ struct Finisher {
     }
   }
 
-  // The role beside the consumers. It has few registers: sums come by way of shared memory, and a lane works at eight
-  // dims of two queries at a time.
+  // Runs the role beside the consumers. It has few registers: sums pass through shared memory, and a lane works at
+  // eight dims of two queries at a time.
   FMHA_DEVICE void run() const {
     uint32_t phase = 0;
     for_each_block([&](const QueryBlock& block) {

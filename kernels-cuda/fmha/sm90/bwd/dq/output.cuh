@@ -88,10 +88,10 @@ struct DqOutput {
     return p.dq_sums + part + first_row_of<tile>(p, work, blocks) * S::dq_dim + within;
   }
 
-  // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's
-  // are there; whether there are none, so that this one stores. The thread polls global memory for the consumers,
-  // which wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's
-  // 4750 clocks at D 256, both together.
+  // Waits, where additions have an order, until the polling thread (semaphore.cuh) has seen the sums of all CTAs
+  // before this one. Returns whether there are none, so that this CTA stores. The thread polls global memory for the
+  // consumers, which wait in shared memory: the counter's answer and the fence behind the additions took some 900 of
+  // a step's 4750 clocks at D 256, both together.
   FMHA_DEVICE bool acquire() const {
     if constexpr (keeps_dq_apart(tile)) return true;
     if constexpr (!is_ordered<spec>()) return false;

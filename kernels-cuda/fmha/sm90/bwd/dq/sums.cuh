@@ -118,18 +118,19 @@ struct Place {
   bool is_upward;
 };
 
-// Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
-// query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
-// longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
-// blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
-// CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
-// to 525, D 256 463 to 487. Of short sequences every other head, as many at a time as the L2 has Q, dO and sums of.
-// Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
-// do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
-// are at work together would wait for each other at each.
+// Order in which key blocks are launched behind a mask: head after head, the last key block of each head first, since
+// a query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
+// longest key block is then its last, and would be the launch's last. So every eighth head goes the other way, its
+// key blocks from the first one on and its queries from the last one down. These heads come at the end, side by side:
+// CTAs get there one by one, as their order needs it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128
+// 506 to 525, D 256 463 to 487. With short sequences every other head goes so, as many heads at a time as have Q, dO
+// and sums in the L2. With fewer heads the last one of a sequence goes so; where a sequence's keys are far more than
+// its queries, all of them do (`Sm90BwdSchedule::side_by_side_period`): the key blocks see the same few query blocks,
+// and those of a head that run together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these; of sequences with parts of their own (`has_own_parts`)
-// kv heads, whose parts go the same way whatever their number, one after another or all upward side by side.
+// Heads here are the parts of kv heads, where tiles share these; for sequences with parts of their own
+// (`has_own_parts`) they are kv heads, whose parts go the same way whatever their number, one after another or all
+// upward side by side.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, const Work& work) {
   const int32_t period = schedule.side_by_side_period;
