@@ -1,6 +1,6 @@
-// An FP8 cache brought once to the workspace in 16 bits, for a forward kernel of 16-bit caches: key j of sequence b
-// goes to row `b * seqlen_k + j`, and with it what that kernel reads of packed rows. Rows of a block behind the last
-// key become zeros, since a tile's V is searched for what is not finite.
+// Copy of an FP8 cache to the workspace, widened to 16 bits, for a forward kernel of 16-bit caches: key j of sequence
+// b goes to row `b * seqlen_k + j`, and with it what that kernel reads of packed rows. Rows of a block behind the
+// last key become zeros, since a tile's V is searched for what is not finite.
 //
 // Codes are widened by their bits, whatever instructions there are: memory is what the launch waits for.
 #pragma once

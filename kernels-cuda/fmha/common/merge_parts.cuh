@@ -63,7 +63,7 @@ FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merg
   for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
   if constexpr (spec.sink) sum += exp2_of((sink - merged.reference) * kLog2E);
   merged.sum = sum;
-  // The weights' sum comes off before O is added up, which else may leave f32 where the merged O does not.
+  // Weights are divided by their sum before O is added up: otherwise O may leave f32 where the merged O does not.
   merged.per_sum = sum == 0.f ? 0.f : 1.f / sum;
 }
 
@@ -144,8 +144,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
   __shared__ float sums[warps > 1 ? threads / kWarp : 1][warps > 1 ? Part::chunks * 4 * kWarp : 1];
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
-  // The first pass goes the way of a row without reading or writing its memory while the parts' grid still runs: its
-  // code, which comes from memory, is there when the parts are.
+  // The first pass runs through a row's code without reading or writing its memory, while the parts' grid still runs:
+  // so the code has arrived from memory when the parts are ready.
   bool live = !dependent || int32_t(blockIdx.x) >= kEarly;
   if constexpr (dependent) {
     if (live) ptx::wait_for_grids_before();

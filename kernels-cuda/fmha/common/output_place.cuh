@@ -21,7 +21,7 @@ FMHA_DEVICE constexpr DType stored_type() {
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
-  // A part of a share has the rows of its tile's heads alone, of which the first is to lie at 0.
+  // A part of a share has only the rows of its tile's heads; the first head lies at 0.
   else if constexpr (in_shares<tile>()) return {work.part, -work.i_head * p.seqlen_q};
   else return {work.part * p.batch + work.i_batch, 0};
 }

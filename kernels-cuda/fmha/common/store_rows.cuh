@@ -6,8 +6,8 @@
 
 namespace fmha {
 
-// A thread's elements of row r of sixteen columns of O, from element `first` on: of a V that was turned, four
-// neighbouring dimensions; else the first two and two of the next 8-column group.
+// A thread's elements of row r of sixteen columns of O, from element `first` on: for a transposed V four neighbouring
+// dimensions; otherwise the first two and two of the next 8-column group.
 template <bool turned, int n>
 FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float factor, float (&x)[4]) {
 #pragma unroll

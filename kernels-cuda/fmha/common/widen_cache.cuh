@@ -1,6 +1,6 @@
-// A cache brought once to the workspace, of FP8 in 16 bits, for a kernel of 16-bit caches without pages: key j of
-// sequence b, whatever it lies in, goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It
-// reads whole blocks: a block's rows behind the last key become zeros. Keys before a window's stay where they are.
+// Copy of a cache to the workspace, FP8 widened to 16 bits, for a kernel of 16-bit caches without pages: key j of
+// sequence b, whatever it lies in, goes to row `b * seqlen_k + j`. The lengths that the kernel reads are written too.
+// It reads whole blocks: a block's rows behind the last key become zeros. Keys before a window's stay where they are.
 #pragma once
 #include <fmha/common/widen.cuh>
 #include <fmha/mask.h>

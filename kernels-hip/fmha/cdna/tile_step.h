@@ -171,8 +171,8 @@ struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
   float opaque_neg_inf, most[2];
 
-  // It starts from a -infinity that the compiler cannot see through: starting from the first element, it would add an
-  // instruction to quiet that element's NaN.
+  // The maximum starts from a -infinity that the compiler cannot see through: starting from the first element, it
+  // would add an instruction to quiet that element's NaN.
   FMHA_DEVICE explicit RunningMax(float opaque_neg_inf)
       : opaque_neg_inf(opaque_neg_inf), most{opaque_neg_inf, opaque_neg_inf} {}
 

@@ -65,8 +65,8 @@ FMHA_DEVICE Acc mma(const Operand<dtype>& a, const Operand<dtype>& b, Acc c) {
 
 FMHA_DEVICE float other_half(float x) { return float_of(v_permlanex16_b32(bits_of(x))); }
 
-// An operand from halves of it: lane l has elements 8 (l / 16) .. + 7 of its row, as gfx12 wants them; gfx11 gets the
-// other half's from lane l ^ 16.
+// Operand made of halves: lane l has elements 8 (l / 16) .. + 7 of its row, as gfx12 needs them; gfx11 gets the other
+// half's from lane l ^ 16.
 template <DType dtype>
 FMHA_DEVICE Operand<dtype> joined(const HalfOperand<dtype>& own) {
   Operand<dtype> whole;
@@ -129,7 +129,7 @@ FMHA_DEVICE Array<float, kAccElems> rows_in_order(const Acc& acc) {
     const bool is_upper = lane_half() != 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // The lower half has even rows and wants rows 1, 3, 5, 7; the upper has odd ones and wants 8, 10, 12, 14.
+      // The lower half has even rows and needs rows 1, 3, 5, 7; the upper half has odd rows and needs 8, 10, 12, 14.
       const float received = other_half(is_upper ? acc[i] : acc[i + 4]);
       rows[2 * i] = is_upper ? received : acc[i];
       rows[2 * i + 1] = is_upper ? acc[i + 4] : received;

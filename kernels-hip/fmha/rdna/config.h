@@ -52,7 +52,7 @@ struct Config {
   static_assert(spec.head_dim_qk % (kEdge * column_waves) == 0 && spec.head_dim_v % (kEdge * column_waves) == 0,
                 "a wave has whole blocks of columns");
   static constexpr bool by_element = tile.load == LoadPath::Element;
-  // On gfx11 a lane's operands of wide rows of Q are more than it has registers for beside O: it keeps half of each.
+  // A lane on gfx11 has too few registers for its operands of wide rows of Q beside O: it keeps half of each.
   static constexpr bool halves_of_q = wave_dim_qk > 128;
   // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not
   // there.

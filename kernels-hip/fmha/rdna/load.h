@@ -32,8 +32,8 @@ struct Rows {
   }
 };
 
-// Row `row` of Q as operands, of the wave's columns; of halves this lane's, else all that its instruction wants of a
-// lane.
+// Row `row` of Q as operands, of the wave's columns; with halves only this lane's half, otherwise all that the
+// instruction needs of a lane.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row,
                         int half = lane_half()) {

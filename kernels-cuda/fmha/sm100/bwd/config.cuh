@@ -43,8 +43,8 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
-// Tensor memory: lanes are keys, but for dQ's, which are queries. P lies over S in two parts, each over the columns
-// that its warpgroup has read; dQ lies over dP.
+// Columns of tensor memory. Lanes are keys; those of dQ are queries. P lies over S in two parts, each over the
+// columns that its warpgroup has read; dQ lies over dP.
 template <BwdSpec spec>
 struct TmemPlan {
   static constexpr int columns = 512;

@@ -66,7 +66,8 @@ struct QuadsOfWarps<0> {};
 // Whether K and V are of an FP8 cache beside queries of 16 bits.
 FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm80Tile& tile) { return is_fp8(tile.stored) && !is_fp8(spec.dtype_qk); }
 
-// Whether its blocks come as they lie in memory, and are widened in shared memory, one at a time, for the products.
+// Whether blocks of an FP8 cache are loaded as they lie in memory, and widened in shared memory, one at a time, for
+// the products.
 FMHA_DEVICE consteval bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
 
 // Elements of O that a warp's registers hold beside fragments on their way.

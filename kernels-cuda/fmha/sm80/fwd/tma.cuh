@@ -61,7 +61,7 @@ FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   } else {
     zero_rows(smem.blocks.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
   }
-  // Before the TMA that writes the slot next.
+  // Fence before the TMA that writes the slot next.
   ptx::fence_proxy_async();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
 }

@@ -64,7 +64,7 @@ struct DeltaMaker {
     const int32_t index = head * schedule.num_q_blocks + block.first / tile.block_m;
     ptx::red_release_gpu_add(far_queries<spec, tile>(p, schedule, index), 1);
   }
-  // dO . O of a row. Eight lanes beside each other have the same columns of eight rows, which lie in different banks.
+  // dO . O of a row. Eight neighbouring lanes have the same columns of eight rows, which lie in different banks.
   FMHA_DEVICE float dot_of_row(int32_t row) const {
     const uint32_t first = fmha::mma::word_offset<Rows>(row, 0);
     const uint32_t o = smem.rows_of_o.address() + first, dout = smem.rows_of_dout.address() + first;

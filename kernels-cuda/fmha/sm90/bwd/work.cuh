@@ -103,8 +103,8 @@ FMHA_DEVICE int32_t num_q_blocks_of_all(const BwdParams& p, const Sm90BwdSchedul
   return schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
 }
 
-// With `head_parts` a kv head's queries are shared out to `num_parts` tiles: by query heads, and each of these parts by
-// query blocks.
+// Parts of a kv head's queries, shared out to `num_parts` tiles with `head_parts`: by query heads, and each of these
+// parts by query blocks.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
   return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;

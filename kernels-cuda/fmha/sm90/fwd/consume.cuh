@@ -207,8 +207,9 @@ struct Consumer {
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
-  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; else it has
-  // been since its last product. `passes_turn`: else the softmax does, once it has the maxima.
+  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; otherwise
+  // it has been rescaled since its last product. `passes_turn`: the turn is passed here; otherwise the softmax passes
+  // it, once it has the maxima.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
     if constexpr (sums_output_first(tile)) {
@@ -257,8 +258,8 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
-  // With Q in pieces, another warpgroup's next piece takes the place of this one's, which is therefore released with
-  // the tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
+  // Pieces of Q: another warpgroup's next piece takes the place of this one's, which is therefore released with the
+  // tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
   static constexpr bool release_q_early = Shared::q_pieces > 1 && !tile.q_in_registers;
   FMHA_DEVICE void release_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
   FMHA_DEVICE void next_q() {
@@ -485,13 +486,14 @@ struct Consumer {
   FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
     return work().last_block - (1 << (32 - __clz(max(work().last_block - block - 1, 1))));
   }
-  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima in the octave before it.
+  // Whether, after the last block of a piece, a warp of the warpgroup has raised running maxima in the octave before
+  // it.
   FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
     return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
-  // Whether this warp has: the vote is of all four.
+  // Whether this warp has raised a maximum; all four warps vote.
   FMHA_DEVICE bool sees_mark() const { return signals && (mark(0) | mark(1)) != 0; }
-  // Before a tile's first vote, which all four warps come to before one raises a maximum.
+  // Clears the flags before a tile's first vote, which all four warps reach before one raises a maximum.
   FMHA_DEVICE void forget_raised() const {
     if (signals) mark(0) = mark(1) = 0;
   }
@@ -570,7 +572,7 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
-      // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
+      // The vote of a warp is uniform, and ptxas can prove it: otherwise slot indices leave the uniform registers.
       if constexpr (marks_raised) raised = sees_mark();
       if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
         if constexpr (takes_three) {

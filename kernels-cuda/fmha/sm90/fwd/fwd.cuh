@@ -71,7 +71,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) {
-    // Before the grid before is over: the maps are arguments.
+    // Prefetches the maps before the previous grid ends: they are arguments.
     if constexpr (tile.copy_bytes == 0) {
       ptx::prefetch_tensormap(maps.q);
       ptx::prefetch_tensormap(maps.k);

@@ -1,6 +1,6 @@
-// A row-major V of 8 bits brought to the form that the products take once for all tiles, in the workspace: widened to
-// f16 or turned, as value_role.cuh does block by block for each tile, to the same bits. A launch before the main
-// kernel does so, or two spare warps of each of its CTAs beside the tiles at work.
+// Preparation of a row-major V of 8 bits in the workspace, once for all tiles, in the form that the products take:
+// widened to f16 or transposed, as value_role.cuh does block by block for each tile, to the same bits. A launch
+// before the main kernel does so, or two spare warps of each of its CTAs beside the tiles at work.
 //
 // A block of keys lies in one piece, [rows, columns] of its tile in shared memory, to which TMA adds the swizzle:
 // [sequence, kv head, block][rows][columns]. Packed sequences have as many blocks each as the longest may. Keys that no
@@ -181,7 +181,7 @@ FMHA_DEVICE int32_t* finished_units(const PreparedValues& values, int32_t head, 
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void prepare_beside(const FwdParams& p, const PreparedValues& values) {
-  // Beside three consumers a thread has few registers.
+  // A thread beside three consumers has few registers.
   constexpr int batch = num_consumers(tile) > 2 ? 4 : 8;
   int32_t index = claim_unit(values);
   while (index < values.num_units) {

@@ -61,13 +61,14 @@ static_assert(kRows == kKeys, "queries and keys lie alike");
 
 // A block of keys comes in parts, each with barriers of its own.
 //
-// Where V is the first columns of K (`v_in_k`), two blocks are in shared memory at a time: an even one in slot 0,
-// whose scores warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one warpgroup
-// multiplies P by: a half of V's chunks. Once a block's scores are there its last chunk, the tail, is read no more,
-// and takes its probabilities; it comes with the part of the warpgroup that reads the other's probabilities there.
+// Latent attention, where V is the first columns of K (`v_in_k`): two blocks are in shared memory at a time: an even
+// one in slot 0, whose scores warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one
+// warpgroup multiplies P by: a half of V's chunks. Once a block's scores are there its last chunk, the tail, is read
+// no more, and takes its probabilities; it comes with the part of the warpgroup that reads the other's probabilities
+// there.
 //
-// Where V is apart from K, there is one slot of K and one of V: the next K arrives during the exponentials and the
-// products of V, the next V during the scores. The parts are K and the two halves of V.
+// V apart from K: there is one slot of K and one of V: the next K arrives during the exponentials and the products of
+// V, the next V during the scores. The parts are K and the two halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Plan {
   using Chunk = ChunkOf<(tile.cluster > 1)>;

@@ -39,7 +39,7 @@ struct Consumer {
 
   FMHA_DEVICE int32_t key_of(int32_t i) const { return (work.last_block - i) * kKeys; }
 
-  // Until what the load role brings is there, for the tensor cores to read.
+  // Waits until the data that the load role brings is there, for the tensor cores to read.
   FMHA_DEVICE static void wait_full(ptx::Barrier& full, uint32_t phase) {
     ptx::mbarrier_wait_parity(full, phase);
     if constexpr (gathers(tile)) ptx::fence_proxy_async();

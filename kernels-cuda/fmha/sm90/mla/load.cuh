@@ -112,7 +112,7 @@ struct Loader {
     }
   }
 
-  // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and
+  // FP8 caches are copied as they are. The bytes of a part's chunks lie in the upper half of the chunks' memory, and
   // are widened from its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before
   // it. The tail's lie in its own upper half. A thread widens what it has copied, and a warp's bytes lie in the
   // sixteen rows of the chunks that are its own here, so that no warp waits for another one.

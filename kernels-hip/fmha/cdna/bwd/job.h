@@ -10,9 +10,9 @@
 //   dQ       Q, dO                  K, V           S^T, dP^T            dQ^T += K^T dS^T
 //   dK, dV   K, V                   Q, dO          S, dP                dV^T += dO^T P, dK^T += Q^T dS
 //
-// Either way an accumulator of scores has an own row in each lane and the walked rows along its registers, so that P
-// and dS, packed, are the B operand of the sums: neither goes through LDS. The walked rows lie in LDS twice, as they
-// are for scores and dP, and transposed for the sums.
+// In both kinds of kernels an accumulator of scores has an own row in each lane and the walked rows along its
+// registers, so that P and dS, packed, are the B operand of the sums: neither goes through LDS. The walked rows lie
+// in LDS twice, as they are for scores and dP, and transposed for the sums.
 //
 // `U` is the matrix unit: OnMfma (main.h) or OnWmma (fmha/rdna/bwd/main.h), with the kernel's `spec`, `tile` and `C`,
 // the numbers and matrices that follow from them.

@@ -1,9 +1,9 @@
 // Which keys a piece of a decode kernel's work has: a part of one sequence's, or an equal share of all sequences' keys.
 //
-// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits that
-// depend on nothing else. Of sequences whose lengths the device alone knows each piece has an equal share. The tiles of
-// keys that a sequence's queries see lie in one row, sequence after sequence; the row is cut into equal stretches, and
-// a stretch is walked by a piece for each block of rows of each KV head.
+// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits
+// that depend on nothing else. For sequences whose lengths the device alone knows, each piece has an equal share. The
+// tiles of keys that a sequence's queries see lie in one row, sequence after sequence; the row is cut into equal
+// stretches, and a stretch is walked by a piece for each block of rows of each KV head.
 //
 //   row       |---- sequence 0 ----|-1-|-2-|-------- sequence 3 --------|
 //   stretch   0           |1          |2          |3          |4

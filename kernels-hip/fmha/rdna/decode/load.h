@@ -21,7 +21,7 @@ FMHA_DEVICE uint32_t pair_of(float a, float b) {
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
 
-// Where the keys of a tile begin, in bytes, in an order in which neither the lanes that have neighbouring keys (of K)
+// Start of each key of a tile, in bytes, in an order in which neither the lanes that have neighbouring keys (of K)
 // nor those that have the first or the second keys of neighbouring words of V^T meet in a bank.
 template <int block_n>
 struct Places {
@@ -41,8 +41,8 @@ struct Places {
 template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
-// As `Rows`; row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times its descale in
-// f32, rounded once, to the bits of a cache that was widened before.
+// Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times
+// its descale in f32, rounded once, to the bits of a cache that was widened before.
 template <DType dtype, DType stored, int block_n>
 struct CacheRows {
   const uint8_t* data;

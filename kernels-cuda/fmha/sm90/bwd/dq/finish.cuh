@@ -153,7 +153,7 @@ FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedul
   bool there[kPartFours];
 #pragma unroll
   for (int n = 0; n < kPartFours; ++n) {
-    // Threads beside each other have numbers that lie beside each other.
+    // Neighbouring threads have neighbouring numbers.
     const int32_t i = threadIdx.x + n * kRowThreads, within = i % (U::fours * U::stride);
     const int32_t i_unit = U::beside(i / (U::fours * U::stride), within % U::stride), f = within / U::stride;
     there[n] = first_unit + i_unit < U::count;

@@ -86,7 +86,8 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
       bool is_first = start == DqStart::Apart;  // stores, so that preprocess need not write zeros
       if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
-        // Before this block's position is waited for: the CTA that has it may wait for the block before.
+        // Ends the last store before the wait for this block's position: the CTA that has it may wait for the block
+        // before.
         ordered.end();
         is_first = ordered.begin();
       } else if constexpr (start == DqStart::FirstStores) {
