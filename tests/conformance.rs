@@ -8,8 +8,8 @@ use fmha_conformance::law::BIT_FOR_BIT;
 use fmha_conformance::report::{Report, run_cases};
 use fmha_conformance::run::Options;
 
-/// Laws of bits over more tiles than a GPU has units, and gradients that many of them add up in turns. A CPU's threads have
-/// several tiles each in `bits/few` already, and no two of them add to one gradient.
+/// Laws of bits over more tiles than a GPU has units, and gradients to which many of them add in order. A
+/// CPU's threads have several tiles each in `bits/few` already, and no two of them add to one gradient.
 const FOR_A_WHOLE_DEVICE: [&str; 2] = ["bits/many/", "backward/in_turns/"];
 
 fn is_for_a_whole_device(case: &Case) -> bool {

@@ -1,5 +1,6 @@
-//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every architecture, without a
-//! device. What is not taken is refused by the plan, with a reason, and never by a compiler.
+//! A plan that is made can be compiled: every source of the plans of drawn problems compiles, on every
+//! architecture, without a device. What is not taken is refused by the plan, with a reason, and never by a
+//! compiler.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -25,7 +26,7 @@ fn pretend(arch: &str) -> Device {
     device.unwrap()
 }
 
-/// What the plan of a drawn problem is asked for besides: every combination in turn.
+/// Further options of a drawn problem's plan: every combination, round-robin.
 fn options(index: usize) -> PlanOptions {
     let bit = |at: usize| index >> at & 1 == 1;
     let accuracy = if bit(0) { Accuracy::Exact } else { Accuracy::Fast };
@@ -107,7 +108,7 @@ fn plans(arch: &str, device: &Device, case: &Case, options: &PlanOptions) -> Res
     }
 }
 
-/// Cases of a seed whose plans compile, and what went wrong of the others.
+/// Cases of a seed whose plans compile, and the errors of the others.
 fn compile_all(seed: &str, count: usize) -> (usize, Vec<String>) {
     let cases = format!("{seed}:{count}").parse::<Drawn>().unwrap().cases();
     let devices: Vec<_> = ARCHS

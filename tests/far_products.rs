@@ -1,7 +1,8 @@
 //! Rows whose scores are large by Q and K alone, without a bias, have the gradients that their P say.
 //!
-//! The battery judges such rows by the size of what they add, since f32 does not tell most of their scores apart. Here P
-//! follows from the inputs whatever the sums round: one key is far above all others, or two are equal to the bit.
+//! The battery judges such rows by the size of what they add, since f32 does not tell most of their scores
+//! apart. Here P follows from the inputs whatever the sums round: one key is far above all others, or two are
+//! equal to the bit.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -27,7 +28,8 @@ struct Call {
     dtype: DType,
     mask: &'static str,
     head_dim: usize,
-    /// Whether each head has a sink, equal to the bit to the scores of [`ONE`] and [`TWO`]: LSE is as large in every row.
+    /// Whether each head has a sink, equal to the bit to the scores of [`ONE`] and [`TWO`]: LSE is as large
+    /// in every row.
     sink: bool,
 }
 

@@ -1,5 +1,6 @@
-//! What a kernel is compiled for is folded into its code: no kernel reads a constant of its own, its spec's or its tile's, from
-//! memory, whichever NVRTC compiles it. On `sm_100a` such a load comes before `griddepcontrol.wait`.
+//! Compile-time facts of a kernel are folded into its code: no kernel reads a constant of its own, its spec's
+//! or its tile's, from memory, with any version of NVRTC. On `sm_100a` such a load comes before
+//! `griddepcontrol.wait`.
 //!
 //! `FMHA_NVRTC` names the compiler; `cargo xtask test` runs this with the newest one too, and `--all` with CUDA 12.8's.
 

@@ -23,7 +23,7 @@ const HEADS: i64 = 4 + 2 + 2;
 /// More than any of the buffers has.
 const ELEMS: usize = 2 * 24 * 4 * 3 * 64;
 
-/// Where Q, K, V (or their gradients) and O (or dO) lie in one buffer of bf16, and their strides.
+/// Offsets of Q, K, V (or their gradients) and O (or dO) in one buffer of bf16, and their strides.
 struct Layout {
     name: &'static str,
     dims: Dims,
@@ -115,7 +115,7 @@ fn gradients(backend: &Device, layout: &Layout, apart: usize) -> Vec<Vec<bf16>> 
         (memory.workspace(fwd.workspace()).unwrap(), memory.workspace(bwd.workspace()).unwrap());
     let scratch = |buffer: &Option<DevBuffer>| {
         let buffer = buffer.as_ref()?;
-        // SAFETY: nobody else uses it.
+        // SAFETY: nothing else uses it.
         Some(unsafe { DevSliceMut::from_raw(memory.space(), buffer.as_ptr(), buffer.bytes(), buffer.elem()) })
     };
     let bytes = |shape: Shape| fmha_core::ValidFwd::extent_bytes(*strides, shape, DType::Bf16);

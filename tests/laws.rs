@@ -1,4 +1,4 @@
-//! What the house style promises and a machine can keep.
+//! House rules that a machine can check.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -159,8 +159,8 @@ fn nothing_speaks_of_the_machine_it_was_written_on() {
 
 #[test]
 fn every_environment_variable_is_in_the_table_and_the_readme() {
-    // The emulators are crates of their own, with variables and READMEs of their own; `xtask`, the mutators and tests of fewer
-    // multiprocessors or of CTAs in another order drive them.
+    // The emulators are crates of their own, with variables and READMEs of their own; `xtask`, the mutators
+    // and tests of fewer multiprocessors or of CTAs in another order drive them.
     let emulators = |name: &str| {
         name.starts_with("tests/emulators")
             || name.starts_with("xtask")
@@ -210,7 +210,7 @@ fn the_arrows_between_crates_are_as_drawn() {
     };
     let mut broken = Vec::new();
     for (name, text) in files("", &["Cargo.toml"]) {
-        // A workspace of their own: whoever links one builds it with every command.
+        // A workspace of their own: a crate that links one builds it with every command.
         if !name.starts_with("tests/emulators/") && text.contains("fmha-emu-") {
             broken.push(format!("{name}: an emulator is linked, and not opened when it is asked for"));
         }

@@ -1,4 +1,5 @@
-//! On Hopper delta that is made beside the products, by the main kernel, is as right as what a launch before them makes. Emulated.
+//! On Hopper delta that is made beside the products, by the main kernel, is as right as what a launch before
+//! them makes. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -8,11 +9,11 @@ use fmha_conformance::tensor::Operand;
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, PlanOptions};
 
-/// Of the emulated device: as few as let a launch have more kv heads than run together.
+/// Multiprocessors of the emulated device: so few that a launch has more kv heads than run together.
 const MULTIPROCESSORS: u32 = 16;
 
-/// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 33 kv heads of one key block, or 17 of
-/// two, are those of preprocess, with these multiprocessors.
+/// Sequences, query heads, kv heads, queries, keys, head dimension, mask, type. The first 33 kv heads of one
+/// key block, or 17 of two, are those of preprocess, with these multiprocessors.
 const PROBLEMS: [([u32; 6], &str, DType); 6] = [
     ([5, 8, 8, 70, 70, 64], "b", DType::Bf16),
     ([3, 13, 13, 130, 60, 128], "0", DType::F16),

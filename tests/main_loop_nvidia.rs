@@ -1,5 +1,5 @@
-//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches, counted in the
-//! emulator. Modelled, not measured.
+//! No access of the kernels of mma.sync to shared memory waits for another: bank conflicts of whole launches,
+//! counted in the emulator. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -51,7 +51,7 @@ fn problem(head_dim: u32, seqlen_q: u32, v_layout: VLayout) -> FwdProblem {
     problem
 }
 
-/// A counter of the launches since it was asked last.
+/// A counter of the launches since the last request.
 fn sum_of(launches: &str, counter: &str) -> u64 {
     let launches: Vec<serde_json::Value> = serde_json::from_str(launches).unwrap();
     launches.iter().map(|launch| launch["counters"][counter].as_u64().unwrap()).sum()

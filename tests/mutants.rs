@@ -1,10 +1,12 @@
-//! Small mistakes made one at a time in the kernels' text: bounds, indices, signs, strides, constants, saturations. Each
-//! mutant is compiled and run in emulation on a few cases that reach most of its kernel; one that none of them finds is
-//! a gap in the battery, unless `evidence/mutants.reasons` says why nothing can tell.
+//! Small mistakes made one at a time in the kernels' text: bounds, indices, signs, strides, constants,
+//! saturations. Each mutant is compiled and run in emulation on a few cases that reach most of its kernel;
+//! one that none of them finds is a gap in the battery, unless `evidence/mutants.reasons` says why nothing
+//! can tell.
 //!
-//! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the environment it
-//! is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those words, with
-//! `MUTANTS_IN=softmax.cuh` that of headers whose names have those, with `MUTANTS_AGAIN=FILE` those that survive in the output of an earlier run.
+//! Thousands of them take hours: `cargo xtask test --all` runs one in [`EVERY`]; with `MUTANTS=I/N` in the
+//! environment it is part I of N, with `MUTANTS_OF=sm90/bwd` that of the targets alone whose files have those
+//! words, with `MUTANTS_IN=softmax.cuh` that of headers whose names have those, with `MUTANTS_AGAIN=FILE`
+//! those that survive in the output of an earlier run.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -19,7 +21,7 @@ use fmha_conformance::Regex;
 use planting::{Fate, Fault, each, is_own_process};
 use serde::Deserialize;
 
-/// Of all mutants, how many come to one run.
+/// Runs over which all mutants are spread: each run tries one mutant in so many.
 const EVERY: usize = 40;
 
 /// The text of one kernel, and the cases that are to find what is wrong with it.
@@ -27,10 +29,10 @@ const EVERY: usize = 40;
 #[serde(deny_unknown_fields)]
 struct Target {
     folder: String,
-    /// Of the header's name, from `fmha/` on.
+    /// Pattern of the headers' names, from `fmha/` on.
     files: String,
     arch: String,
-    /// None: whichever a case's plan chooses.
+    /// Kernel to test; `None`: the one that a case's plan chooses.
     kernel: Option<String>,
     #[serde(default)]
     environment: BTreeMap<String, String>,
@@ -54,7 +56,7 @@ fn beside(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
-/// What a mutant is tried with.
+/// Trial of a mutant: a case with its fields.
 struct Trial {
     arch: String,
     case: String,
@@ -62,7 +64,8 @@ struct Trial {
 }
 
 impl Trial {
-    /// Of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture than the target's.
+    /// Trial of a line of the list: `CASE`, or `CASE @ field=value,...`, where `arch` is another architecture
+    /// than the target's.
     fn of(text: &str, arch: &str, names: &[String]) -> Self {
         let (start, fields) = text.split_once(" @ ").unwrap_or((text, ""));
         let is_it = names.iter().find(|name| *name == start);
@@ -79,7 +82,7 @@ impl Trial {
 }
 
 impl Target {
-    /// What is tried for a mistake in this header.
+    /// Trials for a mistake in this header.
     fn trials(&self, header: &str, names: &[String]) -> Vec<Trial> {
         let nearer =
             self.nearer.iter().filter(|(part, _)| header.contains(*part)).flat_map(|(_, cases)| cases);
@@ -87,7 +90,7 @@ impl Target {
     }
 }
 
-/// What is replaced by what, in a line of code that heads no loop.
+/// Replacements in a line of code that heads no loop.
 const EDITS: [(&str, &str); 24] = [
     (" < ", " <= "),
     (" <= ", " < "),
@@ -115,7 +118,8 @@ const EDITS: [(&str, &str); 24] = [
     ("0.f", "1.f"),
 ];
 
-/// In the head of a loop it is one turn less: one more goes beyond an array of registers, which a compiler is free to drop.
+/// Replacements in the head of a loop: one iteration less, since one more goes beyond an array of registers,
+/// which a compiler is free to drop.
 const LOOP_EDITS: [(&str, &str); 2] = [(" < ", " < -1 + "), (" <= ", " < ")];
 
 fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
@@ -125,7 +129,7 @@ fn edits(code: &str) -> Vec<(&'static str, &'static str)> {
     of_loops.chain(of_all).filter(|(from, _)| code.contains(from)).collect()
 }
 
-/// Lines that are no code, or whose change the compiler would refuse or nobody could see.
+/// Lines that are no code, or whose change the compiler would refuse or no test could see.
 fn is_code(line: &str) -> bool {
     let text = line.trim_start();
     let starts = ["//", "#", "template", "using", "static_assert", "namespace", "struct", "class", "enum"];
@@ -170,8 +174,8 @@ fn mutants(target: &Target) -> Vec<Fault> {
     faults
 }
 
-/// The function that the last of these lines stands in: with its header and its text it says which line is meant, wherever
-/// other edits move it.
+/// The function that the last of these lines stands in: with its header and its text it says which line is
+/// meant, wherever other edits move it.
 fn function_of<'a>(lines: &[&'a str]) -> &'a str {
     let name = |line: &&'a str| {
         let (before, _) = line.split_once("FMHA_DEVICE ")?.1.split_once('(')?;
@@ -196,8 +200,8 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
     found
 }
 
-/// Of each header, which of its trials found a mutant last: those are tried first, since neighbouring lines mostly fall to
-/// the same case, and each case that finds nothing compiles its kernel anew.
+/// Trials that last found a mutant of each header. They are tried first, since neighbouring lines mostly fall
+/// to the same case, and each case that finds nothing compiles its kernel again.
 #[derive(Default)]
 struct LastFinders(Mutex<BTreeMap<String, Vec<usize>>>);
 
@@ -247,8 +251,8 @@ fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, Str
     (last, of)
 }
 
-/// Why nothing can tell: `header | part of the line, or "function: `" and its beginning | from | to | why`; `*` is every edit
-/// of such a line.
+/// Why nothing can tell: `header | part of the line, or "function: `" and its beginning | from | to | why`;
+/// `*` is every edit of such a line.
 struct Reason<'a> {
     header: &'a str,
     part: &'a str,
@@ -357,7 +361,8 @@ fn a_mutant_is_named_by_its_function_and_its_text_wherever_that_stands() {
     }
 }
 
-/// Of a nightly run: an edit may leave a reason without its mutant for a while, and nothing is wrong by that.
+/// Checks reasons in the nightly run alone: an edit may leave a reason without its mutant for a while, which
+/// is no error.
 #[test]
 #[ignore = "cargo xtask nightly"]
 fn every_reason_is_of_a_mutant_that_there_is() {

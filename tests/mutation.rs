@@ -29,7 +29,7 @@ fn takes(case: &Case) -> bool {
         && case.problem().is_none_or(|problem| !problem.layout.kv.is_paged())
 }
 
-/// Of those one in `step`; and all that reserve gigabytes.
+/// Small cases, one in `step`, and all cases that reserve gigabytes.
 fn thinned(step: usize) -> Vec<Case> {
     let thin = small().into_iter().filter(|case| !case.is_huge()).step_by(step);
     thin.chain(all().into_iter().filter(|case| case.is_huge() && takes(case))).collect()

@@ -1,4 +1,5 @@
-//! What a registry would be given: every crate packed, whole, with what a registry shows, and enough to build a program from.
+//! Packages that a registry would be given: every crate packed, whole, with what a registry shows, and enough
+//! to build a program from.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
@@ -7,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-/// What stays here: the tests' own program, and the Python package's library, which a wheel carries.
+/// Crates that are not published: the tests' own program, and the Python package's library, which a wheel
+/// carries.
 const UNPUBLISHED: [&str; 2] = ["xtask", "fmha-py"];
 
 /// Folders whose files are compiled on a user's machine, where no Rust compiler misses one.
@@ -143,7 +145,8 @@ fn files(folder: &Path) -> BTreeSet<PathBuf> {
     found
 }
 
-/// A stranger's program: attention on the CPU by the library, and the text that both vendors' kernels are compiled from.
+/// A stranger's program: attention on the CPU by the library, and the text that both vendors' kernels are
+/// compiled from.
 const PROGRAM: &str = r#"
 use fmha::{Attention, Dims, MaskSpec, bf16};
 
@@ -181,7 +184,7 @@ fn the_packages_alone_make_a_program_with_its_device_text() {
     std::fs::write(folder.join("src/main.rs"), PROGRAM).unwrap();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["run", "--quiet", "--target-dir"]).arg(target().join("built")).current_dir(&folder);
-    // As a machine without a device.
+    // Environment of a machine without a device.
     let ran = cargo.env_remove("FMHA_EMULATE").output().unwrap();
     assert!(ran.status.success(), "{}", said(&ran));
     let counts = String::from_utf8_lossy(&ran.stdout).into_owned();

@@ -1,4 +1,5 @@
-//! The pairwise recipe, counted where it matters: on the fast kernels, which refuse some levels and so thin its rows out.
+//! The pairwise recipe, counted where it matters: on the fast kernels, which refuse some levels and so thin
+//! its rows out.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -27,7 +27,8 @@ fn faults() -> Vec<Fault> {
     toml::from_str::<Faults>(include_str!("planted/device.toml")).unwrap().fault
 }
 
-/// Nothing is compiled: who changes a line of device text that a fault stands on learns it at once.
+/// Checks without compiling that each fault's text still stands, so that a change of such a line of device
+/// text is noticed at once.
 #[test]
 fn each_planted_fault_has_its_text_once_in_its_header() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -40,8 +41,8 @@ fn each_planted_fault_has_its_text_once_in_its_header() {
     }
 }
 
-/// So many of the faults, from the whole list, however long it grows: most of a fault's seconds go into compiling its kernel
-/// twice.
+/// So many of the faults, from the whole list, however long it grows: most of a fault's seconds go into
+/// compiling its kernel twice.
 const SAMPLE: usize = 22;
 
 /// Whether the fault at `at` of `count` is of the sample.
@@ -60,7 +61,7 @@ fn each_other_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     are_found(false);
 }
 
-/// Those of the sample, or all others.
+/// Faults of the sample, or all others.
 fn are_found(sampled: bool) {
     let all = faults();
     let count = all.len();

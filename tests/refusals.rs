@@ -1,4 +1,4 @@
-//! What each architecture refuses of the battery, planned without a device, is what is declared, and no more is declared.
+//! Refusals of each architecture over the battery, planned without a device, are exactly those declared.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

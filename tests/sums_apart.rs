@@ -1,12 +1,13 @@
-//! On Hopper sums of dQ that each key block keeps apart have the bits of ordered additions, of every gradient. Emulated.
+//! On Hopper sums of dQ that each key block keeps apart have the bits of ordered additions, of every
+//! gradient. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{BwdArgs, BwdProblem, DType, Device, Dims, FwdArgs, FwdProblem, PlanOptions};
 use half::bf16;
 
-/// Query heads, kv heads, queries, keys, mask: one kv head of two adds upward, and walks begin apart without a mask. Head
-/// dimension 64, additions from registers and by the store warp.
+/// Query heads, kv heads, queries, keys, mask: one kv head of two adds upward, and walks begin apart without
+/// a mask. Head dimension 64, additions from registers and by the store warp.
 const PROBLEMS: [([u32; 4], &str); 2] = [([4, 2, 300, 520], "b"), ([1, 1, 560, 390], "0")];
 
 fn numbers(count: usize, seed: usize) -> Vec<bf16> {

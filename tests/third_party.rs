@@ -13,7 +13,7 @@ use fmha::{
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Attention over values that are all alike: their mean is any of them. It knows f32 alone.
+/// Attention over values that are all equal: their mean is any of them. It knows f32 alone.
 struct Alike {
     name: String,
 }

@@ -1,8 +1,8 @@
-//! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry,
-//! its headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields
-//! are those of `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
-//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and the folder is for the check
-//! of registers alone.
+//! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry, its
+//! headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields are those of
+//! `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
+//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
+//! the folder is for the check of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
 

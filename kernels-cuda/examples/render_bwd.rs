@@ -1,5 +1,6 @@
-//! As `render`, for the Hopper backward: one folder a kernel. Reads lines `NAME kernel=main|preprocess|postprocess|head_sums|repair|dbias
-//! field=value ...`; what is not named has its default.
+//! Renders the Hopper backward's kernels as `render` does, a folder each. Reads lines `NAME
+//! kernel=main|preprocess|postprocess|head_sums|repair|dbias field=value ...`; fields that are not named have
+//! their defaults.
 //!
 //! `echo 'd128 kernel=main dim=128 mask=Upper' | cargo run --example render_bwd -- out`
 

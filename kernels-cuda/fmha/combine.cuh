@@ -1,9 +1,9 @@
-// Partial results over the same rows, merged by their log-sum-exp: LSE = ln sum_n exp LSE_n,
-// O = sum_n exp(LSE_n - LSE) O_n. A part whose LSE is -inf is neutral: its O is not read. Weights are divided by their own
-// sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
+// Partial results over the same rows, merged by their log-sum-exp: LSE = ln sum_n exp LSE_n, O = sum_n exp(LSE_n -
+// LSE) O_n. A part whose LSE is -inf is neutral: its O is not read. Weights are divided by their own sum, since LSE
+// itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
 //
-// Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once;
-// with Merge::AddTo what O held is the first term.
+// Parts that are added (Merge::Sum) have no LSE: O is their f32 sum, in the order of the parts, rounded once. With
+// Merge::AddTo the previous O is the first term.
 //
 // A warp merges one row. It is bound by the bytes of the parts' O, which it reads once, in order.
 #pragma once

@@ -24,20 +24,20 @@ pub struct Boxes {
     pub q: [i32; 5],
     /// (dim, rows, heads, batch).
     pub k: [i32; 4],
-    /// Likewise; (rows, dim, heads, batch) of a column-major V.
+    /// Box of V; (rows, dim, heads, batch) for a column-major V.
     pub v: [i32; 4],
     /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
     pub bias: Option<[i32; 4]>,
-    /// Where V comes from, if not from where the caller has it.
+    /// Place of V, if not where the caller has it.
     pub prepared_v: Option<BlocksOfV>,
 }
 
 /// A V that lies in the workspace block by block, as a kernel's tiles have it.
 #[derive(Clone, Copy)]
 pub struct BlocksOfV {
-    /// Of the first block, on the device.
+    /// Address of the first block, on the device.
     pub address: u64,
-    /// Of its elements.
+    /// Type of the elements.
     pub dtype: DType,
     /// (columns, rows, blocks, sequences times kv heads).
     pub dims: [u64; 4],
@@ -58,21 +58,22 @@ impl BlocksOfV {
     }
 }
 
-/// What maps depend on besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
+/// Inputs of maps besides the plan: addresses of Q, K, V and the bias, and rows of packed tensors.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Places {
     addresses: [u64; 4],
     totals: Totals,
 }
 
-/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200 the driver takes
-/// 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
+/// The maps of a step's last call: most calls lie where the one before them lay, and on the host of an H200
+/// the driver takes 65 ns to encode each map, of some 3.7 us that a call of the C library takes from Python.
 #[derive(Default)]
 pub struct LastMaps(Mutex<Option<(Places, Maps)>>);
 
 impl LastMaps {
-    /// Of a call of the plan whose step this is. Beside another thread's call they are encoded anew, nobody waits.
-    /// `v` is a V that lies in the workspace; the boxes are asked for where the maps are encoded.
+    /// Maps of a call of the plan whose step this is. If another thread's call holds the last maps, this call
+    /// encodes its own maps instead of waiting. `v` is a V that lies in the workspace; the boxes are computed
+    /// only where maps are encoded.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -102,26 +103,26 @@ impl LastMaps {
 }
 
 impl Maps {
-    /// For a kernel that copies without TMA.
+    /// Unread maps, for a kernel that copies without TMA.
     pub(crate) const UNREAD: Self =
         Self { q: TensorMap::UNREAD, k: TensorMap::UNREAD, v: TensorMap::UNREAD, bias: TensorMap::UNREAD };
 }
 
-/// What the maps say: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key,
-/// query, head, batch)`.
+/// Contents of the tensor maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head,
+/// batch)`, the bias `(key, query, head, batch)`.
 pub struct MapFacts {
-    /// Of Q.
+    /// Map of Q.
     pub q: TensorMapFacts<5, 4>,
-    /// Of K.
+    /// Map of K.
     pub k: TensorMapFacts<4, 3>,
-    /// Of V, or of what is prepared of it.
+    /// Map of V, or of the V that is prepared in the workspace.
     pub v: TensorMapFacts<4, 3>,
-    /// Where TMA brings it.
+    /// Map of the bias, where TMA loads it.
     pub bias: Option<TensorMapFacts<4, 3>>,
 }
 
 impl MapFacts {
-    /// Of a call whose kernel brings boxes.
+    /// Contents of the maps of a call whose kernel loads `boxes`.
     #[must_use]
     pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;

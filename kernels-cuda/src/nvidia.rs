@@ -20,14 +20,14 @@ impl<V> Nvidia for V where V: Vendor<Facts = DeviceFacts, Driver: EncodeTensorMa
 pub(crate) type FwdCall<'a> = fmha_core::Call<'a, ValidFwd>;
 pub(crate) type BwdCall<'a> = fmha_core::Call<'a, ValidBwd>;
 
-/// What the driver says of a device.
+/// Properties of a device that the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Such as `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
     /// Compute capability: major, minor.
     pub capability: (i32, i32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub num_sms: u32,
     /// Shared memory that one CTA can have, bytes.
     pub smem_bytes: u32,
@@ -40,7 +40,8 @@ pub struct DeviceInfo {
 /// Threads that a multiprocessor holds at a time.
 const THREADS_PER_SM: u32 = 2048;
 
-/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a multiprocessor has threads for.
+/// A launch whose CTAs take rows, without shared memory of the launch's: as many run at once as a
+/// multiprocessor has threads for.
 pub(crate) fn row_launch(
     (stage, kernel): (Stage, &'static str),
     source: KernelSource,
@@ -58,24 +59,24 @@ pub(crate) fn row_launch(
     }
 }
 
-/// What a choice depends on besides the problem.
+/// Facts of a device that choices depend on.
 #[derive(Clone, Debug)]
 pub struct DeviceFacts {
-    /// `sm_90a`.
+    /// Architecture, such as `sm_90a`.
     pub arch: String,
-    /// What it can do.
+    /// Instructions that the device has.
     pub instructions: Instructions,
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub num_sms: u32,
     /// Shared memory that one CTA can have, bytes.
     pub smem_bytes: u32,
-    /// What it could reach at best, of f16 and bf16.
+    /// Peak rates, for f16 and bf16.
     pub roofline: Roofline,
-    /// How its tensor cores add.
+    /// Sums of the tensor cores over the products of a score.
     pub score_sums: MatrixSums,
     /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
     pub device: String,
-    /// Tiles that were measured on it.
+    /// Tiles that were measured on this device.
     pub tuned: TunedTiles,
 }
 
@@ -83,7 +84,7 @@ pub struct DeviceFacts {
 /// Tensor Core GPU Architecture, 2022, table 2: 989 TFLOP/s at 1830 MHz with 132 SMs).
 const HOPPER_FLOPS_PER_CLOCK: f64 = 4096.0;
 
-/// What an architecture can do: what recipes ask of a device. A name of an architecture is read here alone.
+/// Instructions of an architecture that recipes require. A name of an architecture is read here alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instructions {
     /// `cp.async.bulk.tensor`.
@@ -94,14 +95,14 @@ pub struct Instructions {
     pub tcgen05: bool,
     /// Loads from tensor memory that find maxima: `tcgen05.ld.red`.
     pub reducing_loads: bool,
-    /// Copies to shared memory that nobody waits for, and a warp's products of bf16: `cp.async`, `mma.sync`.
+    /// Asynchronous copies to shared memory, and a warp's products of bf16: `cp.async`, `mma.sync`.
     pub mma_sync: bool,
     /// Conversions to OCP FP8.
     pub converts_fp8: bool,
 }
 
 impl Instructions {
-    /// Of an architecture; none of these where nothing is known.
+    /// Instructions of an architecture; none of these for an unknown one.
     fn of_arch(arch: &str) -> Self {
         let digits = arch.trim_start_matches("sm_").trim_end_matches(char::is_alphabetic);
         let number: u32 = digits.parse().unwrap_or(0);
@@ -117,7 +118,7 @@ impl Instructions {
     }
 }
 
-/// How tensor cores add the products of a score.
+/// Sums of tensor cores over the products of a score, by type.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MatrixSums {
     of_16_bits: ScoreSums,
@@ -125,17 +126,19 @@ pub struct MatrixSums {
 }
 
 impl MatrixSums {
-    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024, section
-    /// 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's LSE: docs/kernels/sm90-fwd.md.
+    /// Hopper's, a step being the products of one instruction along the head dim. DeepSeek-V3's report (2024,
+    /// section 3.5.2) says of the H800's FP8 that some 14 bits are kept; how was found by models of an H200's
+    /// LSE: docs/kernels/sm90-fwd.md.
     const HOPPER: Self = Self {
         of_16_bits: ScoreSums::Cut { products: 16, bits: 26 },
         of_fp8: ScoreSums::Cut { products: 32, bits: 14 },
     };
 
-    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); of 16 bits nothing is known.
+    /// Ada's FP8 sums have 13 bits behind the leading one (SageAttention2, arXiv 2411.10958); nothing is
+    /// known of its 16-bit sums.
     const ADA: Self = Self { of_16_bits: ScoreSums::F32, of_fp8: ScoreSums::Cut { products: 32, bits: 14 } };
 
-    /// Of an architecture; f32 where nothing is known.
+    /// Sums of an architecture's tensor cores; f32 for an unknown one.
     fn of_arch(arch: &str) -> Self {
         match arch {
             "sm_90a" => Self::HOPPER,
@@ -144,7 +147,7 @@ impl MatrixSums {
         }
     }
 
-    /// Of products of a type.
+    /// Sums of products of one type.
     #[must_use]
     pub fn of(self, dtype: DType) -> ScoreSums {
         if dtype.is_fp8() { self.of_fp8 } else { self.of_16_bits }
@@ -152,7 +155,7 @@ impl MatrixSums {
 }
 
 impl DeviceFacts {
-    /// Of a device that a driver tells of.
+    /// Facts of a device that a driver reports.
     ///
     /// # Errors
     /// A value of `FMHA_CACHE_DIR` that is not UTF-8.
@@ -192,7 +195,7 @@ impl DeviceFacts {
         TunedTiles::load(&self.device, &tuned_kernels::<V>(), &crate::headers())
     }
 
-    /// That the device has instructions that a kernel is made of.
+    /// Checks that the device has the instructions that a kernel needs.
     ///
     /// # Errors
     /// The architecture, and what it lacks.
@@ -200,7 +203,8 @@ impl DeviceFacts {
         if there { Ok(()) } else { Err(format!("the device is {}, which has no {what}", self.arch)) }
     }
 
-    /// That a CTA of a tile finds its shared memory, `smem_bytes` of it, and each of a cluster of `cluster` a multiprocessor.
+    /// Checks that a CTA of a tile has room for its `smem_bytes` of shared memory, and that each CTA of a
+    /// cluster of `cluster` has a multiprocessor.
     ///
     /// # Errors
     /// A text that names both numbers.
@@ -221,7 +225,8 @@ impl DeviceFacts {
     /// # Errors
     /// [`Error::NoDevice`] for an architecture that no numbers are known of.
     pub fn stated(arch: &str) -> Result<Self> {
-        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per compute capability.
+        // Shared memory that one CTA can have: CUDA C++ Programming Guide, technical specifications per
+        // compute capability.
         const LARGE_SMEM: u32 = 227 << 10;
         const SMALL_SMEM: u32 = 99 << 10;
         let (num_sms, smem_bytes, flops_per_second, bytes_per_second, source) = match arch {

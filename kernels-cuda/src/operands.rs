@@ -1,9 +1,10 @@
-//! What loads and stores ask of operands, whichever kernel it is: strides and lengths of a forward call, addresses.
+//! Requirements of loads and stores on operands, for every kernel: strides and lengths of a forward call,
+//! addresses.
 
 use fmha_core::{Bias, DType, FwdProblem, KvLayout, Refusal, Strides, VLayout};
 use fmha_gpu::Operand;
 
-/// What TMA and copies and stores of 16 bytes ask of addresses.
+/// Requirements on addresses of TMA, and of copies and stores of 16 bytes.
 pub(crate) const ALIGN: u64 = 16;
 
 /// The strides that are used, but those of 1 between the elements of a row: tensor, axis, elements.
@@ -32,8 +33,9 @@ pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static
     })
 }
 
-/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is then no multiple of 16
-/// bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the same).
+/// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is
+/// then no multiple of 16 bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the
+/// same).
 pub(crate) fn keys_of_v_begin_anywhere(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::ColMajor && problem.layout.kv == KvLayout::Packed
 }
@@ -73,8 +75,8 @@ pub(crate) fn refuse_long_sequences(problem: &FwdProblem, kernel: &'static str) 
     Ok(())
 }
 
-/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not scaled yet. Scores of
-/// other types than bf16 are 0 at such a scale.
+/// Refuses scales by which `ALiBi`'s slopes cannot be divided: they are subtracted from scores that are not
+/// scaled yet. Scores of other types than bf16 are 0 at such a scale.
 ///
 /// # Errors
 /// In `kernel`'s name, the scale.
@@ -87,8 +89,8 @@ pub(crate) fn refuse_faint_alibi(problem: &FwdProblem, kernel: &'static str) -> 
     Ok(())
 }
 
-/// What a kernel asks of an operand's address whose loads are TMA's (`copy_bytes` 0) or copies of so many bytes, and
-/// which stores rows of O 16 bytes at a time or element by element.
+/// Requirements on an operand's address of a kernel whose loads are TMA's (`copy_bytes` 0) or copies of so
+/// many bytes, and which stores rows of O 16 bytes at a time or element by element.
 pub(crate) fn alignment(
     problem: &FwdProblem,
     operand: Operand,

@@ -4,14 +4,15 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::source::Header;
 use fmha_core::{FwdProblem, MaskKind, abi_enum, abi_struct};
 
-/// How CTAs come by their tiles.
+/// Order in which CTAs take tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
     /// One tile a CTA, in the hardware's order.
     Single,
     /// A CTA per SM; tile t goes to CTA t mod CTAs, every second round backwards.
     Static,
-    /// A CTA per SM; the next tile is claimed from an atomic counter: 4 bytes of workspace, zero before each launch.
+    /// A CTA per SM; the next tile index comes from an atomic counter: 4 bytes of workspace, zero before each
+    /// launch.
     Dynamic,
 }
 
@@ -26,8 +27,8 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// The first of them, where a launch has only some.
         pub first_m_block: i32,
-        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster has two), or
-        /// kv heads when they are packed.
+        /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster
+        /// has two), or kv heads when they are packed.
         pub num_heads: i32,
         /// Heads of an L2 head group, whose tiles run before the next group's: their K and V share the L2.
         pub heads_per_l2_group: i32,
@@ -51,24 +52,24 @@ pub(crate) struct UnitOfWork {
     pub(crate) kv_parts: i32,
 }
 
-/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor. With two, a tile of
-/// one block could wait for itself.
+/// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor.
+/// With two, a tile of one block could wait for itself.
 pub(crate) const WORK_SLOTS: i32 = 3;
 /// Bytes of what it knows of each, the device's `Work`.
 pub(crate) const WORK_BYTES: i32 = 19 * 4;
 
-/// Word of the workspace where a launch in shares leaves for the merge how they were dealt (`common/shares.cuh`), behind the tile
-/// counter's line.
+/// Word of the workspace where a launch in shares leaves for the merge how they were dealt
+/// (`common/shares.cuh`), behind the tile counter's line.
 pub(crate) const SHARES_AT: u64 = 64;
 /// Words of that before each sequence's.
 pub(crate) const SHARES_HEADER: u64 = 2;
 
-/// Most tiles of a schedule. The atomic counter runs on past the last one by a claim for each CTA, and a tile may be
-/// two CTAs: both stay below 2^31.
+/// Most tiles of a schedule. The atomic counter runs past the last tile by one index for each CTA, and a tile
+/// may be two CTAs: both stay below 2^31.
 pub const MAX_TILES: i64 = (1 << 30) - (1 << 16);
 
 impl TileSchedule {
-    /// For a problem's maximal lengths.
+    /// Schedule of a problem's maximal lengths.
     ///
     /// # Errors
     /// More than [`MAX_TILES`] tiles, with the fields that make them.
@@ -86,7 +87,7 @@ impl TileSchedule {
             * problem.dtypes.qk.size_bytes() as i64;
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
-        // Unmasked, tiles are alike: the row blocks of a head run together and share its K and V.
+        // Unmasked tiles are equal in length: the row blocks of a head run together and share its K and V.
         let masked = problem.mask.kind() != MaskKind::Full;
         let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
@@ -108,15 +109,15 @@ impl TileSchedule {
 }
 
 impl TileSchedule {
-    /// That of `count` row blocks from the `first` on, as far as there are so many.
+    /// Schedule of `count` row blocks from `first` on, or of as many as there are.
     #[must_use]
     pub fn of_blocks(&self, first: i32, count: i32) -> Self {
         let num_m_blocks = count.min(self.num_m_blocks - first).max(0);
         Self { num_tiles: self.num_heads * num_m_blocks, num_m_blocks, first_m_block: first, ..*self }
     }
 
-    /// Bytes of the counter that so many CTAs (or clusters) claim tiles from. Where each has one tile at most, the first
-    /// ones are all, and no run has a counter to clear: a step of its stream less.
+    /// Bytes of the counter that so many CTAs (or clusters) take tile indices from. None where each CTA has
+    /// one tile at most: then no run has a counter to clear, which is a step of its stream less.
     #[must_use]
     pub fn counter_bytes(&self, order: TileOrder, workers: u32) -> u64 {
         let claims = order == TileOrder::Dynamic && self.num_tiles.unsigned_abs() > workers;

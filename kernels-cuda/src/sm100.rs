@@ -32,7 +32,7 @@ pub const REDUCING_ARCH: &str = "sm_103a";
 pub const TMEM_COLUMNS: i32 = 512;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm100Tile {
         /// Query rows of a CTA: 128 or 256, 128 to a softmax warpgroup.
         pub block_m: i32 = Takes::among(&[128, 256]).tuned(),
@@ -40,11 +40,11 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(32, 64, 128).tuned(),
         /// Blocks of K or V in shared memory at a time.
         pub stages: i32 = Takes::within(1, 16).tuned_over(&[2, 3, 4, 5, 6, 8]),
-        /// How CTAs come by their tiles.
+        /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// Of each 16 pairs of exponentials, how many are polynomials on the multiply-add pipe.
+        /// Pairs that are polynomials on the multiply-add pipe, of each 16 pairs of exponentials.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
         /// The loads of S from tensor memory find its maximum, on sm_103a alone.
         pub load_max: bool = Takes::all().tuned(),
@@ -55,9 +55,11 @@ abi_spec! {
         /// 0: TMA loads. Else two warps copy so many bytes at a time, which divide every stride and address of Q, K
         /// and V: 16, 8, 4, or fewer (element by element).
         pub copy_bytes: i32 = Takes::among(&[0, 1, 2, 4, 8, 16]),
-        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
+        /// sees all keys.
         pub split_keys: i32 = Takes::multiples(32, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024]),
-        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block of keys: 1 or 2.
+        /// CTAs whose tensor cores compute as one, each with query tiles of its own and half of every block
+        /// of keys: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// The CTAs of a cluster have neighbouring heads of a kv head's group; else neighbouring query rows.
         pub cluster_heads: bool = Takes::nothing(),
@@ -74,8 +76,8 @@ impl Sm100Tile {
         self.block_m / 128
     }
 
-    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only a single CTA
-    /// takes are to have the same bits.
+    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only
+    /// a single CTA takes are to have the same bits.
     #[must_use]
     pub fn alone(self, spec: &FwdSpec) -> Self {
         if self.cluster == 1 {
@@ -106,12 +108,13 @@ impl Sm100Tile {
         if k > v { k } else { v }
     }
 
-    /// What does not grow with the stages: Q, statistics, work, barriers.
+    /// Bytes that do not grow with the stages: Q, statistics, work, barriers.
     const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
         let stats = tiles * 2 * 128 * 4;
-        // Of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's claims.
+        // Barriers of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
+        // tile index.
         let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
         let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
         q + round_up(stats + barriers + work, 1024)
@@ -140,7 +143,7 @@ impl Sm100Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// Cut of the keys of sequences into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false, shares: None }
@@ -204,7 +207,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
         return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
     }
-    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types are 0 at such a scale.
+    // A subnormal factor of the exponents is 0 to this architecture's multiply-adds; scores of other types
+    // are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
     if problem.dtypes.qk == DType::Bf16
@@ -269,7 +273,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
-    // Its special-function unit is twice as wide, and its loads from tensor memory reduce.
+    // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
     if arch == REDUCING_ARCH {
         tile.exp2_polynomial_pairs = 0;
         tile.load_max = true;
@@ -309,10 +313,11 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
 #[must_use]
 pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), sm90::padded_dim(spec.head_dim_v));
-    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160. Wider ones
-    // have one, two blocks of whose scores are there at a time: fewer keys a block would have Q, which each block's
-    // product reads again, take more of shared memory's time than the product has. From 224 on a ring of 128 keys a block
-    // has room beside Q in a pair of CTAs alone, of which each has half of a block.
+    // Two query tiles, whose S and O fill tensor memory to head_dim_v 128, with fewer keys a block to 160.
+    // Wider ones have one, two blocks of whose scores are there at a time: fewer keys a block would have Q,
+    // which each block's product reads again, take more of shared memory's time than the product has. From
+    // 224 on a ring of 128 keys a block has room beside Q in a pair of CTAs alone, of which each has half of
+    // a block.
     let (block_m, block_n, cluster) = match (qk.max(v), v) {
         (..=128, _) | (..=192, ..=128) => (256, 128, 1),
         (..=160, _) => (256, 96, 1),
@@ -341,8 +346,9 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
 }
 
-/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that the mask hides,
-/// on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys (docs/kernels/sm100-fwd.md).
+/// Whether a pair of CTAs is faster than two single ones, where the table has pairs. It computes more that
+/// the mask hides, on the diagonal some 96 keys a row: modelled, that is what it saves at 6300 keys
+/// (docs/kernels/sm100-fwd.md).
 const fn pairs_pay(spec: &FwdSpec, seqlen_k: u32) -> bool {
     match spec.mask {
         MaskKind::Full => true,
@@ -371,7 +377,7 @@ const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     }
 }
 
-/// As many stages as shared memory holds, up to 8.
+/// This tile with as many stages as shared memory holds, up to 8.
 fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
     let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
     (2..=8).rev().find(fits).unwrap_or(1)

@@ -1,7 +1,8 @@
 //! The Blackwell backward kernel: its tile, its entry.
 //!
-//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`). What comes before and
-//! after it are the launches of [`sm80_bwd`] and [`simt`](crate::rows), which know no architecture.
+//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`).
+//! What comes before and after it are the launches of [`sm80_bwd`] and [`simt`](crate::rows), which know no
+//! architecture.
 
 pub mod recipe;
 
@@ -25,7 +26,7 @@ pub const BLOCK: u32 = 128;
 pub const THREADS: u32 = 512;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm100BwdTile {
         /// Blocks of Q in shared memory at a time: the next one's scores are started before this one's dK has read it.
         pub stages_q: i32 = Takes::within(2, 3),
@@ -77,7 +78,8 @@ pub fn dq_dim(spec: &BwdSpec) -> u32 {
     product_dim(spec.fwd.head_dim_qk).unsigned_abs()
 }
 
-/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must be multiples of 16.
+/// Whether the kernel computes this problem, and if not, why. Addresses, which a problem has not, must be
+/// multiples of 16.
 ///
 /// # Errors
 /// The first fact that it does not take.
@@ -120,8 +122,8 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm100BwdTile {
     tile
 }
 
-/// The tile for long sequences of a spec: two blocks of Q, since the next one's scores are started before this one's dK; a second
-/// of dO where shared memory has room.
+/// The tile for long sequences of a spec: two blocks of Q, since the next one's scores are started before
+/// this one's dK; a second of dO where shared memory has room.
 #[must_use]
 pub fn default_tile(spec: &BwdSpec) -> Sm100BwdTile {
     let one = Sm100BwdTile { stages_q: 2, stages_dout: 1, fast_softcap: true, vector_store: true };

@@ -43,7 +43,8 @@ pub enum PingPong {
     Off,
     /// The next warpgroup may issue when this one's products are issued.
     AtIssue,
-    /// The next warpgroup may issue when this one's maxima of a block are there, so that their exponentials do not coincide.
+    /// The next warpgroup may issue when this one's maxima of a block are there, so that their exponentials
+    /// do not coincide.
     AfterMax,
 }
 
@@ -52,9 +53,9 @@ abi_enum!(PingPong { Off, AtIssue, AfterMax });
 /// Whether the next tile's first scores are started with this tile's last output, and where that tile's Q lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lookahead {
-    /// They are not.
+    /// The next tile's scores are not started early.
     Off,
-    /// In a second buffer of Q.
+    /// Q lies in a second buffer.
     SecondQ,
     /// Q lies in pieces of 64 rows, of which one is spare: less shared memory than a second Q.
     SparePiece,
@@ -62,23 +63,25 @@ pub enum Lookahead {
 
 abi_enum!(Lookahead { Off, SecondQ, SparePiece });
 
-/// What P V is a product of, and how its sums come to O.
+/// Type of the product P V, and how its sums reach O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ValueProduct {
-    /// Of V's own type, summed throughout by the tensor cores: f32 of 16-bit types, some 14 bits of FP8.
+    /// Product of V's own type, summed over all blocks by the tensor cores: in f32 for 16-bit types, with
+    /// some 14 bits for FP8.
     Direct,
-    /// A V of FP8 is brought to f16 in shared memory, which holds it exactly; products of f16, summed in f32.
+    /// Product of f16: a V of FP8 is converted to f16 in shared memory, exactly; the sums are f32.
     F16,
-    /// Of FP8, added to O in f32 registers after each block of keys.
+    /// Product of FP8, added to O in f32 registers after each block of keys, beside the next block's S.
     Flushed,
-    /// The same, before the next block's S is started, whose registers the sums have until then; else beside it.
+    /// Product of FP8, added to O as with `Flushed`, but before the next block's S is started: until then the
+    /// sums use the registers of S.
     FlushedFirst,
 }
 
 abi_enum!(ValueProduct { Direct, F16, Flushed, FlushedFirst });
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm90Tile {
         /// Query rows of a CTA: 64, 128 or 192, 64 to a consumer warpgroup.
         pub block_m: i32 = Takes::among(&[64, 128, 192]).tuned(),
@@ -86,7 +89,7 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 112, 128, 144, 160, 176, 192]),
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3, 4]),
-        /// How CTAs come by their tiles.
+        /// Order in which CTAs take tiles.
         pub order: TileOrder = Takes::all().tuned(),
         /// Whether warpgroups take the tensor cores in turn.
         pub ping_pong: PingPong = Takes::all().tuned(),
@@ -94,8 +97,8 @@ abi_spec! {
         pub lookahead: Lookahead = Takes::all().tuned(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
-        /// How many of a thread's `block_n / 2` exponentials ptxas must place before the wait for
-        /// `P V`; 0: where it likes.
+        /// Number of a thread's `block_n / 2` exponentials that ptxas must place before the wait for `P V`;
+        /// 0: ptxas decides.
         pub wait_anchor: i32 = Takes::within(0, 128).tuned_over(&[0, 16, 32, 40, 48]),
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough.
@@ -108,13 +111,14 @@ abi_spec! {
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that are left over.
+        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that
+        /// are left over.
         pub whole_groups: bool = Takes::nothing(),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
         pub fast_softcap: bool,
-        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 4 or 2); else element by
-        /// element.
+        /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time (FP8: 4 or 2);
+        /// else element by element.
         pub vector_store: bool,
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
@@ -126,11 +130,12 @@ abi_spec! {
         pub cluster_heads: bool = Takes::all().tuned(),
         /// Q is held in registers through a tile, not read from shared memory by each product.
         pub q_in_registers: bool = Takes::all().tuned(),
-        /// What P V is a product of.
+        /// Type of the product P V.
         pub pv: ValueProduct,
-        /// Where a row-major V of FP8 is brought to the form that the products of P V take, to the same bits.
+        /// Place where a row-major V of FP8 is converted to the form that the products of P V take, to the
+        /// same bits.
         pub prepare_v: PrepareV = Takes::all().tuned(),
-        /// Where P V is flushed: columns of O that are summed at a time, where registers are short; 0: all of them.
+        /// Columns of O that a flushed P V sums at a time, where registers are short; 0: all of them.
         pub output_columns: i32 = Takes::multiples(32, 0, 256),
         /// Blocks of an elementwise bias of 16 bits that TMA brings into shared memory, each warpgroup's rows by
         /// themselves; 0: threads read their elements from memory.
@@ -138,12 +143,14 @@ abi_spec! {
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
-        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
+        /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 512, 1024, 2048, 4096]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
+        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
+        /// follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys` keys each at least; 0: a
-        /// tile, or its part, at a time.
+        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys`
+        /// keys each at least; 0: a tile, or its part, at a time.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
     }
 }
@@ -214,9 +221,10 @@ impl Sm90Tile {
         // 32 quads of 16 bytes for each consumer warp.
         let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
-        // Of Q, of K and V, of the bias, of the slots of work, and of a cluster's claims.
+        // Barriers of Q, of K and V, of the bias, of the slots of work, and of a cluster's tile index.
         let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 2 * WORK_SLOTS + 2);
-        // Beside them the claimed index, a word that nothing reads, and two of each consumer.
+        // Words beside the slots of work: the tile index from the scheduler, one that nothing reads, and two
+        // of each consumer.
         let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
         round_up(q + kv + bias + quads + barriers + work, 1024)
     }
@@ -238,7 +246,7 @@ impl Sm90Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// Cut of the keys of sequences into parts.
     #[must_use]
     pub fn cut(&self, problem: &FwdProblem) -> Cut {
         let shares = (self.shares > 0).then(|| Shares {
@@ -249,7 +257,7 @@ impl Sm90Tile {
         Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
     }
 
-    /// What follows of a tile's fields from how many query heads a kv head has.
+    /// Fields of a tile that follow from how many query heads a kv head has.
     pub fn place_groups(&mut self, problem: &FwdProblem) {
         let ratio = problem.gqa_ratio().max(1);
         self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
@@ -268,8 +276,8 @@ impl Sm90Tile {
         self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
     }
 
-    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each. Empty where the
-    /// table's rule stands.
+    /// The orders that the tiles of a call may have, the tile's own first, with what the model says of each.
+    /// Empty where the table's rule stands.
     #[must_use]
     pub fn orders(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
         cost::orders(self, problem, num_sms)
@@ -281,15 +289,16 @@ impl Sm90Tile {
         cost::has_orders(problem)
     }
 
-    /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of each. Empty where the
-    /// table's rule stands.
+    /// Query rows and keys that the tiles of a call may have, its own first, with what the model says of
+    /// each. Empty where the table's rule stands.
     #[must_use]
     pub fn shapes(&self, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
         cost::shapes(self, problem, num_sms)
     }
 
-    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order: of other shapes, and where
-    /// kv heads are shared all of them with the heads of a group side by side and not, which is by how many rows that saves.
+    /// The tiles that a call like the problem but for its sizes may have, beside this one and in its order:
+    /// of other shapes, and where kv heads are shared all of them with the heads of a group side by side and
+    /// not, which is by how many rows that saves.
     #[must_use]
     pub fn of_other_sizes(&self, problem: &FwdProblem) -> Vec<Self> {
         let spec = spec_of(problem);
@@ -313,7 +322,8 @@ impl Sm90Tile {
         cost::shapes_of_other_sizes(self, problem, &spec_of(problem))
     }
 
-    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many keys as before.
+    /// The tile with so many query rows and keys, of these one at least; fewer stages where they hold as many
+    /// keys as before.
     #[must_use]
     pub const fn of_shape(&self, (block_m, block_n): (i32, i32)) -> Self {
         let block_n = if block_n > 1 { block_n } else { 1 };
@@ -323,7 +333,8 @@ impl Sm90Tile {
         Self { block_m, block_n, stages, wait_anchor, ..*self }
     }
 
-    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a schedule counts.
+    /// Microseconds of a call of the problem's largest lengths, by the model; `None` of more tiles than a
+    /// schedule counts.
     #[must_use]
     pub fn modelled_micros(&self, problem: &FwdProblem, num_sms: u32) -> Option<f64> {
         Some(cost::micros(self, problem, &self.schedule(problem).ok()?, num_sms))
@@ -350,9 +361,10 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
-    /// As parts are launched, before a merge that starts while they end: they are alike, so no counter is cleared and asked;
-    /// and of two launches in a row that both start early the host takes 5.3 us, of one 4.3 (an H200 with its host, the least
-    /// of 4000 calls), at 14.1 and 13.9 us a call in a burst.
+    /// This tile as parts are launched, before a merge that starts while they end. Parts are equal in length,
+    /// so no counter is cleared and asked; and of two launches in a row that both start early the host takes
+    /// 5.3 us, of one 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
+    /// burst.
     pub(crate) fn launch_beside_merge(&mut self) {
         (self.order, self.dependent_launch) = (TileOrder::Static, false);
     }
@@ -432,7 +444,7 @@ impl Sm90Tile {
         if matches!(self.pv, ValueProduct::F16) { [self.block_n, dim] } else { [dim, self.block_n] }
     }
 
-    /// Its elements.
+    /// Element type of a prepared V.
     #[must_use]
     pub const fn prepared_type(&self, spec: &FwdSpec) -> DType {
         operand_v(spec, self)
@@ -451,14 +463,14 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     if head_dim <= 64 { 64 } else { round_up(head_dim, 32) }
 }
 
-/// The same of rows in shared memory: those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin
-/// amid the L2's sectors.
+/// Columns of a row in shared memory. 16-bit rows are whole swizzles of 128 bytes beyond 128 columns, and
+/// where rows in memory begin within a sector of the L2.
 const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
     let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
     if whole && elem_bytes(dtype) == 2 { round_up(head_dim, 64) } else { padded_dim(head_dim) }
 }
 
-/// The same in products, of which those of 16 bits compute whole steps of the head dimension's own.
+/// Columns that products compute: for 16-bit types whole steps of the head dimension.
 const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
     if elem_bytes(dtype) == 2 { round_up(head_dim, 16) } else { padded_dim(head_dim) }
 }
@@ -484,8 +496,9 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
         && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
-/// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer than every sequence, that of
-/// the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44 (an H200).
+/// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer
+/// than every sequence, that of the mask without it. B64 H16 S128 D128 in a window of 466 46.7 us, causal 44
+/// (an H200).
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);

@@ -1,8 +1,9 @@
 //! The Hopper backward kernels.
 //!
-//! A problem that they [`accept`](accepts) has a tile, of the [table](choose_tile) or as a user sets it, which is checked
-//! against the [spec](Sm90BwdTile::check). From both come the cut of the work ([`Sm90BwdSchedule`]), what is wanted of the
-//! workspace, and the [entries](main) that are compiled. The [recipe](recipe::Sm90Bwd) puts these together.
+//! A problem that they [`accept`](accepts) has a tile, of the [table](choose_tile) or as a user sets it,
+//! which is checked against the [spec](Sm90BwdTile::check). From both come the cut of the work
+//! ([`Sm90BwdSchedule`]), what is wanted of the workspace, and the [entries](main) that are compiled. The
+//! [recipe](recipe::Sm90Bwd) puts these together.
 
 mod accepts;
 mod check;
@@ -35,7 +36,7 @@ pub use walk::{BwdWalk, DqFinish, DqPath};
 /// The kernels' name in plans and refusals.
 pub const NAME: &str = "sm90";
 
-/// What their measured tiles are kept under: [`NAME`] is the forward kernel's too.
+/// Name that these kernels' measured tiles are kept under: [`NAME`] is the forward kernel's too.
 pub const LABEL: &str = "sm90-bwd";
 
 /// The headers that their entries include.

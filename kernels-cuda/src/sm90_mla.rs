@@ -41,7 +41,7 @@ const SPAN: i32 = 64;
 const CHUNK_BYTES: i32 = SPAN * ROWS as i32 * 2;
 
 abi_spec! {
-    /// How the kernel computes.
+    /// Tile of the kernel: how it computes.
     pub struct Sm90MlaTile {
         /// TMA brings K and V, 64 keys at once, which lie in one page; else threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
@@ -67,13 +67,13 @@ abi_struct! {
         pub num_m_blocks: i32,
         /// Parts of the longest sequence's keys.
         pub num_parts: i32,
-        /// All tiles: of each kv head of each sequence, for each part.
+        /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
     }
 }
 
 impl Sm90MlaTile {
-    /// How it cuts the keys.
+    /// Cut of the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }
@@ -112,8 +112,8 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts that the device
-    /// agrees.
+    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts
+    /// that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (chunks(spec.head_dim_qk), 2 * chunks_of_half(spec));
@@ -149,12 +149,12 @@ impl Sm90MlaTile {
     }
 }
 
-/// Of a row's elements, the last one filled up with zeros.
+/// Chunks of a row of `dim` elements; zeros fill the last one.
 const fn chunks(dim: i32) -> i32 {
     (dim + SPAN - 1) / SPAN
 }
 
-/// Of the columns of V, and of O, that a consumer warpgroup has.
+/// Chunks of V's columns, and of O's, that a consumer warpgroup has.
 const fn chunks_of_half(spec: &FwdSpec) -> i32 {
     (spec.head_dim_v + 2 * SPAN - 1) / (2 * SPAN)
 }
@@ -245,7 +245,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses what `sm80` serves unless this kernel is asked for: FP8 caches of heads that `sm90` takes in 16 bits.
+/// Refuses what `sm80` serves unless the caller names this kernel: FP8 caches of heads that `sm90` takes in
+/// 16 bits.
 ///
 /// # Errors
 /// The head dimensions.
@@ -276,8 +277,9 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     }
 }
 
-/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA, and where one tile of
-/// rows reads all of a long V in K, which is bound by the memory: whole rows in turn come faster there than columns of 64 rows.
+/// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA,
+/// and where one tile of rows reads all of a long V in K, which is bound by the memory: whole rows in turn
+/// come faster there than columns of 64 rows.
 fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
     let Dims { seqlen_k, head_dim_qk, .. } = problem.dims;
     let one_tile = units(problem, 1).1 == 1;
@@ -286,10 +288,10 @@ fn copies_rows(problem: &FwdProblem, split_keys: i32) -> bool {
         || one_tile && split_keys == 0 && seqlen_k >= 2048 && problem.cache.v_in_k && head_dim_qk == DIM_QK
 }
 
-/// What a tile costs besides its blocks, in blocks: its start, the first block's way from memory, its results.
+/// Cost of a tile besides its blocks, in blocks: its start, the first block's way from memory, its results.
 const TILE_COST: u64 = 4;
 
-/// What merging parts costs, likewise: a launch of its own.
+/// Cost of merging parts, in blocks: a launch of its own.
 const MERGE_COST: u64 = 3;
 
 /// Keys of a part, so that tiles come in as few waves as their number allows; 0: all keys.
@@ -318,7 +320,7 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
 /// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`].
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
-    // How long a part is, is an argument: the text says only that there are some.
+    // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
     let entry = Entry {

@@ -1,5 +1,5 @@
-//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16 bits and one row after
-//! another, and read there by the kernel of such caches.
+//! A KV cache in FP8, or in pages, under many queries on Hopper: it is brought once into the workspace, in 16
+//! bits and one row after another, and read there by the kernel of such caches.
 
 pub mod recipe;
 
@@ -35,21 +35,21 @@ const MOST_DIM: u32 = 256;
 const MOST_BYTES: u64 = 4 << 30;
 
 abi_spec! {
-    /// What the launch that widens is compiled for.
+    /// Spec that the widening launch is compiled for.
     pub struct WidenSpec {
         /// K and V as they lie in memory.
         pub stored: DType,
-        /// What they become: Q's type.
+        /// Type of the widened elements: Q's type.
         pub dtype: DType,
         /// Elements of a key's row.
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// How K and V lie.
+        /// Layout of K and V.
         pub kv_layout: KvKind,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
-        /// Whether rows are no whole words of 16 codes, or begin amid one.
+        /// Whether rows are not whole words of 16 codes, or begin within one.
         pub by_element: bool,
     }
 }
@@ -59,7 +59,7 @@ abi_struct! {
     pub struct WidenedCache {
         /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`.
         pub k: View,
-        /// V likewise; unread where it lies in K.
+        /// Widened V; unread where V lies in K.
         pub v: View,
         /// `[batch]`, written: keys of each sequence.
         pub seqused_k: DevPtr<i32>,
@@ -67,12 +67,12 @@ abi_struct! {
         pub cu_seqlens_k: DevPtr<i32>,
         /// Blocks of keys of the longest sequence.
         pub num_blocks: i32,
-        /// Nothing.
+        /// Padding, unused.
         pub reserved: i32,
     }
 }
 
-/// Where the parts of the widened cache lie in the workspace, behind the reading kernel's own.
+/// Offsets of the widened cache's parts in the workspace, behind the reading kernel's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Places {
     /// The lengths, i32 `[batch]`.
@@ -83,12 +83,12 @@ pub struct Places {
     pub k: u64,
     /// V; its end, where it lies in K.
     pub v: u64,
-    /// All of it.
+    /// Bytes of the whole workspace.
     pub bytes: u64,
 }
 
 impl Places {
-    /// Of a problem, behind a workspace of the reading kernel's `own`.
+    /// Places of a problem's widened cache, behind the workspace `own` of the kernel that reads it.
     ///
     /// # Errors
     /// A workspace of 2^62 bytes or more.
@@ -105,7 +105,7 @@ impl Places {
         Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))? })
     }
 
-    /// In a workspace that begins at an address.
+    /// Widened cache in a workspace that begins at an address.
     #[must_use]
     pub fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
         let [k, v] = strides(problem);
@@ -169,8 +169,8 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
     problem.cache.v_in_k && problem.scales.descale_v == Descale::None
 }
 
-/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as far from the last
-/// one's as the longest has rows.
+/// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as
+/// far from the last one's as the longest has rows.
 ///
 /// # Errors
 /// In `kernel`'s name, the first fact that the launch which widens does not take.
@@ -238,20 +238,20 @@ fn num_blocks(problem: &FwdProblem) -> u32 {
 
 /// Bytes that an H200 reads or writes in a microsecond, at best.
 const BYTES_A_MICRO: f64 = 3.9e6;
-/// Operations of the kernel of 16-bit caches in a microsecond, amid a long walk.
+/// Operations per microsecond of the kernel of 16-bit caches, within a long walk.
 const FLOPS_A_MICRO: f64 = 6.5e8;
 /// Microseconds of a launch.
 const LAUNCH_MICROS: f64 = 4.0;
-/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193 keys of D 256 in
-/// pages of 64 took 30 us staged and 20 direct.
+/// Microseconds that a second kernel of much code takes more, which comes from memory: one token over 193
+/// keys of D 256 in pages of 64 took 30 us staged and 20 direct.
 const COLD_MICROS: f64 = 8.0;
-/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where `sm80` does both; of
-/// FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
+/// Nanoseconds in which a multiprocessor reads a key's 256 elements, and multiplies 64 rows by them, where
+/// `sm80` does both; of FP8 it widens them too. Measured in chunked prefill: 12.7 to 17.5, and 17.7 to 30.
 const DIRECT_NANOS: f64 = 12.0;
 const DIRECT_NANOS_FP8: f64 = 20.0;
 
-/// What a call costs by the model, microseconds: of a cache brought once to where it is read, and by the kernel that reads it as it
-/// lies.
+/// Cost of a call by the model, in microseconds: with a cache widened once to where it is read, and with the
+/// kernel that reads it as it lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     /// Brought into the workspace, then read there in 16 bits.
@@ -261,8 +261,8 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Of a problem's largest lengths, on a device of `num_sms` multiprocessors, whose kernel that reads the cache as it lies has
-    /// tiles of `direct_rows` rows, and parts of the keys where it `splits`.
+    /// Costs of a problem at its largest lengths, on a device of `num_sms` multiprocessors. The kernel that
+    /// reads the cache as it lies has tiles of `direct_rows` rows, and parts of the keys where it `splits`.
     #[must_use]
     pub fn new(problem: &FwdProblem, num_sms: u32, direct_rows: u32, splits: bool) -> Self {
         let Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v } =

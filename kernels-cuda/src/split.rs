@@ -1,8 +1,8 @@
 //! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
 //!
-//! Where the parts of a sequence end is decided on the device: by its own length and by how many parts the longest has
-//! (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths (`common/shares.cuh`). No length is
-//! needed on the host, and a graph of a call replays with any.
+//! The device decides where the parts of a sequence end: by its own length and by how many parts the longest
+//! has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths
+//! (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
 
 pub(crate) mod launch;
 
@@ -21,7 +21,8 @@ const LEAST_KEYS: i32 = 256;
 /// Parts of a sequence, at most: beyond, parts are longer.
 const MOST_PARTS: u32 = 128;
 
-/// Where the parts begin in the workspace, and before them how shares were dealt; the tile counter is before both.
+/// Offset of the parts in the workspace. The record of how shares were dealt comes before them, and the tile
+/// counter before both.
 const FIRST_BYTE: u64 = 4 * SHARES_AT;
 
 abi_struct! {
@@ -32,13 +33,13 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Natural log-sum-exp.
         pub lse: DevPtr<f32>,
-        /// How shares were dealt (`common/shares.cuh`), where parts end where CTAs' shares do.
+        /// Record of how shares were dealt (`common/shares.cuh`), for parts that end where CTAs' shares do.
         pub shares: DevPtr<i32>,
         /// Elements from row to row of `o`: a multiple of 4.
         pub row: i32,
-        /// Parts of the longest sequence, and at most of any.
+        /// Parts of the longest sequence; no sequence has more.
         pub count: i32,
-        /// Of whole blocks of so many keys a part consists.
+        /// Keys of a block; a part consists of whole blocks.
         pub block_n: i32,
         /// Keys of a part, whatever the sequence's length; 0: by `count`.
         pub keys: i32,
@@ -46,18 +47,19 @@ abi_struct! {
         pub first_row: i32,
         /// Queries of every sequence and head whose parts these are.
         pub num_rows: i32,
-        /// For parts that end where CTAs' shares do: query heads of a tile's rows,
+        /// Query heads of a tile's rows. This field and those below are for parts that end where CTAs' shares
+        /// do.
         pub heads: i32,
-        /// rows of a tile,
+        /// Rows of a tile.
         pub block_m: i32,
-        /// tiles of a head's or group's rows,
+        /// Tiles of a head's or group's rows.
         pub row_blocks: i32,
-        /// and tiles of a sequence.
+        /// Tiles of a sequence.
         pub tiles: i32,
     }
 }
 
-/// How all tiles' blocks of keys are dealt to CTAs in equal shares.
+/// Equal shares of all tiles' blocks of keys, dealt to CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shares {
     /// CTAs.
@@ -107,7 +109,7 @@ impl Shares {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
         // A part's first row is counted from its tile's first head.
         let rows = u64::from(problem.dims.num_heads_q) * u64::from(problem.dims.seqlen_q);
-        // Shares that make no whole stretch of a sequence's tiles are nobody's.
+        // Shares that make no whole stretch of a sequence's tiles belong to no CTA.
         let (count, of_sequence) = (u64::from(self.count), self.tiles_of_sequence(problem).max(1));
         let taken = count - count % of_sequence;
         self.tiles(problem).saturating_mul(blocks) < 1 << 30 && rows < 1 << 30 && 8 * taken >= 7 * count
@@ -119,7 +121,7 @@ fn dealt_bytes(problem: &FwdProblem) -> u64 {
     (4 * (SHARES_HEADER + u64::from(problem.dims.batch) + 1)).next_multiple_of(16)
 }
 
-/// How a tile cuts the keys of sequences.
+/// Cut of the keys of sequences by a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Keys of a part of the longest sequence; with `fixed` of every sequence. 0: they are not cut.
@@ -133,14 +135,16 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each CTA has a share.
+    /// Parts that a launch has for each sequence, by the longest; 1 where keys are not cut, and where each
+    /// CTA has a share.
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
         let keys = self.keys.unsigned_abs();
         if keys == 0 || self.shares.is_some() { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
     }
 
-    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where there are none.
+    /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where
+    /// there are none.
     #[must_use]
     pub fn workspace_bytes(self, problem: &FwdProblem, queries: u32) -> u64 {
         if self.keys == 0 {
@@ -163,8 +167,8 @@ impl Cut {
         if self.shares.is_some() { dealt_bytes(problem) } else { 0 }
     }
 
-    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace meanwhile. Parts by the
-    /// longest sequence are of short queries, all at once.
+    /// The launches of a call: its queries some row blocks at a time, whose parts lie in the workspace
+    /// meanwhile. Parts by the longest sequence are of short queries, all at once.
     #[must_use]
     pub fn rows_at_once(self, problem: &FwdProblem, block_m: i32, pack_gqa: bool) -> RowsAtOnce {
         let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
@@ -215,15 +219,18 @@ pub struct RowsAtOnce {
     pub queries: u32,
 }
 
-/// What the parts of several row blocks may take of the workspace: one launch writes them and the next reads them.
+/// Most bytes of the workspace that the parts of several row blocks may take: one launch writes them and the
+/// next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a device: a long query,
-/// whose last token is to have the bits of the same token alone, writes and reads a row of O for each part that it sees.
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a
+/// device: a long query, whose last token is to have the bits of the same token alone, writes and reads a row
+/// of O for each part that it sees.
 const FIXED_KEYS: i32 = 2048;
 
-/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Which calls are cut at
-/// all is decided by what one part and a whole sequence round alike: a sink and an O of 8 bits enter a merge otherwise.
+/// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Calls
+/// are cut only if one part and a whole sequence round in the same way: a sink and an O of 8 bits enter a
+/// merge differently.
 #[must_use]
 pub fn fixed_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     let is_cut = splits(problem).is_ok()
@@ -243,8 +250,8 @@ impl RowsAtOnce {
 }
 
 impl KvParts {
-    /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead of those of
-    /// the `whole` call.
+    /// The arguments of the forward kernel, whose O and LSE are the parts, a batch of sequences each, instead
+    /// of those of the `whole` call.
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
@@ -309,8 +316,8 @@ pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
 /// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
 pub(crate) const MOST_SCANNED: u32 = 1024;
 
-/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of balance is less than the launch
-/// that merges.
+/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of
+/// balance is less than the launch that merges.
 pub(crate) const LEAST_SHARED: u32 = 1024;
 
 /// Keys that any query of the longest sequence sees.
@@ -327,8 +334,9 @@ pub(crate) const MICROS_OF_PARTS: f64 = 15.5;
 /// Microseconds of an H200 in which each of so many tiles of a few queries walks all of its keys: a launch, and the
 /// longest sequence's keys as often as there are waves of CTAs, of which `at_once` read so many bytes each.
 ///
-/// Of `sm90` by measurement and by this, one CTA a multiprocessor and 60 KB a microsecond: 24 tiles of 687 keys of D 128
-/// 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and 17.7, 4 of 1535 22.0 and 22.1.
+/// Microseconds of `sm90`, measured and by this function, with one CTA a multiprocessor and 60 KB a
+/// microsecond: 24 tiles of 687 keys of D 128 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and
+/// 17.7, 4 of 1535 22.0 and 22.1.
 pub(crate) fn micros_of_whole(problem: &FwdProblem, tiles: u64, at_once: u64, bytes_a_micro: f64) -> f64 {
     const LAUNCH: f64 = 8.0;
     const WAVE: f64 = 1.0;
@@ -364,7 +372,8 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     keys as i32
 }
 
-/// What the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the merge.
+/// Spec that the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the
+/// merge.
 #[must_use]
 pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
     FwdSpec { dtype_o: DType::F32, write_lse: true, sink: false, ..*spec }
@@ -377,7 +386,7 @@ const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
 /// Warps that share a row, at most.
 const MOST_WARPS: u32 = 8;
 
-/// How the parts of a row are merged.
+/// Shape of the launch that merges the parts of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Merging {
     /// K and V as they lie in memory, from which a row of very large scores is computed again.
@@ -391,9 +400,9 @@ pub struct Merging {
 }
 
 impl Merging {
-    /// Of a problem's parts: a warp has some eight parts of a row, which it loads at once. Warps' sums are added in their
-    /// order, so where parts are fixed the bound on all lengths does not decide how many warps there are: one, since a long
-    /// query has rows enough.
+    /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once. Warps' sums
+    /// are added in the order of the warps, so where parts are fixed the bound on all lengths must not decide
+    /// the number of warps: it is one, since a long query has rows enough.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let parts = match cut.shares {
@@ -430,7 +439,7 @@ pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, false)
 }
 
-/// The same under a tree mask, of which the kernel takes [`TreeMask`](crate::tree_mask::TreeMask) too.
+/// Merge kernel under a tree mask; it takes a [`TreeMask`](crate::tree_mask::TreeMask) too.
 #[must_use]
 pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, true)

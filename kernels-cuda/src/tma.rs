@@ -1,4 +1,4 @@
-//! What TMA has to know of a tensor (CUDA Driver API, "Tensor Map Object Management").
+//! Tensor maps of TMA (CUDA Driver API, "Tensor Map Object Management").
 
 use fmha_core::{DType, Result, Shape, Strides};
 
@@ -13,13 +13,13 @@ pub trait EncodeTensorMap {
     ) -> Result<TensorMap>;
 }
 
-/// What TMA knows of a tensor; opaque to all but the driver.
+/// Tensor map of TMA; opaque to all but the driver.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct TensorMap(pub [u64; 16]);
 
 impl TensorMap {
-    /// In the place of a map that no kernel reads.
+    /// Map that no kernel reads.
     pub const UNREAD: Self = Self([0; 16]);
 }
 
@@ -27,11 +27,11 @@ impl TensorMap {
 /// stride 1.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorMapFacts<const AXES: usize, const STRIDES: usize> {
-    /// For errors: which operand.
+    /// Name of the operand, for errors.
     pub name: &'static str,
     /// f16, bf16 or a type of 8 bits.
     pub dtype: DType,
-    /// Of the first element, on the device.
+    /// Address of the first element, on the device.
     pub address: u64,
     /// Extents, from axis 0.
     pub dims: [u64; AXES],
@@ -66,8 +66,8 @@ pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
 }
 
 impl TensorMapFacts<4, 3> {
-    /// Of a tensor's rows, `(dim, row, head, batch or page)`. One without rows is never read, but its map needs an address:
-    /// `elsewhere`.
+    /// Facts of a map of a tensor's rows, `(dim, row, head, batch or page)`. A tensor without rows is never
+    /// read, but its map needs an address: `elsewhere`.
     pub(crate) fn of_rows(
         (name, dtype): (&'static str, DType),
         [address, elsewhere]: [u64; 2],

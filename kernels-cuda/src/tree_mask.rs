@@ -16,7 +16,7 @@ abi_struct! {
     }
 }
 
-/// What the parameters of an entry end with.
+/// Last parameter of an entry.
 pub(crate) const PARAM: &str = ", const __grid_constant__ TreeMask tree";
 
 /// The argument of a call.
@@ -30,7 +30,7 @@ pub fn bind(problem: &FwdProblem, args: &FwdArgs<'_>) -> TreeMask {
     }
 }
 
-/// The forward kernel's arguments: the tree stands in for the causal mask's upper end.
+/// The forward kernel's arguments: the tree replaces the causal mask's upper end.
 #[must_use]
 pub fn without_upper_end(params: &FwdParams) -> FwdParams {
     FwdParams { mask: MaskParams { hi: i32::MAX, ..params.mask }, ..*params }

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use fmha_core::DType;
 use fmha_core::source::Header;
 
-/// Where the A operand is.
+/// Place of the A operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperandA {
     /// A shared-memory descriptor.
@@ -16,7 +16,7 @@ pub enum OperandA {
     Registers,
 }
 
-/// What products are summed in.
+/// Type of the sums of products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sums {
     /// A register a sum.
@@ -28,11 +28,11 @@ pub enum Sums {
 /// One instruction: `m64 n k16` of 16-bit elements, `k32` of 8-bit ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WgmmaShape {
-    /// What both operands hold: f16, bf16, e4m3fn or e5m2.
+    /// Type of both operands: f16, bf16, e4m3fn or e5m2.
     pub dtype: DType,
     /// Columns of the product: a multiple of 8 up to 256.
     pub n: i32,
-    /// Where A is.
+    /// Place of A.
     pub a: OperandA,
     /// The accumulators.
     pub sums: Sums,

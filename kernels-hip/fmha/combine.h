@@ -1,7 +1,7 @@
-// Merges partial results over the same rows by their LSE: a thread has one element of O. Weights are divided by their own
-// sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of each.
-// Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once;
-// with Merge::AddTo what O held is the first term.
+// Merges partial results over the same rows by their LSE: a thread has one element of O. Weights are divided by their
+// own sum, since LSE itself, rounded, may be far from what they add up to: of equal parts at -1e30 it is that of
+// each. Where parts are added (Merge::Sum), there is no LSE: their f32 sum, in their order, rounded once; with
+// Merge::AddTo what O held is the first term.
 #pragma once
 #include <fmha/exp_sum.h>
 #include <fmha/isa/lane.h>

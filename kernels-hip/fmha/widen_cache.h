@@ -1,6 +1,6 @@
-// An FP8 cache brought once to the workspace in 16 bits, for a forward kernel of 16-bit caches: key j of sequence b goes to row
-// `b * seqlen_k + j`, and with it what that kernel reads of packed rows. Rows of a block behind the last key become zeros, since
-// a tile's V is searched for what is not finite.
+// Copy of an FP8 cache to the workspace, widened to 16 bits, for a forward kernel of 16-bit caches: key j of sequence
+// b goes to row `b * seqlen_k + j`, and with it what that kernel reads of packed rows. Rows of a block behind the
+// last key become zeros, since a tile's V is searched for what is not finite.
 //
 // Codes are widened by their bits, whatever instructions there are: memory is what the launch waits for.
 #pragma once
@@ -46,7 +46,7 @@ struct Widen {
 
   FMHA_DEVICE void run() const {
     const int32_t i_batch = workgroup_idx() / to.num_blocks, first = workgroup_idx() % to.num_blocks * kWidenKeys;
-    // Queries are not asked for.
+    // Queries are not used.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch);
     if (first == 0 && thread_idx() == 0) {
       to.seqused_k[i_batch] = span.seqlen_k;

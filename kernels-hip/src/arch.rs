@@ -18,14 +18,14 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// All of them.
+    /// All architectures.
     pub const ALL: [Arch; 5] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950, Arch::Gfx1100, Arch::Gfx1201];
-    /// With MFMA and waves of 64, oldest first.
+    /// Architectures with MFMA and waves of 64, oldest first.
     pub const CDNA: [Arch; 3] = [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950];
-    /// With WMMA and waves of 32, oldest first.
+    /// Architectures with WMMA and waves of 32, oldest first.
     pub const RDNA: [Arch; 2] = [Arch::Gfx1100, Arch::Gfx1201];
 
-    /// From a `gcnArchName` such as `gfx942:sramecc+:xnack-`, or the bare name.
+    /// Architecture of a `gcnArchName` such as `gfx942:sramecc+:xnack-`, or the bare name.
     ///
     /// # Errors
     /// [`Error::NoDevice`] with the name and the reason.
@@ -118,7 +118,8 @@ impl Arch {
         }
     }
 
-    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a has no FP8.
+    /// Peak of f16 and bf16 or of FP8, dense, and of memory, as AMD states them for the largest part. gfx90a
+    /// has no FP8.
     pub fn roofline(self, dtype: DType) -> Roofline {
         let (two_bytes, fp8, bytes, part) = match self {
             Arch::Gfx90a => (383.0e12, None, 3.2e12, "MI250X"),

@@ -82,7 +82,7 @@ impl Unit for Mfma {
             lds_bytes: 0,
         };
         let tile = with_lds::<Self>(tile, spec);
-        // Of workgroups of four waves with half of the registers, a compute unit is to hold two.
+        // A compute unit is to hold two workgroups of four waves, each with half of the registers.
         let groups = if waves == 2 && rows == 128 { 2 } else { 1 };
         // Two steps in a row take scalar registers, which modifiers need.
         if groups * tile.lds_bytes.unsigned_abs() <= arch.lds_bytes() && !is_busy(spec, by) {

@@ -1,8 +1,9 @@
 //! `cdna_decode`: short queries over long, paged and quantised caches, on MFMA.
 //!
-//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind merges
-//! the parts. Of head dimensions above 256, four waves have a quarter of the columns each: latent attention (576/512) reads K
-//! once for its values too, and no other kernel takes such rows at any length.
+//! A wave has 32 rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch
+//! behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each:
+//! latent attention (576/512) reads K once for its values too, and no other kernel takes such rows at any
+//! length.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
@@ -24,7 +25,7 @@ use crate::paths::LoadPath;
 pub(crate) const NAME: &str = "cdna_decode";
 /// The launch behind.
 pub(crate) const MERGE: &str = "cdna_decode_merge";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/cdna/decode/main.h";
 
 /// Waves of a workgroup, at most.
@@ -36,10 +37,11 @@ const EDGE: u32 = 32;
 const COLUMN_WAVES: u32 = 4;
 /// Latent attention's keys and the values in them.
 const LATENT: (u32, u32) = (576, 512);
-/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
-/// which the partial results of eight rows, written and read, are 12 %.
+/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
+/// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
-/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 32 rows are 44 %, of 16 rows half.
+/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 32 rows
+/// are 44 %, those of 16 rows half as much.
 const LEAST_SHARED_KEYS: u32 = 256;
 /// Waves that a SIMD is to have, so that one's loads are under way while the other computes.
 const WAVES_OF_A_SIMD: u32 = 2;
@@ -47,7 +49,7 @@ const SIMDS: u32 = 4;
 const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
 
 abi_spec! {
-    /// What a decode kernel is compiled for.
+    /// Spec that a decode kernel is compiled for.
     pub struct CdnaDecodeSpec {
         /// Q, and K and V as they are multiplied.
         pub dtype: DType,
@@ -65,13 +67,13 @@ abi_spec! {
         pub ends_early: bool,
         /// Whether there may be a soft-cap, a bias or slopes.
         pub modifies: bool,
-        /// How Q, K and V are read.
+        /// Way of loading Q, K and V.
         pub load: LoadPath,
     }
 }
 
 abi_spec! {
-    /// How the decode kernel computes.
+    /// Tile of the decode kernel: how it computes.
     pub struct CdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
@@ -82,7 +84,7 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What both launches read, of every decode kernel.
+    /// Arguments of both launches of every decode kernel.
     pub struct CdnaDecodeParams {
         /// The call.
         pub call: CdnaParams,
@@ -91,8 +93,8 @@ abi_struct! {
         pub o: DevPtr<f32>,
         /// Maximum and sum of each row of the parts.
         pub stats: DevPtr<f32>,
-        /// How shares were dealt, as the first launch leaves it for the second (`pieces.h`); null: each piece has a
-        /// part.
+        /// Record of how shares were dealt, which the first launch leaves for the second (`pieces.h`); null:
+        /// each piece has a part.
         pub shares: DevPtr<i32>,
         /// u32 `[batch, seqlen_q, words]`, or packed; null: no tree mask.
         pub tree_mask: DevPtr<u32>,
@@ -110,7 +112,7 @@ abi_struct! {
         pub row_blocks: i32,
         /// Pieces of work of the first launch: a wave each, or a workgroup of waves that share rows.
         pub num_waves: i32,
-        /// Of a workgroup.
+        /// Waves of a workgroup.
         pub waves_of_group: i32,
         /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
         pub num_xcds: i32,
@@ -121,7 +123,7 @@ abi_struct! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CdnaDecode {
     spec: CdnaDecodeSpec,
-    /// How it computes.
+    /// Tile of the kernel.
     pub(crate) tile: CdnaDecodeTile,
     parts: Parts,
     num_xcds: u32,
@@ -132,7 +134,7 @@ fn waves_of_rows(row_blocks: u64) -> u32 {
     row_blocks.clamp(1, MOST_WAVES.into()) as u32
 }
 
-/// Of an architecture's dies those, a power of two, that so many sets of keys are dealt out to evenly.
+/// Dies among which so many sets of keys are dealt out evenly: a power of two, at most the architecture's.
 fn dies(sets_of_keys: u64, arch: Arch) -> u32 {
     1 << sets_of_keys.trailing_zeros().min(arch.num_xcds().unsigned_abs().trailing_zeros())
 }
@@ -174,8 +176,8 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
 }
 
 impl CdnaDecode {
-    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's cache; others are
-    /// workgroups of their own, so that few of them are dealt to many compute units.
+    /// Waves that have the same keys for other rows are a workgroup, and find them in one compute unit's
+    /// cache; others are workgroups of their own, so that few of them are dealt to many compute units.
     ///
     /// Waves that share their rows' columns have one piece of work.
     fn waves_of_group(&self) -> u32 {

@@ -1,5 +1,5 @@
-//! What the decode kernels have in common: rows of a group and parts of the keys as pieces of work, the launch behind that
-//! merges the parts, and the recipe ([`recipe`]).
+//! Code that the decode kernels share: rows of a group and parts of the keys as pieces of work, the launch
+//! behind that merges the parts, and the recipe ([`recipe`]).
 
 mod cut;
 pub(crate) mod recipe;
@@ -28,14 +28,15 @@ const LONG_CACHE: u32 = 512;
 /// Words before those of sequences, of how shares were dealt (`cdna/decode/pieces.h`).
 const SHARES_HEADER: u64 = 2;
 
-/// Elements of a row, at most, that a wave has alone.
+/// Most elements of a row that a wave has alone.
 const WAVE_HEAD_DIM: u32 = 256;
-/// Of the longest rows that waves share; on CDNA a wave has 144 columns of Q and 128 of O then, as registers allow.
+/// Head dimensions of the longest rows that waves share. On CDNA a wave then has 144 columns of Q and 128 of
+/// O, as registers allow.
 const MAX_HEAD_DIM_QK: u32 = 576;
 const MAX_HEAD_DIM_V: u32 = 512;
 const DWORD: i64 = 4;
 
-/// What no tile would change.
+/// Refusals that no tile would change.
 ///
 /// # Errors
 /// In `kernel`'s name, the field that it does not take, and its number.
@@ -66,7 +67,8 @@ pub(crate) fn shares_rows(problem: &FwdProblem) -> bool {
     problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > WAVE_HEAD_DIM
 }
 
-/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of so many bytes.
+/// Whether all rows of Q, K and V begin on dwords where the first one does, those of the cache in elements of
+/// so many bytes.
 pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool {
     let cache_bytes = cache_bytes.cast_signed();
     let whole = |strides: Strides, shape: Shape, bytes: i64| {
@@ -80,7 +82,7 @@ pub(crate) fn strides_are_dwords(problem: &FwdProblem, cache_bytes: u64) -> bool
         && whole(problem.strides.v, problem.shape_v(), cache_bytes)
 }
 
-/// What the pieces of work are: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
+/// Pieces of work: `block_rows` rows of a group, and a part of a sequence's keys or a share of all
 /// sequences'.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Parts {
@@ -157,7 +159,7 @@ impl Parts {
         self.dealt_at().saturating_add(4 * self.dealt_words)
     }
 
-    /// Where it lies how shares were dealt.
+    /// Address of the record of how shares were dealt.
     fn dealt_at(&self) -> u64 {
         self.part_rows.saturating_mul(4 * (u64::from(self.row_elems.unsigned_abs()) + 2))
     }
@@ -175,7 +177,7 @@ impl Parts {
         crate::source(&entry, CDNA)
     }
 
-    /// What both launches read; the parts lie at `workspace`.
+    /// Arguments of both launches; the parts lie at `workspace`.
     pub(crate) fn params(
         &self,
         problem: &FwdProblem,
@@ -206,7 +208,7 @@ impl Parts {
         }
     }
 
-    /// What a plan prints of them.
+    /// Fields of the pieces that a plan prints.
     pub(crate) fn details(&self, problem: &FwdProblem) -> [(&'static str, String); 2] {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
@@ -227,7 +229,7 @@ impl Parts {
     }
 }
 
-/// What a plan prints of where the keys come from.
+/// Field of a plan that says where the keys come from.
 pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)> {
     let mut details = Vec::new();
     if problem.stored_k() != problem.dtypes.qk {
@@ -252,8 +254,8 @@ pub(crate) const fn merge_threads(arch: Arch) -> u32 {
     MERGE_WAVES * arch.wave_threads()
 }
 
-/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would else depend on how
-/// many queries come at once.
+/// Calls that the forward kernel of the architecture takes as well, and is as fast at, or whose bits would
+/// else depend on how many queries come at once.
 ///
 /// # Errors
 /// In `kernel`'s name, why the call is left to it.

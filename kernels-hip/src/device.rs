@@ -1,4 +1,4 @@
-//! What a recipe knows of a device, and how many workgroups it holds.
+//! Facts of a device that recipes use, and how many workgroups it holds.
 
 use fmha_core::source::{KernelSource, Literal};
 use fmha_core::tune::TunedTiles;
@@ -15,12 +15,12 @@ macro_rules! refuse {
 }
 pub(crate) use refuse;
 
-/// What a choice depends on besides the problem.
+/// Facts of a device that choices depend on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Device {
-    /// Its architecture.
+    /// Architecture of the device.
     pub(crate) arch: Arch,
-    /// Its compute units.
+    /// Number of compute units.
     pub(crate) num_compute_units: u32,
 }
 
@@ -37,7 +37,7 @@ pub trait Amd: Vendor<Facts = DeviceFacts> {}
 
 impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}
 
-/// What a choice depends on besides the problem.
+/// Facts of a device that choices depend on.
 pub struct DeviceFacts {
     /// The device.
     pub(crate) device: Device,
@@ -52,7 +52,8 @@ impl DeviceFacts {
         self.device.arch
     }
 
-    /// Of a device called `name`, of an architecture as HIP names it; an emulated one has no tiles of its own.
+    /// Facts of a device called `name`, of an architecture as HIP names it; an emulated device has no tiles
+    /// of its own.
     ///
     /// # Errors
     /// [`Error::NoDevice`](fmha_core::Error::NoDevice) for an architecture that the kernels do not know; a value of
@@ -67,7 +68,7 @@ impl DeviceFacts {
         let tuned = if emulated {
             TunedTiles::default()
         } else {
-            // What tiles are kept for.
+            // Name that tiles are kept under.
             let device = format!("{}, {}, {num_compute_units} compute units", name, arch.name());
             TunedTiles::load(&device, &tuned_kernels::<V>(), &crate::headers())?
         };

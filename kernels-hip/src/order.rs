@@ -1,8 +1,8 @@
 //! Whether a workgroup has one tile or walks over several: decided by simulating both.
 //!
-//! A model, never measured. One tile a workgroup: a die's dispatcher gives the next one to whichever place is free
-//! first. A stride: fixed beforehand, every second round backwards. What ends first wins; the stride has to win by
-//! [`WORTH_PERCENT`].
+//! A model, never measured. One tile a workgroup: a die's dispatcher gives the next one to the place that is
+//! free first. A stride: fixed beforehand, every second round backwards. What ends first wins; the stride has
+//! to win by [`WORTH_PERCENT`].
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,13 +15,13 @@ use crate::cdna::TileOrder;
 
 /// A step of the main loop: the unit is a quarter of it, about half a microsecond of an MI300X at D 128.
 const STEP: u64 = 4;
-/// What a tile takes beside its steps: its first loads, half a step of products before the loop and half behind it, O.
-/// Assumed.
+/// Cost of a tile beside its steps: its first loads, half a step of products before the loop and half behind
+/// it, O. Assumed.
 const AROUND: u64 = 8;
-/// From a workgroup's last instruction to the first of the next in its place. Assumed.
+/// Time from a workgroup's last instruction to the first of the next one in its place. Assumed.
 const LAUNCH: u64 = 1;
-/// By how much the stride has to be ahead of a dispatcher that knows what the model does not: clocks, the other
-/// tenants of a device, what memory did.
+/// Gain by which the stride has to be ahead of a dispatcher that knows what the model does not: clocks, the
+/// other tenants of a device, what memory did.
 const WORTH_PERCENT: u64 = 2;
 /// Rounds that are simulated. More are like these.
 const MOST_ROUNDS: u64 = 64;

@@ -1,19 +1,19 @@
-//! How global memory is read and written.
+//! Loads and stores of global memory.
 
 use fmha_core::abi_enum;
 
-/// How global memory is read into a tile.
+/// Way of loading global memory into a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LoadPath {
     /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole 16 bytes long.
     Chunks,
-    /// The same; rows are whole dwords long.
+    /// 16 bytes a lane through buffer descriptors; rows start on dwords and are whole dwords long.
     Dwords,
     /// An element a lane at any address: right for every stride, fast for none.
     Element,
 }
 
-/// How O is written.
+/// Way of storing O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum StorePath {
     /// Four elements at once.

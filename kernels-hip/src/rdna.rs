@@ -17,7 +17,7 @@ use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "rdna_fwd";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/rdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
@@ -26,15 +26,15 @@ const WAVE_ROWS: u32 = 16;
 const CHUNK: i64 = 16;
 
 abi_spec! {
-    /// How the RDNA forward kernel computes.
+    /// Tile of the RDNA forward kernel: how it computes.
     pub struct RdnaTile {
         /// Queries of a workgroup: 16 a wave.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 128]),
         /// Keys of a step of the main loop.
         pub block_n: i32 = Takes::among(&[16, 32, 64]).tuned_over(&[32, 64]),
-        /// How Q, K and V are read: by chunks of 16 bytes, or by elements.
+        /// Way of loading Q, K and V: by chunks of 16 bytes, or by elements.
         pub load: LoadPath = Takes::nothing(),
-        /// How O is written.
+        /// Way of storing O.
         pub store: StorePath = Takes::nothing(),
         /// Waves that share the columns of their rows.
         pub column_waves: i32 = Takes::nothing(),
@@ -47,7 +47,7 @@ abi_spec! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rdna {
     spec: CdnaSpec,
-    /// How it computes.
+    /// Tile of the kernel.
     pub(crate) tile: RdnaTile,
 }
 

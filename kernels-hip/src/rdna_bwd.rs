@@ -46,8 +46,8 @@ impl Unit for Wmma {
         if by.load == LoadPath::Chunks { by } else { LoadsAndStores::BY_ELEMENT }
     }
 
-    /// Sums of both, of wider rows, leave a lane too few of its 256 registers; of dropout gfx1100's compiler spills those
-    /// of rows beyond 64.
+    /// Sums of both, of wider rows, leave a lane too few of its 256 registers; of dropout gfx1100's compiler
+    /// spills those of rows beyond 64.
     fn sums_keys_at_once(spec: &MatrixBwdSpec, arch: Arch, _: LoadsAndStores) -> bool {
         let most = if spec.dropout && arch == Arch::Gfx1100 { 128 } else { 256 };
         spec.head_dim_qk + spec.head_dim_v <= most
@@ -126,7 +126,7 @@ mod tests {
         accept::<Wmma>(problem, device, &PlanOptions::default()).unwrap().tiles
     }
 
-    /// What is summed by each launch.
+    /// Sums of each launch.
     fn sums(problem: &BwdProblem, arch: Arch) -> Vec<BwdSums> {
         tiles(problem, arch).iter().map(|tile| tile.sums).collect()
     }
@@ -183,7 +183,8 @@ mod tests {
 
     #[test]
     fn rows_are_padded_to_whole_32_elements() {
-        // 32 rows of 96 elements and 16 bytes, of K twice: as they lie, and 96 of 32 elements and 16 bytes; V as it lies.
+        // 32 rows of 96 elements and 16 bytes, of K twice: as they lie, and 96 of 32 elements and 16 bytes; V
+        // as it lies.
         let dq = tiles(&problem((72, 72), LONG), Arch::Gfx1201)[0];
         assert_eq!(dq.lds_bytes, 2 * 32 * (96 * 2 + 16) + 96 * (32 * 2 + 16));
     }

@@ -1,8 +1,8 @@
 //! `rdna_decode`: short queries over long, paged and quantised caches, on WMMA.
 //!
-//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a launch behind
-//! merges the parts. Of head dimensions above 256, four waves have a quarter of the columns each, and no other kernel takes
-//! such rows at any length.
+//! A workgroup has some rows, pairs of a query and a head of one KV head's group, and a part of the keys; a
+//! launch behind merges the parts. Of head dimensions above 256, four waves have a quarter of the columns
+//! each, and no other kernel takes such rows at any length.
 
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields as _, Takes};
@@ -25,7 +25,7 @@ use crate::rdna::RdnaTile;
 pub(crate) const NAME: &str = "rdna_decode";
 /// The launch behind.
 pub(crate) const MERGE: &str = "rdna_decode_merge";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/rdna/decode/main.h";
 
 const WAVE_THREADS: u32 = 32;
@@ -33,20 +33,21 @@ const WAVE_THREADS: u32 = 32;
 const WAVE_ROWS: u32 = 16;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Keys of a part, at least, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64 KB, of
-/// which the partial results of eight rows, written and read, are 12 %.
+/// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
+/// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
-/// The same of rows that waves share: of the 295 KB of 256 latent keys the results of 16 rows are 22 %.
+/// Least keys of a part of rows that waves share: 256 latent keys are 295 KB, of which the results of 16 rows
+/// are 22 %.
 const LEAST_SHARED_KEYS: u32 = 256;
 /// Pieces of work that a pair of compute units is to have at once: 128 KB of LDS hold six tiles of 32 keys at D 128.
 const GROUPS_OF_A_UNIT: u32 = 6;
-/// Of rows that waves share, of 512 elements: two fit.
+/// Pieces of work of a pair of compute units, for rows of 512 elements that waves share: two fit.
 const SHARED_GROUPS_OF_A_UNIT: u32 = 2;
 /// Keys of a step, at most.
 const STEP: u32 = 32;
 
 abi_spec! {
-    /// How the decode kernel computes.
+    /// Tile of the decode kernel: how it computes.
     pub struct RdnaDecodeTile {
         /// Keys of a part; with `shares` of a stretch at least.
         pub split_keys: i32 = Takes::multiples(32, 32, 1 << 24).tuned_over(&[128, 256, 512, 1024]),
@@ -85,8 +86,9 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
     }
 }
 
-/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on dwords: of a quantised
-/// cache those of the same cache in 16 bits, whose steps it has. Its own pieces are read from any byte.
+/// Whether rows are whole pieces, of eight elements of Q and K and of four of V, and all of them begin on
+/// dwords: of a quantised cache those of the same cache in 16 bits, whose steps it has. Its own pieces are
+/// read from any byte.
 fn loads_wide(problem: &FwdProblem) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(8)

@@ -1,5 +1,6 @@
-//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch before widens it once into
-//! the workspace, and the forward kernel reads it there, so that the bits are those of the call on the dequantised cache.
+//! `cdna_widened`, `rdna_widened`: a quantised cache whose 16-bit twin is the forward kernel's. A launch
+//! before widens it once into the workspace, and the forward kernel reads it there, so that the bits are
+//! those of the call on the dequantised cache.
 
 pub(crate) mod recipe;
 
@@ -18,11 +19,11 @@ pub(crate) const NUM_THREADS: u32 = 256;
 const KEYS: u32 = 64;
 
 abi_spec! {
-    /// What the launch that widens is compiled for.
+    /// Spec that the widening launch is compiled for.
     pub struct WidenSpec {
         /// K and V as they lie in memory.
         pub stored: DType,
-        /// What they become: Q's type.
+        /// Type of the widened elements: Q's type.
         pub dtype: DType,
     }
 }
@@ -32,7 +33,7 @@ abi_struct! {
     pub struct WidenedCache {
         /// K, `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, or packed.
         pub k: View,
-        /// V likewise.
+        /// Widened V.
         pub v: View,
         /// `[batch]`, written: keys of each sequence.
         pub seqused_k: DevPtr<i32>,
@@ -46,18 +47,18 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// Nothing.
+        /// Padding, unused.
         pub reserved: i32,
     }
 }
 
-/// Where the parts of the widened cache lie in the workspace.
+/// Offsets of the widened cache's parts in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     cu_seqlens_k: u64,
     k: u64,
     v: u64,
-    /// All of it.
+    /// Bytes of the whole workspace.
     pub(crate) bytes: u64,
 }
 
@@ -83,7 +84,7 @@ impl Places {
         Ok(Self { cu_seqlens_k, k, v, bytes: all })
     }
 
-    /// In a workspace that begins at an address.
+    /// Widened cache in a workspace that begins at an address.
     pub(crate) fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
         let [k, v] = strides(problem);
         let packed = problem.layout.kv == KvLayout::Packed;
@@ -102,7 +103,7 @@ impl Places {
 }
 
 impl WidenedCache {
-    /// What the forward kernel reads: the call's arguments, but for K and V.
+    /// Arguments of the forward kernel: the call's arguments, but for K and V.
     pub(crate) fn forward(&self, problem: &FwdProblem, whole: &FwdParams) -> FwdParams {
         let mut fwd = FwdParams { k: self.k, v: self.v, ..*whole };
         (fwd.descale_k, fwd.descale_v) = (HeadScalars::NULL, HeadScalars::NULL);

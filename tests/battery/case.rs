@@ -14,11 +14,11 @@ use crate::tensors::{Data, Lengths};
 pub struct Case {
     /// `family/what/dtype/...`, unique.
     pub name: String,
-    /// What is done.
+    /// Work of the case.
     pub body: Body,
 }
 
-/// What a case does.
+/// Work of a case.
 #[derive(Clone, Debug)]
 pub enum Body {
     /// Forward, against the reference.
@@ -34,34 +34,34 @@ pub enum Body {
 /// A forward call.
 #[derive(Clone, Debug)]
 pub struct Forward {
-    /// What to compute.
+    /// Problem to compute.
     pub problem: FwdProblem,
     /// The lengths.
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
-    /// What is written over them.
+    /// Values planted over the data.
     pub plant: Plant,
 }
 
 /// A backward call.
 #[derive(Clone, Debug)]
 pub struct Backward {
-    /// What to compute.
+    /// Problem to compute.
     pub problem: BwdProblem,
     /// The lengths.
     pub lengths: Lengths,
     /// The numbers.
     pub data: Data,
-    /// Whether the plan is asked for the same bits every run, whatever the caller of the case asks; a second run shows whether
-    /// it keeps that.
+    /// Whether the plan must have the same bits in every run, whatever the caller of the case requires; a
+    /// second run shows whether it keeps that.
     pub deterministic: bool,
     /// Numbers written over the inputs before the call, each at `[storage batch, row, head, dim]`.
     pub planted: Vec<(Operand, [u32; 4], f64)>,
 }
 
 impl Backward {
-    /// What its plan is asked for, by the caller and by itself.
+    /// Options of the case's plan, from the caller and from the case itself.
     #[must_use]
     pub fn options(&self, asked: &PlanOptions) -> PlanOptions {
         asked.clone().deterministic(asked.deterministic || self.deterministic)
@@ -71,7 +71,7 @@ impl Backward {
 /// A combine call.
 #[derive(Clone, Debug)]
 pub struct Combine {
-    /// What to compute.
+    /// Problem to compute.
     pub problem: CombineProblem,
     /// The numbers.
     pub data: Data,
@@ -89,10 +89,10 @@ pub enum Plant {
     HiddenKeys,
     /// This number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
-    /// Nothing is written: this operand alone lies so many elements beyond an aligned address.
+    /// No value is written: this operand alone lies so many elements beyond an aligned address.
     Shifted(Operand, u32),
-    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights, subnormal in P's type,
-    /// are all that O is made of.
+    /// Scores of `score` times the scale at key 0, whose V is 0, and of 0 at all others: faint weights,
+    /// subnormal in P's type, are all that O is made of.
     FaintWeights {
         /// K's first element at key 0, which the scale multiplies.
         score: f64,
@@ -101,12 +101,13 @@ pub enum Plant {
     LargeValues(f64),
     /// Every eighth row of the bias, from the first on, is this number; and every sink, where there is one, the other.
     FarRows {
-        /// Of the bias, if it has one.
+        /// Value of these rows of the bias, if there is one.
         bias: Option<f64>,
-        /// Of the sinks.
+        /// Value of every sink, if there are sinks.
         sink: Option<f64>,
     },
-    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every query, and its V is 3 where it lies apart.
+    /// The last key of every sequence outweighs all others: its score lies some 9 above theirs for every
+    /// query, and its V is 3 where it lies apart.
     LastKeys,
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
@@ -181,13 +182,13 @@ pub fn all() -> Vec<Case> {
     crate::families::all()
 }
 
-/// Those of [`all`] whose name `filter` finds.
+/// Cases of [`all`] whose name `filter` finds.
 #[must_use]
 pub fn matching(filter: Option<&Regex>) -> Vec<Case> {
     filtered(all(), filter)
 }
 
-/// Those of `cases` whose name `filter` finds; a regular expression, so that a part of a name will do.
+/// Cases of `cases` whose name `filter` finds; a regular expression, so that a part of a name will do.
 #[must_use]
 pub fn filtered(cases: Vec<Case>, filter: Option<&Regex>) -> Vec<Case> {
     cases.into_iter().filter(|case| filter.is_none_or(|filter| filter.is_match(&case.name))).collect()

@@ -1,7 +1,7 @@
 //! Which kernels a case needs, and a part of the cases by them.
 //!
-//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels: a part has
-//! few kernels, with every case that each of them serves.
+//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels:
+//! a part has few kernels, with every case that each of them serves.
 
 use std::fmt;
 use std::str::FromStr;
@@ -52,7 +52,8 @@ impl Deal {
     }
 }
 
-/// What planning a case compiles, in the order of its launches; nothing where it is refused or there is no compiler.
+/// Kernels that planning a case compiles, in the order of its launches; nothing where it is refused or there
+/// is no compiler.
 #[must_use]
 pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJob> {
     let Some(compiler) = backend.precompiler() else { return Vec::new() };

@@ -1,4 +1,4 @@
-//! What tensors hold: numbers that a seed and a position decide, in any order and on any thread.
+//! Contents of tensors: numbers that a seed and a position decide, in any order and on any thread.
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,10 +26,11 @@ pub enum Init {
     /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
     /// `exp` overflows.
     HugeLogits,
-    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from
-    /// key block to key block, for whoever walks from the last, and the weights before still count.
+    /// Normal, but K's first 64 rows five times as large and the 186 after them twice: maxima grow from key
+    /// block to key block on a walk from the last key down, and the weights before still count.
     Rising,
-    /// The same with 400 and 20: exponentials at an earlier block's maximum are beyond f32.
+    /// Normal, but K's first 64 rows 400 times as large and the 186 after them 20 times: exponentials at an
+    /// earlier block's maximum are beyond f32.
     Towering,
     /// Q four times the standard normal: scores of standard deviation 4.
     Spread4,
@@ -43,7 +44,7 @@ pub enum Init {
     Slanted,
 }
 
-/// What [`Init::ConstantV`] fills V with; exact in every type.
+/// Value that [`Init::ConstantV`] fills V with; exact in every type.
 pub const CONSTANT_V: f64 = 0.625;
 
 impl Init {
@@ -180,7 +181,7 @@ pub(crate) fn mix(counter: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// In 0..1, from the upper 24 bits.
+/// Number in 0..1, from the upper 24 bits.
 fn unit(word: u64) -> f32 {
     (word >> 40) as f32 / (1u32 << 24) as f32
 }

@@ -25,17 +25,17 @@ pub struct Law {
     pub kind: LawKind,
 }
 
-/// What a call must agree with. Each but the last two is bit for bit if both plans have the same
-/// kernel and details; otherwise both calls are held to the reference.
+/// Call that a call must agree with. Each but the last two is bit for bit if both plans have the same kernel
+/// and details; otherwise both calls are held to the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LawKind {
-    /// The same sequences, packed.
+    /// A call of the same sequences, packed.
     GroupIsBatch,
-    /// The same V, stored `[dim, seq]`.
+    /// A call with the same V, stored `[dim, seq]`.
     ColMajorIsRowMajor,
-    /// The same tensors, stored b·h·s·d.
+    /// A call of the same tensors, stored b·h·s·d.
     AnyLayout,
-    /// As many kv heads as query heads, K and V repeated.
+    /// A call with as many kv heads as query heads, K and V repeated.
     GqaIsMha,
     /// The sequences in reverse order; where the plan promises batch invariance.
     PermutedBatch,
@@ -43,9 +43,9 @@ pub enum LawKind {
     Twice,
     /// Itself, recorded with other lengths and replayed; where the plan promises to be capturable.
     Recorded,
-    /// The same keys in pages of so many rows.
+    /// A call with the same keys in pages of so many rows.
     PagedIsStrided(u32),
-    /// The same keys in the same pages under other numbers.
+    /// A call with the same keys in the same pages under other numbers.
     PermutedPages,
     /// The last keys of each sequence, so many, appended by the call; the cache itself too.
     AppendIsWritten(u32),
@@ -106,7 +106,7 @@ impl Law {
         let of_any_tile = matches!(self.kind, LawKind::PermutedBatch | LawKind::LastOfMany)
             && plan_b.promises().batch_invariant
             && plan_a.kernel() == plan_b.kernel();
-        // A quantised cache has the bits of the same call on a widened one, whichever kernels take them.
+        // A quantised cache has the bits of the same call on a widened one, in all kernels that take them.
         let is_twin = self.kind == LawKind::WidenedCache;
         if promised && (of_any_tile || is_twin || same_tile(&plan_a, &plan_b)) {
             let reversed = self.kind == LawKind::PermutedBatch;
@@ -234,8 +234,8 @@ fn contiguous(problem: &mut FwdProblem) {
     problem.strides.o = Strides::bshd(problem.shape_o());
 }
 
-/// Whether two plans compute a row alike. In which order they take their tiles, and how many at a time, is to change
-/// no bit.
+/// Whether two plans compute a row in the same way. The order in which they take their tiles, and the number
+/// of tiles at a time, must change no bit.
 fn same_tile(a: &FwdPlan, b: &FwdPlan) -> bool {
     let details = |plan: &FwdPlan| {
         plan.details().iter().filter(|(name, _)| *name != "order").cloned().collect::<Vec<_>>()
@@ -325,7 +325,7 @@ fn difference(a: &HostFwd, b: &HostFwd, reversed: bool) -> Option<String> {
     })
 }
 
-/// The same for one sequence of each.
+/// First place where O or LSE of one sequence of each call differ in a bit.
 fn difference_in_sequence(a: &HostFwd, span_a: &SeqSpan, b: &HostFwd, span_b: &SeqSpan) -> Option<String> {
     let problem = &a.problem;
     let (o_a, o_b) = (a.operands.expect(Operand::O), b.operands.expect(Operand::O));

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use fmha_core::{Error, Result};
 
-/// Where a tensor's bytes lie.
+/// Place of a tensor's bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Between margins of 256 bytes and more, filled with NaN.

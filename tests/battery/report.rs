@@ -16,12 +16,12 @@ use crate::case::{Case, matching};
 use crate::run::{Options, Outcome};
 use crate::used;
 
-/// What became of one case.
+/// Result of one case.
 #[derive(Clone, Debug, Serialize)]
 pub struct CaseReport {
-    /// Its name.
+    /// Name of the case.
     pub name: String,
-    /// Its seed.
+    /// Seed of the case.
     pub seed: u64,
     /// Passed, failed, refused or absent.
     pub outcome: Outcome,
@@ -31,7 +31,7 @@ pub struct CaseReport {
     pub text: String,
     /// The command that repeats it.
     pub repro: String,
-    /// How long it took, the reference included.
+    /// Seconds that the case took, the reference included.
     pub seconds: f64,
 }
 
@@ -48,12 +48,12 @@ pub struct Summary {
     pub absent: u64,
 }
 
-/// What a backend made of the battery. As JSON it ends in `summary`.
+/// Results of a backend on the battery. As JSON it ends in `summary`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// The backend's kind.
     pub backend: String,
-    /// Its device.
+    /// Name of the backend's device.
     pub device: String,
     /// Every case, in order.
     pub cases: Vec<CaseReport>,

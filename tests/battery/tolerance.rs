@@ -1,4 +1,4 @@
-//! How far a result may lie from the reference: one function.
+//! Bound on a result's distance from the reference: one function.
 //!
 //! The contract promises `max |O - O_ref| <= 2 max |O_same - O_ref| + eps` (gradients: 3), with
 //! `O_ref` in f64 and `O_same` the plain algorithm in the input's precision. `O_same` is one draw of
@@ -12,9 +12,9 @@
 //! - f32 arithmetic: a score of size `logits` is off by a few `u_32 logits`, so its exponential is
 //!   off by that share, and the exponential itself and the sums by a few `u_32`.
 //!
-//! Far rows (`reference::is_far`) have scores that f32 tells apart to a tenth at most, so that their P may be anything; but P
-//! are shares of 1: of an element's terms in far rows that last share is their own size, not more. Elements that such terms
-//! are in are judged apart from all others, whose bounds they leave alone.
+//! Far rows (`reference::is_far`) have scores that f32 tells apart to a tenth at most, so that their P may be
+//! anything; but P are shares of 1: of an element's terms in far rows that last share is their own size, not
+//! more. Elements that such terms are in are judged apart from all others, whose bounds they leave alone.
 //!
 //! The largest error is insensitive: a gain of 1 % hides in bf16. The root mean square is not: over
 //! `count` elements that of `O_same` is known to a share of `1 / sqrt(count)`, so `rmse <= 2 rmse_same`
@@ -22,14 +22,14 @@
 
 use fmha_core::DType;
 
-/// What a bound is made of, over the elements that are checked together.
+/// Inputs of a bound, over the elements that are checked together.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Yardstick {
     /// 2, or 3 for gradients.
     pub factor: f64,
     /// Largest error of the plain algorithm in the input's precision.
     pub max_same: f64,
-    /// Its root mean square error.
+    /// Root mean square error of the plain algorithm in the input's precision.
     pub rmse_same: f64,
     /// Unit roundoff of the stored type.
     pub u_out: f64,
@@ -60,7 +60,7 @@ pub struct MaxRms {
     pub rms: f64,
 }
 
-/// What errors may be.
+/// Bounds of the errors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bound {
     /// The largest.
@@ -90,7 +90,7 @@ pub fn bound(y: &Yardstick) -> Bound {
     Bound { max: y.factor * y.max_same + eps_max, rmse: y.factor * y.rmse_same + eps_rmse }
 }
 
-/// How far an LSE may lie from the reference: it is computed in f32 whatever the inputs, and stored in
+/// Bound on an LSE's distance from the reference: LSE is computed in f32 whatever the inputs, and stored in
 /// f32. A matrix unit that sums scores shorter, as a plan says, has done so in `max_same` too.
 #[must_use]
 pub fn lse_bound(max_same: f64, logits: f64, max_lse: f64) -> Bound {

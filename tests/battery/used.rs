@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 thread_local! {
-    /// Of the case that this thread runs.
+    /// Kernels that the case on this thread has used.
     static USED: RefCell<BTreeSet<String>> = const { RefCell::new(BTreeSet::new()) };
 }
 
@@ -13,7 +13,7 @@ pub(crate) fn note(kernel: &str) {
     USED.with_borrow_mut(|used| used.insert(kernel.to_owned()));
 }
 
-/// The kernels of the calls since it was asked last, by name: `combine+sm90`.
+/// Names of the kernels of all calls since the last request: `combine+sm90`.
 pub(crate) fn take() -> String {
     let used = USED.with_borrow_mut(std::mem::take);
     used.into_iter().collect::<Vec<_>>().join("+")

@@ -1,4 +1,4 @@
-//! What a comparison found.
+//! Result of a comparison.
 
 use std::fmt;
 
@@ -17,48 +17,48 @@ pub struct Place {
     pub row: u32,
     /// The element of the row.
     pub dim: u32,
-    /// What was found there.
+    /// Value that the call gave.
     pub got: f64,
-    /// What the reference has.
+    /// Value of the reference.
     pub want: f64,
 }
 
-/// How one tensor stands to the reference.
+/// Comparison of one tensor with the reference.
 #[derive(Clone, Debug, Serialize)]
 pub struct TensorVerdict {
-    /// Its name: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
+    /// Name of the tensor: `o`, `lse`, `dq`, ...; `o of far rows`, ... for what is judged apart.
     pub tensor: &'static str,
     /// Elements compared.
     pub checked: u64,
     /// Largest error; infinite where one of the two is NaN or infinite and the other is not.
     pub max_error: f64,
-    /// What it may be.
+    /// Bound of that error.
     pub max_bound: f64,
     /// Root mean square error.
     pub rmse: f64,
-    /// What it may be.
+    /// Bound of that error.
     pub rmse_bound: f64,
     /// Cosine between result and reference; 1 where both are 0.
     pub cosine: f64,
     /// Least cosine that passes, where there is one.
     pub least_cosine: Option<f64>,
-    /// Where the largest error is.
+    /// Place of the largest error.
     pub worst: Place,
     /// Whether all of it holds.
     pub pass: bool,
 }
 
-/// How a call's results stand to the reference.
+/// Comparison of a call's results with the reference.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Verdict {
     /// One for each output.
     pub tensors: Vec<TensorVerdict>,
-    /// What else is wrong: a byte written that is nobody's, a keep mask that differs.
+    /// Other faults: a byte written that belongs to no tensor, a keep mask that differs.
     pub faults: Vec<String>,
-    /// What a reader should know of how it was found: whether a law held bit for bit.
+    /// Note on how the verdict was found: whether a law held bit for bit.
     pub note: Option<&'static str>,
-    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows, if there are
-    /// others.
+    /// A bound of the scores' magnitude, which the bounds of attention's outputs grow with; but in far rows,
+    /// if there are others.
     pub logits: f64,
 }
 
@@ -180,7 +180,7 @@ impl Stat {
         }
     }
 
-    /// As `add`, with the size of the element's terms in far rows.
+    /// Adds as `add` does, with the size of the element's terms in far rows.
     fn add_far(&mut self, place: Place, same: f64, spread: f64, far: f64) {
         self.add(place, same, spread);
         self.max_far = self.max_far.max(far);
@@ -271,7 +271,7 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// As [`Stat::add`]; `far` is the size of the element's terms in far rows, 0 without any.
+    /// Adds as [`Stat::add`] does; `far` is the size of the element's terms in far rows, 0 without any.
     pub(crate) fn add(&mut self, place: Place, same: f64, spread: f64, far: f64) {
         if far > 0.0 {
             self.far.add_far(place, same, spread, far);

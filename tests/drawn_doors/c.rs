@@ -51,7 +51,7 @@ fn at<T>(operands: &Operands, operand: Operand) -> *mut T {
     operands.get(operand).map_or(ptr::null_mut(), |tensor| tensor.elems().as_ptr() as *mut T)
 }
 
-/// What a call points to beside its tensors.
+/// Data that a call points to beside its tensors.
 struct Pointed {
     mask: CString,
     softmax_scale: Option<f32>,
@@ -178,7 +178,7 @@ impl Plan {
 
 impl Drop for Plan {
     fn drop(&mut self) {
-        // SAFETY: it is nobody else's.
+        // SAFETY: no other reference to it exists.
         unsafe { fmha_drop(self.0) };
     }
 }
@@ -247,7 +247,7 @@ fn gradients(host: &HostBwd) -> FmhaGradients {
     }
 }
 
-/// The struct of a drawn call, which nobody has run.
+/// The struct of a drawn call, which has not run.
 pub(super) fn with_call(body: &Body, then: impl FnOnce(&FmhaCall)) {
     match body {
         Body::Forward(case) => {

@@ -17,7 +17,7 @@ use fmha_core::{
 use super::views::forward_of;
 use super::{cases, cpu};
 
-/// What was tried of one door, and what of it was not refused by name.
+/// Calls that were tried on one door, and those of them that were not refused by name.
 #[derive(Default)]
 struct Tried {
     count: usize,

@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use super::{cases, cpu, held};
 
-/// What [`Attention`] says of a problem.
+/// Fields of [`Attention`] for a problem.
 fn options_of(problem: &FwdProblem, dropout: DropoutSeed) -> Attention {
     Attention::new(problem.dims)
         .mask(problem.mask)

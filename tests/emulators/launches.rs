@@ -1,13 +1,13 @@
-//! What a double tells of its launches, each vendor's in its own function: a text of JSON.
+//! Reports of a double on its launches, each vendor's in its own function: a text of JSON.
 
 use std::collections::VecDeque;
 use std::ffi::{CString, c_char};
 use std::fmt::Debug;
 
-/// Launches that are kept until somebody asks.
+/// Launches that are kept until the next request.
 const KEPT: usize = 64;
 
-/// What the last launches did, a JSON object each, oldest first.
+/// Reports of the last launches, a JSON object each, oldest first.
 #[derive(Debug, Default)]
 pub(crate) struct Launches(pub(crate) VecDeque<String>);
 

@@ -52,7 +52,7 @@ pub(crate) enum Fault {
 }
 
 impl Fault {
-    /// All of them.
+    /// All faults.
     pub(crate) const ALL: [Fault; 45] = [
         Fault::UpperBoundOffByOne,
         Fault::LowerBoundOffByOne,

@@ -84,7 +84,7 @@ unsafe impl FmhaBackend for Plain {
     }
 }
 
-/// What a plan runs.
+/// Work that a plan runs.
 struct Kernel(Option<Fault>);
 
 impl Launch<ValidFwd> for Kernel {
@@ -142,7 +142,7 @@ impl DeviceMemory for Memory {
     }
 }
 
-/// Of a device whose work is done at return.
+/// Queues of a device whose work is done at return.
 impl Queues for Memory {
     fn create_stream(&self) -> Result<u64> {
         Ok(1)

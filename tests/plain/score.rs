@@ -106,7 +106,7 @@ impl<'a> Head<'a> {
         self.v.at(self.span.k_batch, self.span.k_row + j, self.i_head_kv, d) * self.descale_v
     }
 
-    /// What a product of Q and K is multiplied by.
+    /// Factor of a product of Q and K.
     pub(super) fn scale(&self) -> f32 {
         if self.is(Fault::ScaleDropped) {
             return self.descale_qk;

@@ -1,5 +1,5 @@
-//! What a compiler makes of a kernel's text before it optimises: of NVRTC its input to link-time optimisation, of clang LLVM's
-//! bitcode.
+//! Output of a compiler for a kernel's text before it optimises: of NVRTC its input to link-time
+//! optimisation, of clang LLVM's bitcode.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 
@@ -25,7 +25,7 @@ pub(crate) fn intermediate(compiler: &dyn Precompile, job: &KernelJob) -> Option
     if job.arch.starts_with("gfx") { bitcode(compiler, job) } else { link_time_input(job) }
 }
 
-/// What makes clang leave a code object at LLVM's bitcode, without line tables.
+/// Options that make clang leave a code object at LLVM's bitcode, without line tables.
 const TO_BITCODE: [&str; 5] = ["-g0", "-emit-llvm", "-c", "-Xclang", "-disable-llvm-passes"];
 
 fn bitcode(compiler: &dyn Precompile, job: &KernelJob) -> Option<Vec<u8>> {
@@ -47,8 +47,8 @@ fn link_time_input(job: &KernelJob) -> Option<Vec<u8>> {
     let entry = text(&job.source.entry)?;
     let pointers = |strings: &[CString]| strings.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
     let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
-    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the code has the size that the library
-    // asks for.
+    // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, the code has the size
+    // that the library asks for.
     unsafe {
         let nvrtc = Library::new(path).ok()?;
         let create = nvrtc.get::<Create>(b"nvrtcCreateProgram").ok()?;

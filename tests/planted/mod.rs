@@ -31,7 +31,7 @@ pub(crate) struct Fault {
     pub(crate) kernel: Option<String>,
     pub(crate) tile: Option<String>,
     pub(crate) header: String,
-    /// What stands in it once (or in line `line`, from 1), and what is put there.
+    /// Text that stands once in the header (or in line `line`, from 1), and the text that is put there.
     pub(crate) text: String,
     pub(crate) put: String,
     pub(crate) line: Option<usize>,
@@ -42,16 +42,16 @@ pub(crate) struct Fault {
     /// Further cases that each find it too, so that it is not one case's luck.
     #[serde(default)]
     pub(crate) also: Vec<String>,
-    /// A part of what is said, where the emulator has a name for it.
+    /// Part of the report's text, where the emulator has a name for the fault.
     pub(crate) found_as: Option<String>,
     #[serde(default)]
     pub(crate) environment: BTreeMap<String, String>,
-    /// That the case passes on the sound kernel is known already.
+    /// Whether the case is known to pass on the sound kernel.
     #[serde(default)]
     pub(crate) sound_is_known: bool,
 }
 
-/// What became of a fault.
+/// Fate of a fault.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 pub(crate) enum Fate {
     /// With what was said.
@@ -70,12 +70,12 @@ pub(crate) enum Fate {
 const OWN: &str = "PLANTED_FAULT";
 /// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);
-/// The same of a mutant, of which there are many.
+/// Limit of a mutant's process; there are many mutants.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Before the fate, in the output of that process.
 const MARK: &str = "fate of the fault: ";
 
-/// In the process of a fault: what becomes of it is printed, and `true`.
+/// Runs in the process of a fault: prints the fault's fate, and `true`.
 pub(crate) fn is_own_process() -> bool {
     let Ok(text) = std::env::var(OWN) else { return false };
     let fault: Fault = serde_json::from_str(&text).unwrap();
@@ -109,8 +109,8 @@ pub(crate) fn is_own_process() -> bool {
 }
 
 impl Fault {
-    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the number of the
-    /// case that its fate comes of: the first whose kernels it changes, else the last.
+    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the
+    /// number of the case that its fate comes of: the first whose kernels it changes, else the last.
     pub(crate) fn run(&self, own: &str) -> (usize, Fate) {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([own, "--exact", "--nocapture", "--test-threads=1"])
@@ -184,7 +184,7 @@ impl Fault {
                 kernels.push(Arc::new(CompiledKernel { key: sound.key(), ..Arc::unwrap_or_clone(now) }));
             }
         }
-        // Of mutants, which edit a line, each is tried on cases of kernels that need not have it.
+        // A mutant, which edits a line, is tried on cases of kernels that need not include the line.
         let may_be_elsewhere = self.line.is_some();
         assert!(
             includes || may_be_elsewhere,
@@ -218,7 +218,7 @@ impl Fault {
             if broken.is_empty() {
                 return Err(Fate::ChangesNothing);
             }
-            // Of the backends that are opened from here on.
+            // Backends that are opened from here on take the broken kernels.
             embed(Bundle::new("planted", broken));
             let backend = open()?;
             let (outcome, text) = case.run(&backend, &self.options());
@@ -231,8 +231,8 @@ impl Fault {
     }
 }
 
-/// Whether two texts of a kernel may give different code: not where they already give the same before it is optimised, which
-/// takes a sixth of a compilation (0.07 s of 0.47 s; clang 0.3 s of 1.9 s).
+/// Whether two texts of a kernel may give different code: not where they already give the same before it is
+/// optimised, which takes a sixth of a compilation (0.07 s of 0.47 s; clang 0.3 s of 1.9 s).
 fn may_differ(compiler: &dyn Precompile, sound: &KernelJob, broken: &KernelJob) -> bool {
     match (intermediate(compiler, sound), intermediate(compiler, broken)) {
         (Some(was), Some(now)) => was != now,
@@ -240,8 +240,8 @@ fn may_differ(compiler: &dyn Precompile, sound: &KernelJob, broken: &KernelJob) 
     }
 }
 
-/// An assembly text without what tells where its lines come from (files' names have the compiler's folder), nor the hash of
-/// its source in the names of its own constants; machine code as it is.
+/// An assembly text without what tells where its lines come from (files' names have the compiler's folder),
+/// nor the hash of its source in the names of its own constants; machine code as it is.
 fn without_lines(image: &[u8]) -> Vec<u8> {
     let Ok(text) = std::str::from_utf8(image) else { return image.to_owned() };
     let tells = |line: &str| [".loc", ".file", "//"].iter().any(|start| line.trim_start().starts_with(start));

@@ -15,15 +15,16 @@ const REASONS: &str = "tests/evidence/cuda-coverage.reasons";
 /// Kernels that are to be fast, and all that they are made of.
 const FAST: [&str; 5] = ["fmha/common/", "fmha/sm90/", "fmha/mma/", "fmha/ptx/", "fmha/combine.cuh"];
 
-/// Of the battery: one type in all its edges but the head dimensions, of which one kernel each would tell nothing new; its
-/// backward; FP8.
+/// Cases of the battery: one type in all its edges but the head dimensions, whose kernels would each tell
+/// nothing new; its backward; FP8.
 const BATTERY: &str = "^(edges/[^h].*bf16|laws/column.*bf16|combine/|rare/.*bf16|backward/.*bf16\
      |fp8/blocks/|(edges|fp8/(all|head_dim)|heads|rare)/.*(e4m3fn|e5m2)/)";
 
 /// Lines of one file: those that some kernel has code for, and whether it was executed.
 type Lines = BTreeMap<u32, bool>;
 
-/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files of earlier runs are taken.
+/// Runs all that on the emulated device and writes `target/nightly/cuda-coverage.md`. With `lines`, the files
+/// of earlier runs are taken.
 pub(crate) fn run(lines: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let paths = if lines.is_empty() { observe(&root)? } else { lines.iter().map(PathBuf::from).collect() };
@@ -76,7 +77,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(paths)
 }
 
-/// Adds the lines that one file tells of.
+/// Adds the lines that one file reports.
 fn read(text: &str, files: &mut BTreeMap<String, Lines>) -> Result<(), String> {
     for line in text.lines() {
         let mut words = line.rsplitn(3, ' ');
@@ -108,7 +109,7 @@ fn page(files: &BTreeMap<String, Lines>, root: &Path, reasons: &str) -> (String,
         for (number, line) in text.lines().enumerate().map(|(i, line)| (i as u32 + 1, line.trim())) {
             let what = match lines.get(&number) {
                 Some(false) => "not executed",
-                // What calls an instruction has code wherever it is compiled at all.
+                // A function that calls an instruction has code wherever it is compiled at all.
                 None if line.contains("ptx::") && line.ends_with(';') && !is_declaration(line) => {
                     "in no kernel"
                 }

@@ -1,7 +1,9 @@
-//! What was counted, and on which text: `tests/evidence/*.txt`, and the table of docs/measured/battery.md made of them.
+//! Counts, and the text that they were made on: `tests/evidence/*.txt`, and the table of
+//! docs/measured/battery.md made of them.
 //!
-//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the emulator's.
-//! So each figure is kept with the hash of what it is about, and shown as stale as soon as that hash is another.
+//! A battery, a mutation run or a run on a device holds for the device text that it was made on, and for the
+//! emulator's. So each figure is kept with the hash of what it is about, and shown as stale as soon as that
+//! hash is another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -38,15 +40,15 @@ struct Evidence {
     made: String,
     /// Which cases, or `all`.
     cases: String,
-    /// Of an emulated run, the hash of the emulator.
+    /// Hash of the emulator, for an emulated run.
     emulator: Option<String>,
     figures: Vec<Figure>,
 }
 
-/// What was found of one kernel.
+/// Result of one kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Figure {
-    /// As plans name it; several, joined by `+`, where a case ran on several.
+    /// Name of the kernel in plans; several, joined by `+`, where a case ran on several.
     kernel: String,
     /// `3120 passed, 0 failed`.
     found: String,
@@ -163,8 +165,9 @@ fn emulator_folder(on: &str) -> Option<&'static str> {
 /// Folders of headers whose functions are an instruction each, of which a kernel uses a few.
 const INSTRUCTIONS: [&str; 2] = ["ptx", "isa"];
 
-/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those that they
-/// include; of functions that are an instruction, those that it names. A case that ran on several kernels is about all of them.
+/// Hash of what a kernel is made of: the headers of its folder, whose name its own begins with, and those
+/// that they include; of functions that are an instruction, those that it names. A case that ran on several
+/// kernels is about all of them.
 fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     let folders: &[&str] = match on.split([',', ' ']).next().unwrap_or_default() {
         "cpu" => return hash_of(&["backend-cpu/src"]),
@@ -199,7 +202,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
             .map_err(|error| format!("{}: {error}", path.display()))?;
         let included = text.lines().filter_map(|line| line.strip_prefix("#include <")?.split_once('>'));
         for (name, _) in included {
-            // What is in neither folder is rendered from Rust.
+            // A file in neither folder is rendered from Rust.
             let paths = folders.iter().map(|folder| Path::new(folder).join(name));
             open.extend(paths.filter(|path| root().join(path).exists() && !reached.contains_key(path)));
         }
@@ -214,7 +217,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     Ok(hash_of_texts(reached.into_iter().map(|(path, text)| (path, text.into_bytes()))))
 }
 
-/// How often each word stands in some texts.
+/// Number of occurrences of each word in some texts.
 fn words<'a>(texts: impl Iterator<Item = &'a String>) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for word in texts.flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')) {
@@ -270,7 +273,7 @@ fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
     Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
 }
 
-/// Of names and texts.
+/// Hash of names and texts.
 fn hash_of_texts(texts: impl Iterator<Item = (PathBuf, Vec<u8>)>) -> String {
     let mut hash = Sha256::new();
     for (path, text) in texts {

@@ -53,7 +53,7 @@ fn run_page(page: &Page) -> Result<(), String> {
     loudly(&mut mutate)
 }
 
-/// Those of a call's launches that are of the kernel to break: with code of its entry's file.
+/// Launches of a call that run the kernel to break: with code of its entry's file.
 fn recorded(folder: &Path, broken: &Broken) -> Result<Vec<PathBuf>, String> {
     let entries = std::fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut all: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();

@@ -7,10 +7,10 @@ use crate::setup::{self, loudly};
 
 const ARCHS: [&str; 5] = ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"];
 
-/// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's own e4m3.
-/// Those of the forward with dropout and by elements take the simple loop, whose tiles come by wide loads and by elements. Of
-/// decode the first launch is broken, whose waves are alone (D 128) or share their rows' columns. Of the
-/// backward all launches are broken, masked and not, of dK with dV and of each alone.
+/// Kernels, and a problem for each: some whole tiles, an edge, two workgroups. `FP8` is the architecture's
+/// own e4m3. Those of the forward with dropout and by elements take the simple loop, whose tiles come by wide
+/// loads and by elements. Of decode the first launch is broken, whose waves are alone (D 128) or share their
+/// rows' columns. Of the backward all launches are broken, masked and not, of dK with dV and of each alone.
 const KERNELS: [(&str, &str); 11] = [
     ("bf16 D128 causal", "-b 1 --heads 1 -s 300 --seqlen-k 400 -d 128 --prec bf16 --mask b"),
     (

@@ -1,5 +1,5 @@
-//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that docs/platforms.md names.
-//! A toolchain or a program that cannot be had is reported absent, by name.
+//! Other compilers and other systems: the oldest Rust that the manifest states, and the targets that
+//! docs/platforms.md names. A toolchain or a program that cannot be had is reported absent, by name.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,12 +11,13 @@ use crate::tally::Tally;
 /// A target beside the host's.
 struct Target {
     triple: &'static str,
-    /// What compiles C for it: a dependency of benchmarks has one file. Nothing is linked by `cargo check`.
+    /// Compiler of C for the target: a dependency of benchmarks has one file. Nothing is linked by `cargo
+    /// check`.
     c_compiler: &'static [(&'static str, &'static str)],
     run: Option<Run>,
 }
 
-/// How programs of a target are linked and run here.
+/// Linker and runner of a target's programs.
 struct Run {
     /// Debian's packages of the linker and of the emulator.
     packages: &'static [&'static str],

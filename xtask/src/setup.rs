@@ -1,4 +1,4 @@
-//! What the tests use beyond Rust: each part is installed if it can be, and named if it cannot.
+//! Parts that the tests use beyond Rust: each part is installed if it can be, and named if it cannot.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,14 +12,15 @@ const CLANG_PACKAGES: [&str; 3] = ["clang-22", "lld-22", "llvm-22"];
 const NVRTC_PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its package, its library.
+/// Another NVRTC, which a sample of the kernels is compiled by: the folder that it is unpacked into, its
+/// package, its library.
 pub(crate) struct OtherNvrtc {
     pub(crate) folder: &'static str,
     package: &'static str,
     library: &'static str,
 }
 
-/// The newest of the registry, whichever that is.
+/// Newest version in the registry.
 pub(crate) const NEWEST_NVRTC: OtherNvrtc =
     OtherNvrtc { folder: "nvrtc-newest", package: "nvidia-cuda-nvrtc>=13.2,<14", library: NVRTC_LIBRARY };
 
@@ -50,7 +51,7 @@ pub(crate) fn run() -> Vec<(String, String)> {
         Ok(library) => environment.push(("FMHA_NVRTC".to_owned(), library.display().to_string())),
         Err(reason) => println!("absent: NVRTC ({reason}); NVIDIA kernels are not compiled"),
     }
-    // Of this tree, and current: what runs here builds them before it runs anything.
+    // Emulators of this tree, which are current: what runs here builds them before it runs anything.
     environment.push(("FMHA_EMULATOR_DIR".to_owned(), emulators().display().to_string()));
     environment
 }
@@ -119,12 +120,12 @@ fn unpacked(folder: &Path, package: &str, library: &str) -> Result<PathBuf, Stri
     if library.exists() { Ok(library) } else { Err(format!("{package} has no {name}")) }
 }
 
-/// Where Cargo builds, and downloads are kept.
+/// Folder of Cargo's builds, and of downloads.
 pub(crate) fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target")
 }
 
-/// Where the emulators' programs and libraries are built: their workspace is one of its own.
+/// Folder in which the emulators' programs and libraries are built: their workspace is one of its own.
 pub(crate) fn emulators() -> PathBuf {
     emulators_target().join("release")
 }
@@ -141,7 +142,7 @@ pub(crate) fn cargo_of_emulators(words: &[&str]) -> Command {
     command
 }
 
-/// What `--emulate` opens, and the programs that drive the interpreters.
+/// Libraries that `--emulate` opens, and the programs that drive the interpreters.
 pub(crate) fn build_emulators() -> Result<(), String> {
     let packages = ["fmha-emu-hip", "fmha-emu-hiprtc", "fmha-emu-libcuda", "fmha-emu-cdna", "fmha-emu-ptx"];
     loudly(cargo_of_emulators(&["build", "--release"]).args(packages.map(|package| format!("-p={package}"))))
@@ -153,7 +154,7 @@ pub(crate) fn build_with_emulators() -> Result<(), String> {
     build_emulators()
 }
 
-/// Where results of long runs go: for whoever ran them, not for the repository.
+/// Folder of the results of long runs, outside the repository.
 pub(crate) fn nightly() -> PathBuf {
     target().join("nightly")
 }

@@ -1,4 +1,4 @@
-//! What a test run is made of: programs that are run one by one or beside each other, and what each took.
+//! Steps of a test run: programs that are run one by one or beside each other, and what each took.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -59,19 +59,20 @@ impl Step {
         Self { name: name.to_owned(), words, folder, environment, kind: Kind::Tests, at_least: 0 }
     }
 
-    /// A program whose end alone counts, with these variables.
+    /// Step of a program of which only the exit status counts, with these variables.
     pub(crate) fn check(name: &str, words: &[&str], environment: Vec<(String, String)>) -> Self {
         let words = words.iter().map(|&word| word.to_owned()).collect();
         Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
     }
 
-    /// The same step, failed where fewer than so many of its tests pass: a filter of names that finds none says nothing.
+    /// This step, failed where fewer than so many of its tests pass: a filter of names that finds no test
+    /// proves nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
         self
     }
 
-    /// The same step with these variables.
+    /// This step with these variables.
     pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
         self.environment.extend(environment);
         self
@@ -151,13 +152,14 @@ use usage::{of_children, wait};
 #[cfg(not(unix))]
 use without_usage::{of_children, wait};
 
-/// What processes have taken, as Unix counts it.
+/// Processor time of processes, as Unix counts it.
 #[cfg(unix)]
 mod usage {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, ExitStatus};
 
-    /// Waits for a process that nobody else waits for: how it ended, and the seconds of all processors that it took.
+    /// Waits for a process that nothing else waits for; gives its exit status and the seconds of all
+    /// processors that it took.
     pub(super) fn wait(child: &mut Child) -> std::io::Result<(ExitStatus, f64)> {
         let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
         // SAFETY: both are places that the call may write.
@@ -172,7 +174,7 @@ mod usage {
         Ok((ExitStatus::from_raw(status), processor_seconds(&usage)))
     }
 
-    /// Of all processors, of every process that this one has waited for.
+    /// Processor seconds, on all processors, of every process that this one has waited for.
     pub(super) fn of_children() -> f64 {
         let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
         // SAFETY: a place that the call may write; numbers, of which all bits may be 0, where it fails.
@@ -189,7 +191,7 @@ mod usage {
     }
 }
 
-/// Systems on which processor time is not asked for: it is reported as 0.
+/// Systems without a measure of processor time: it is reported as 0.
 #[cfg(not(unix))]
 mod without_usage {
     use std::process::{Child, ExitStatus};
@@ -203,7 +205,8 @@ mod without_usage {
     }
 }
 
-/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first, if they come so.
+/// Runs all steps of a run that began at `of`, as many at a time as there are processors; the longest first,
+/// if they come so.
 pub(crate) fn run_all(
     steps: &[Step],
     of: Instant,
@@ -232,7 +235,8 @@ pub(crate) fn run_all(
 }
 
 impl Took {
-    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the processes that end meanwhile.
+    /// Does what is no step of a run that began at `run`. Its seconds of processors are those of the
+    /// processes that end meanwhile.
     pub(crate) fn of<T>(what: &str, run: Instant, work: impl FnOnce() -> T) -> (T, Self) {
         let (start, before) = (Instant::now(), of_children());
         let result = work();
@@ -248,8 +252,8 @@ impl Took {
     }
 }
 
-/// Where the time went, longest first. Steps run beside each other: their seconds are more than the clock's. Those of
-/// processors say what a step takes on a machine that others share.
+/// Time of the steps, longest first. Steps run beside each other: their seconds are more than the clock's.
+/// Those of processors say what a step takes on a machine that others share.
 pub(crate) fn table(took: &mut [Took], total: f64) -> String {
     took.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     let mut text = String::from(

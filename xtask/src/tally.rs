@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What has run so far.
+/// Steps that have run so far.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     pub(crate) passed: u64,

@@ -1,7 +1,7 @@
 // Keys and values that other devices' copies bring while the kernel runs, in pieces of rows with a flag each.
 //
-// One thread of a CTA loads K and V by TMA. Before it loads rows of a piece for the first time it polls the piece's flag; the
-// copies need no multiprocessor, so a grid that fills the device may wait for them.
+// One thread of a CTA loads K and V by TMA. Before it loads rows of a piece for the first time it polls the piece's
+// flag; the copies need no multiprocessor, so a grid that fills the device may wait for them.
 #pragma once
 #include <fmha/ptx/flag.cuh>
 
@@ -32,8 +32,8 @@ struct ArrivingKeys {
 
   FMHA_DEVICE int32_t end_of(int32_t i) const { return i + 1 < int32_t(p.count) ? int32_t(p.ends[i]) : 0x7fffffff; }
 
-  // Returns when rows `row .. row + rows` may be loaded by TMA. A key block that ends beyond the last row, or lies before the
-  // first (a tile without keys), reads zeros there.
+  // Returns when rows `row .. row + rows` may be loaded by TMA. A key block that ends beyond the last row, or lies
+  // before the first (a tile without keys), reads zeros there.
   FMHA_DEVICE void wait(int32_t row, int32_t rows) {
     if (row >= begin && row + rows <= end) return;
     find(row, rows);
@@ -60,7 +60,7 @@ struct ArrivingKeys {
       if (row + rows <= end) break;
     }
     know_all();
-    // What the flag announced was written for the generic proxy; TMA reads by the asynchronous one.
+    // Keys that the flag announced were written for the generic proxy; TMA reads by the asynchronous one.
     if (polled) ptx::fence_proxy_async_global();
   }
 

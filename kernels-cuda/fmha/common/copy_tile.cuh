@@ -7,10 +7,10 @@
 
 namespace fmha {
 
-// The threads that copy: of a warpgroup the warps whose bits are set.
+// The threads that copy: the warps of a warpgroup whose bits in `copying` are set.
 template <int warpgroup, uint32_t copying>
 struct CopyWarps {
-  // Of the warpgroup's first `warps` those that copy.
+  // Number of copying warps among the warpgroup's first `warps`.
   FMHA_DEVICE static constexpr int num_warps(uint32_t warps) {
     int number = 0;
     for (uint32_t warp = 0; warp < warps; ++warp) number += copying >> warp & 1;
@@ -18,7 +18,7 @@ struct CopyWarps {
   }
   static constexpr int count = 32 * num_warps(4);
 
-  // Of those threads.
+  // Index of this thread among those that copy.
   FMHA_DEVICE static int32_t rank() {
     const uint32_t thread = threadIdx.x - 128 * warpgroup;
     return 32 * num_warps(thread / 32) + thread % 32;
@@ -30,8 +30,8 @@ struct Copier {
   // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
 
-  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes at a
-  // time are read element by element.
+  // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes
+  // at a time are read element by element.
   template <class Tile, class RowOf>
   FMHA_DEVICE void copy(const Tile& tile, int32_t dim, const void* any, RowOf row_of) const {
     using Elem = typename Tile::Elem;
@@ -81,12 +81,12 @@ struct Copier {
     ptx::cp_async_wait_group<0>();
     arrive_at_pending();
   }
-  // What was copied last is there, as its thread has seen.
+  // Announces the last copy, which this thread has seen complete.
   FMHA_DEVICE void arrive_at_pending() {
     if (pending) arrive();
     pending = nullptr;
   }
-  // Waits for a slot to be free. Whoever frees it may itself wait for what is pending here.
+  // Waits for a slot to be free. The warp that frees it may itself wait for copies that are pending here.
   FMHA_DEVICE void wait(ptx::Barrier& barrier, uint32_t parity) {
     if (ptx::mbarrier_test_parity(barrier, parity)) return;
     flush();

@@ -8,14 +8,15 @@
 
 namespace fmha {
 
-// What the generator has of 128 keys for every query of a head (dropout_quad): a warp's, in shared memory.
+// Part of the generator's work that 128 keys have in common for every query of a head (dropout_quad): one per warp,
+// in shared memory.
 struct alignas(16) DropoutQuad {
   Array<uint32_t, 4> words;
 };
 using DropoutQuads = DropoutQuad[32];
 
-// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Who sets a bit under a predicate by adding it leaves the
-// pipe of the comparisons, which the generator's XORs fill, to those.
+// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Setting a bit by a predicated addition leaves the pipe
+// of comparisons, which the generator's XORs fill, to these.
 struct CountedBits {
   float sum = 0x1p23f;
 
@@ -36,11 +37,13 @@ struct CountedBits {
 template <int n>
 struct DroppedBits {
   static constexpr int groups_a_word = 16, num_words = ceil_div(n / 8, groups_a_word);
-  // Of the thread's two rows, 16 8-column groups a word. Of group g the byte 2 (g % 2) has the first column, the byte
-  // above it the second; in either the highest bit has the first two groups, and so on down.
+  // Bits of the thread's two rows, 16 8-column groups to a word. Byte 2 (g % 2) holds the first column of group g,
+  // the byte above it the second column. The highest bit of a byte belongs to the first two groups, the next bit to
+  // the next two, and so on.
   uint32_t words[2][num_words];
 
-  // Of the first `count` keys. `i`, `batch_head`: of the two rows; of one head all over the warp, if `one_head`.
+  // Decides the first `count` keys. `i` and `batch_head` belong to the thread's two rows; with `one_head` all rows of
+  // the warp have one head.
   template <int count, bool one_head>
   FMHA_DEVICE void decide(const FwdParams& p, DropoutQuads& quads, const int32_t (&i)[2], const int32_t (&batch_head)[2],
                           int32_t first_key) {
@@ -52,8 +55,9 @@ struct DroppedBits {
 #pragma unroll
     for (int w = 0; w < ceil_div(count / 8, groups_a_word); ++w) {
       const int num_pairs = min(groups_a_word, count / 8 - w * groups_a_word) / 2;
-      // Of this lane's row: the even lane's two keys, then the odd lane's; of either the lower half of a word, then the
-      // upper. Not [2][2]: of such an array NVRTC (12.9, 13.0, 13.3) gives the first row its initial value, the others 0.
+      // Bits of this lane's row: the even lane's two keys, then the odd lane's; for each lane the lower half of a
+      // word, then the upper half. Not [2][2]: NVRTC (12.9, 13.0, 13.3) gives the first row of such an array its
+      // initial value and the other row 0.
       CountedBits called[4];
       const int32_t first_quad = first_key / 4 + 2 * w * groups_a_word;
       if constexpr (one_head) {

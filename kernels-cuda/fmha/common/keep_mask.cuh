@@ -1,13 +1,14 @@
-// Dropout's keep mask: a byte for every query and key of a sequence, be the key hidden or not. It depends on positions alone, so
-// that a launch of its own writes it, and the forward kernel may skip the blocks that the mask hides.
+// Dropout's keep mask: a byte for every query and key of a sequence, be the key hidden or not. It depends on
+// positions alone, so that a launch of its own writes it, and the forward kernel may skip the blocks that the mask
+// hides.
 #pragma once
 #include <fmha/philox.h>
 #include <fmha/seq.h>
 
 namespace fmha {
 
-// Any grid of whole warps: each takes rows until none is left, its lanes four keys at a time, which have one call of the
-// generator.
+// Any grid of whole warps: each takes rows until none is left, its lanes four keys at a time, which have one call of
+// the generator.
 template <FwdSpec spec>
 FMHA_DEVICE void write_keep_mask(const FwdParams& p) {
   constexpr int32_t warp = 32;

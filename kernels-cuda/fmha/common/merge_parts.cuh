@@ -1,9 +1,10 @@
-// Split-KV's second kernel: the parts of a row, merged by their log-sum-exp into O and LSE. The learnable sink, which no
-// part has taken in, joins here.
+// Split-KV's second kernel: the parts of a row, merged by their log-sum-exp into O and LSE. The learnable sink, which
+// no part has taken in, joins here.
 //
-// `warps` warps merge a row. Each reads all parts' LSE, side by side, for the maximum and the sum, and then O of every
-// `warps`-th part, several under way at a time: a load from the L2 takes some 300 clocks, and one warp that waits for 128
-// parts in turn takes longer than the whole of a short call's attention. Their sums are added in the warps' order.
+// `warps` warps merge a row. Each reads all parts' LSE, side by side, for the maximum and the sum, and then O of
+// every `warps`-th part, several under way at a time: a load from the L2 takes some 300 clocks, and one warp that
+// waits for 128 parts in turn takes longer than the whole of a short call's attention. Their sums are added in the
+// warps' order.
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/common/recompute_row.cuh>
@@ -21,11 +22,13 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
-// Parts of which a warp loads O at a time: 32 registers of a lane. Most rows have few parts, and pay for all in instructions.
+// Parts of which a warp loads O at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
+// instructions.
 template <int32_t dim>
 constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
 
-// CTAs that go through their code before the parts are there, about one a multiprocessor: others start when it is cached.
+// CTAs that go through their code before the parts are there, about one a multiprocessor: others start when it is
+// cached.
 constexpr int32_t kEarly = 144;
 
 // A row of the call, and what its parts weigh.
@@ -60,7 +63,7 @@ FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merg
   for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
   if constexpr (spec.sink) sum += exp2_of((sink - merged.reference) * kLog2E);
   merged.sum = sum;
-  // The weights' sum comes off before O is added up, which else may leave f32 where the merged O does not.
+  // Weights are divided by their sum before O is added up: otherwise O may leave f32 where the merged O does not.
   merged.per_sum = sum == 0.f ? 0.f : 1.f / sum;
 }
 
@@ -71,7 +74,7 @@ struct RowPart {
   float elems[chunks][4];
 
   FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
-  // A row of a part begins on 16 bytes, and its last four may reach beyond `dim`, where nobody has written.
+  // A row of a part begins on 16 bytes, and its last four elements may reach beyond `dim`, where nothing is written.
   FMHA_DEVICE void load(const float* from, bool there) {
 #pragma unroll
     for (int32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -86,7 +89,7 @@ struct RowPart {
   }
 };
 
-// Where the parts of CTAs' shares have a row (shares.cuh).
+// Place of a row among the parts of CTAs' shares (shares.cuh).
 FMHA_DEVICE void find_in_shares(const KvParts& parts, MergedRow& merged) {
   const int32_t* const begins = parts.shares + kSharesHeader + merged.span.i_batch;
   const auto word = [&](const int32_t* at) { return merged.live ? *at : 0; };
@@ -131,9 +134,9 @@ FMHA_DEVICE void add_parts(const KvParts& parts, const MergedRow& merged, int32_
   }
 }
 
-// Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was launched
-// to start while the parts' grid ends. `in_shares`: parts end where CTAs' shares do. `keys`: those that a row that is computed again
-// sees.
+// Any grid: a CTA of `threads` takes `threads / 32 / warps` rows at a time until none is left. `dependent`: it was
+// launched to start while the parts' grid ends. `in_shares`: parts end where CTAs' shares do. `keys`: those that a
+// row that is computed again sees.
 template <FwdSpec spec, DType stored, int32_t threads, int32_t warps, bool dependent, bool in_shares, class Keys = EveryKey>
 FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& keys_of_row = {}) {
   constexpr int32_t dim = spec.head_dim_v, rows = threads / kWarp / warps;
@@ -141,8 +144,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
   __shared__ float sums[warps > 1 ? threads / kWarp : 1][warps > 1 ? Part::chunks * 4 * kWarp : 1];
   const int32_t warp = threadIdx.x / kWarp, of_row = warp % warps, lane = threadIdx.x % kWarp;
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * parts.num_rows;
-  // The first pass goes the way of a row without reading or writing its memory while the parts' grid still runs: its code, which
-  // comes from memory, is there when the parts are.
+  // The first pass runs through a row's code without reading or writing its memory, while the parts' grid still runs:
+  // so the code has arrived from memory when the parts are ready.
   bool live = !dependent || int32_t(blockIdx.x) >= kEarly;
   if constexpr (dependent) {
     if (live) ptx::wait_for_grids_before();
@@ -165,7 +168,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       if constexpr (in_shares) {
         find_in_shares(parts, merged);
       } else {
-        // What the forward kernel has written: parts up to the last key that the row sees, and the first in any case.
+        // Parts that the forward kernel has written: up to the last key that the row sees, and the first part in any
+        // case.
         const int32_t keys =
             parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
         const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);

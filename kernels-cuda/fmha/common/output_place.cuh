@@ -1,4 +1,4 @@
-// Where a tile's rows of O and LSE lie, be it the call's or a part's, and what is done to rows that are to be computed again.
+// Places of a tile's rows of O and LSE, the call's or a part's, and the recomputation of rows.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
@@ -6,8 +6,8 @@
 
 namespace fmha {
 
-// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after another,
-// also of packed sequences.
+// The batch coordinate and the first row of O and LSE: the parts of a split have batches of their own, one after
+// another, also of packed sequences.
 struct OutputPlace {
   int32_t batch, row;
 };
@@ -21,13 +21,13 @@ FMHA_DEVICE constexpr DType stored_type() {
 template <auto tile>
 FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) return {work.storage_batch, work.q_row};
-  // A part of a share has the rows of its tile's heads alone, of which the first is to lie at 0.
+  // A part of a share has only the rows of its tile's heads; the first head lies at 0.
   else if constexpr (in_shares<tile>()) return {work.part, -work.i_head * p.seqlen_q};
   else return {work.part * p.batch + work.i_batch, 0};
 }
 
-// Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask hides has
-// come through, or the sum has left f32. Each is computed again by the whole warp.
+// Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask
+// hides has come through, or the sum has left f32. Each is computed again by the whole warp.
 template <FwdSpec spec, auto tile, class Keys = EveryKey>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, const Keys& seen = {}) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};

@@ -9,7 +9,7 @@
 
 namespace fmha {
 
-// What a row's unnormalised O is multiplied by, and its natural log-sum-exp.
+// Factor that normalises a row's O, and the row's natural log-sum-exp.
 struct RowResult {
   float factor, lse;
 };

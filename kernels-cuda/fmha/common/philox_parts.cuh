@@ -1,5 +1,5 @@
-// The generator of philox.h in parts, for a kernel that asks it for many keys of many queries: of its twenty products four
-// depend on the keys and the head alone and one on the query, so that they are computed once for many pairs.
+// The generator of philox.h in parts, for a kernel that draws for many keys of many queries. Of its twenty products
+// four depend on the keys and the head alone and one on the query; they are computed once for many pairs.
 #pragma once
 #include <fmha/philox.h>
 
@@ -24,9 +24,9 @@ FMHA_DEVICE void philox_rounds(Array<uint32_t, 4> (&counters)[n], uint32_t key0,
   }
 }
 
-// The counter of keys 4 * j_quad .. 4 * j_quad + 3 and query i is (j_quad, i, batch_head, offset), each of the whole that the
-// call is a part of, `batch_head` being head_of_whole's (philox.h). Of the first three rounds' six products five are of the quad or of the query alone: what
-// they leave of a quad, for every query of its head,
+// The counter of keys 4 * j_quad .. 4 * j_quad + 3 and query i is (j_quad, i, batch_head, offset), each of the whole
+// that the call is a part of, `batch_head` being head_of_whole's (philox.h). Of the first three rounds' six products
+// five are of the quad or of the query alone: what they leave of a quad, for every query of its head,
 FMHA_DEVICE Array<uint32_t, 4> dropout_quad(const FwdParams& p, int32_t batch_head, int32_t j_quad) {
   const uint32_t whole_quad = j_quad + p.dropout_first_quad;
   const uint64_t a1 = uint64_t(kPhiloxM0) * whole_quad, b1 = uint64_t(kPhiloxM1) * uint32_t(batch_head);

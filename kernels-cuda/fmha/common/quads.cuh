@@ -1,4 +1,4 @@
-// What the four lanes that share an accumulator's rows do together. Layout: mma/fragment.cuh.
+// Operations of the four lanes that share an accumulator's rows. Layout: mma/fragment.cuh.
 #pragma once
 #include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/warp.cuh>

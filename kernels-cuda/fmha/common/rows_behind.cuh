@@ -1,4 +1,4 @@
-// What lies behind a sequence's rows.
+// Rows of a tile behind the end of a sequence.
 #pragma once
 #include <fmha/params.h>
 #include <fmha/spec.h>

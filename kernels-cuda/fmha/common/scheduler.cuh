@@ -1,11 +1,11 @@
-// The tile scheduler: which tile a CTA works on next. One thread, asked by the load role, resolves order, sequence
-// and mask once for all.
+// The tile scheduler: it gives a CTA its next tile. One thread, at the request of the load role, resolves order,
+// sequence and mask for all.
 //
 // Order: L2 head groups, heads whose K and V stay in the L2 together; in a group the row blocks with the most keys
 // first, every head's in turn.
 //
-// `Shared` is a kernel's shared memory: it has work, work_full and work_empty, and in clusters claimed,
-// claimed_full and claimed_empty.
+// `Shared` is a kernel's shared memory. It has the members work, work_full and work_empty, and in clusters claimed,
+// claimed_full and claimed_empty for the tile index.
 #pragma once
 #include <fmha/common/pipeline.cuh>
 #include <fmha/common/shares.cuh>
@@ -26,7 +26,7 @@ struct Scheduler {
 
   FMHA_DEVICE int32_t static_index() const {
     const int32_t worker = blockIdx.x / tile.cluster, first = round * num_workers();
-    // Masked tiles differ in length: who had the longest of a round has the shortest of the next.
+    // Masked tiles differ in length: the CTA with the longest tile of a round has the shortest of the next.
     const bool backwards = spec.mask != MaskKind::Full && (round & 1);
     return first + (backwards ? num_workers() - 1 - worker : worker);
   }
@@ -36,7 +36,7 @@ struct Scheduler {
     return num_workers() + atomicAdd(static_cast<int32_t*>(p.workspace), 1);
   }
 
-  // The first CTA of a cluster claims for both.
+  // The first CTA of a cluster takes the tile index for both.
   FMHA_DEVICE int32_t claim_together(const FwdParams& p) {
     int32_t index;
     if (cluster_rank<tile>() == 0) {

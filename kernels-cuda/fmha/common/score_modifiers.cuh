@@ -1,8 +1,8 @@
 // Score modifiers on a fragment of S: what the softmax takes, and in which units.
 //
-// Units are those that cost least. Raw: S as the product leaves it, the scale in the exponential's factor. Soft-capped
-// alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose factor is 2c, and the
-// constant c goes into the LSE alone. Anything else: natural scores.
+// Units are those that cost least. Raw: S as the product leaves it, the scale in the exponential's factor.
+// Soft-capped alone, c tanh(y / c) = c - 2c / (1 + exp(2y / c)): the softmax takes -1 / (1 + exp(2y / c)), whose
+// factor is 2c, and the constant c goes into the LSE alone. Anything else: natural scores.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/common/work.cuh>
@@ -29,23 +29,24 @@ struct Modifiers {
     const float scale = spec.negative_scale ? -p.softmax_scale : p.softmax_scale;
     return is_fp8(spec.dtype_qk) ? scale * descale : scale;
   }
-  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too. ALiBi's
-  // slope over it would be infinite: from 1e-30 down only bf16 has scores that are not 0, and the host refuses those.
+  // A scale of 0 would turn the -inf of hidden scores into NaN: f32's smallest number scales every score to 0 too.
+  // ALiBi's slope over it would be infinite: from 1e-30 down only bf16 has scores that are not 0, and the host
+  // refuses those.
   FMHA_DEVICE float positive_scale() const { return fmaxf(fabsf(scale()), only_alibi ? 1e-30f : 1.4e-45f); }
 
-  // What an exponential multiplies the softmax's scores by.
+  // Factor of the softmax's scores in an exponential.
   FMHA_DEVICE float scale_log2() const {
     if constexpr (fast_softcap) return 2.f * p.softcap * kLog2E;
     if constexpr (only_alibi || !modifies_score(spec)) return positive_scale() * kLog2E;
     return kLog2E;
   }
-  // What every score has besides.
+  // Constant part of every score: the softcap's, where scores are capped fast.
   FMHA_DEVICE float offset_log2() const {
     if constexpr (fast_softcap) return p.softcap * kLog2E;
     return 0.f;
   }
 
-  // Where a row's bias begins; the head is the row's own where heads are packed.
+  // Offset of a row's bias; the head is the row's own where heads are packed.
   FMHA_DEVICE int64_t bias_row(const Work& work, int32_t i, int32_t i_head) const {
     return work.i_batch * p.bias.batch + i_head * p.bias.head + int64_t(i) * p.bias.row;
   }
@@ -62,8 +63,8 @@ struct Modifiers {
   struct BiasWords {
     uint32_t of[2][prefetches ? tile.block_n / 8 : 1];  // of the thread's two rows, of each 8-column group
   };
-  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in turn,
-  // 64 bytes of a row together, and then exchange columns.
+  // The thread's elements of a block, if they can be had 16 bytes at a time: a quad's lanes load 8-column groups in
+  // turn, 64 bytes of a row together, and then exchange columns.
   FMHA_DEVICE void fetch(BiasWords& words, const Work& work, int32_t row, int32_t block) const {
     if (!fetches_vectors(work, block)) return;
 #pragma unroll
@@ -129,7 +130,7 @@ struct Modifiers {
     }
   }
 
-  // The same of a tile in shared memory that holds the bias of as many rows as warps in a row have.
+  // Adds the bias from a tile in shared memory, which holds 16 rows for each of Tile::rows / 16 neighbouring warps.
   template <int n, class Tile>
   FMHA_DEVICE void add_tile(mma::Accumulator<n>& s, const Tile& tile_of_bias) const {
     const float factor = scale();

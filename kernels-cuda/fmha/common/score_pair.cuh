@@ -1,5 +1,5 @@
-// A query and a key in the backward: whether one sees the other, and its P of their score, whatever fragment the score is an
-// element of.
+// A query and a key in the backward: whether one sees the other, and its P of their score, whatever fragment the
+// score is an element of.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/ptx/num.cuh>
@@ -39,7 +39,8 @@ struct ScorePair {
   using Modifiers = BwdScore<spec, tile>;
 
   const BwdParams& p;
-  // By value: a reference to a member of the CTA's own struct keeps all of that, the sums too, in local memory.
+  // Copies, not references: a reference to a member of the CTA's own struct keeps all of that struct, the sums too,
+  // in local memory.
   const SeqSpan span;
   const KnownMask<kFwd.mask, kFwd.sink_columns> mask;
   const float scale_log2 = p.fwd.softmax_scale * kLog2E;
@@ -57,8 +58,8 @@ struct ScorePair {
     slope = x.slope;
     return ptx::ex2_approx_ftz(x.score);
   }
-  // The same of a query whose scores have an origin (row_bwd.h): the natural score, rounded as the forward's is, then measured
-  // from there, and a P of 1 at most.
+  // P and the slope of an element whose query has an origin (row_bwd.h). The natural score is rounded as in the
+  // forward and then taken relative to the origin; P is at most 1.
   FMHA_DEVICE float prob_from(float origin, float s, const Modifiers& modifiers, float lse_log2, Pair at,
                               float& slope) const {
     if (!is_there(at)) {

@@ -1,16 +1,17 @@
-// Split-KV in equal shares: of the blocks of keys that a launch's tiles see every CTA walks as many, whatever the lengths.
+// Split-KV in equal shares: of the blocks of keys that a launch's tiles see every CTA walks as many, whatever the
+// lengths.
 //
-// All tiles of a sequence see the same blocks, one row of them, sequence after sequence. The row is cut into equal stretches, and each is
-// walked by as many CTAs as a sequence has tiles, a tile each, at the same time: rows of neighbouring heads, which lie side by side in
-// memory, are read together.
+// All tiles of a sequence see the same blocks, one row of them, sequence after sequence. The row is cut into equal
+// stretches, and each is walked by as many CTAs as a sequence has tiles, a tile each, at the same time: rows of
+// neighbouring heads, which lie side by side in memory, are read together.
 //
 //   row      |---- sequence 0 ----|-1-|-2-|-------- sequence 3 --------| ...
 //   stretch  0           |1          |2          |3          |4
 //   parts    0           |1       |2  |3  |4  |5 |6          |7        | ...
 //
-// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, so part n of a tile is that of stretch s and
-// sequence b with s + b = n. Nothing is looked up for that but where a sequence begins in the row, which the last CTA leaves for the merge
-// (`kSharesHeader` words, then a word a sequence and one more).
+// A part is what a CTA walks of a tile: it ends where the stretch ends or the sequence does, so part n of a tile is
+// that of stretch s and sequence b with s + b = n. Nothing is looked up for that but where a sequence begins in the
+// row, which the last CTA leaves for the merge (`kSharesHeader` words, then a word a sequence and one more).
 #pragma once
 #include <fmha/share_ends.h>
 #include <fmha/common/work.cuh>
@@ -25,7 +26,7 @@ struct BlocksOfTile {
   int32_t first, count;
 };
 
-// Those that any of the sequence's queries sees, at least one; none where it has no queries.
+// Blocks that any of the sequence's queries sees, at least one; none where the sequence has no queries.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE BlocksOfTile blocks_of_tile(const FwdParams& p, int32_t i_batch) {
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);

@@ -1,6 +1,7 @@
 // The online softmax of a thread's two rows of a fragment.
 //
-// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and `sums_output_first(tile)`.
+// `tile` is any architecture's; of its fields lazy_rescale_log2 and wait_anchor are read, and
+// `sums_output_first(tile)`.
 #pragma once
 #include <fmha/common/quads.cuh>
 #include <fmha/online_softmax.h>
@@ -14,7 +15,7 @@ struct RowStats {
   float row_sum = 0.f;          // this thread's share of sum exp2((S - row_max) * scale_log2)
 };
 
-// With `p_offset_log2` P and its sums are that many powers of two larger (a kernel's config.cuh).
+// Online softmax. P and its sums are 2^`p_offset_log2` times as large (a kernel's config.cuh).
 template <auto tile, int p_offset_log2>
 struct Softmax {
   static constexpr float kPScale = power_of_two(p_offset_log2);
@@ -23,7 +24,7 @@ struct Softmax {
 
   FMHA_DEVICE void reset() { rows[0] = rows[1] = RowStats{}; }
 
-  // The largest of S and of the maxima so far, of this thread's columns.
+  // Raises `row_max` to the largest S of this thread's columns.
   template <int n>
   FMHA_DEVICE void raise(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
@@ -42,8 +43,8 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other_max[r]);
   }
-  // The same where no maximum so far is negative: then the numbers have the order of their bits as integers, of which one
-  // instruction takes the largest of three.
+  // Raises maxima none of which is negative so far. Non-negative floats have the order of their bits as integers, and
+  // one instruction takes the largest of three integers.
   template <int n>
   FMHA_DEVICE void raise_nonnegative(float (&row_max)[2], const mma::Accumulator<n>& s) const {
     using S = mma::Accumulator<n>;
@@ -56,8 +57,9 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_max[r] = float_of(uint32_t(max(largest[r], other[r])));
   }
-  // What is subtracted from scaled scores to have exponents. P, sums and O are relative to this number, and not to the
-  // maximum that it is rounded from. Rounded up, so that no P is beyond 1 by rounding, however large the scores.
+  // Number subtracted from scaled scores to get exponents. P, sums and O are relative to this number, and not to the
+  // maximum that it is rounded from. It is rounded up, so that no P is beyond 1 by rounding, however large the
+  // scores.
   FMHA_DEVICE static float shift_of(float row_max, float scale_log2) {
     return p_offset_log2 == 0 ? ptx::mul_rp(row_max, scale_log2) : ptx::fma_rp(row_max, scale_log2, -float(p_offset_log2));
   }
@@ -120,8 +122,8 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) rows[r].row_sum = sums[r];
   }
 
-  // The same without the row-max reduction, reusing the running maximum of the blocks before. Whether that was
-  // high enough is told afterwards by the block's sums, which no P in it exceeds.
+  // A step without the row-max reduction: it reuses the running maximum of the blocks before. The block's sums tell
+  // afterwards whether that maximum was high enough, since no P of a row exceeds the row's sum.
   template <int n>
   FMHA_DEVICE void step_reusing_row_max(mma::Accumulator<n>& s, float scale_log2, float (&sums)[2], uint32_t never) {
     static_assert(p_offset_log2 <= 0, "a P that is scaled up has no room above a row's maximum");
@@ -129,8 +131,8 @@ struct Softmax {
     sums[0] = sums[1] = 0.f;
     exponentiate(s, scale_log2, shift, sums, never);
   }
-  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose running maximum
-  // is still -inf.
+  // Whether some P may be beyond a power of two. So do NaN and infinity count: they are the sums of a row whose
+  // running maximum is still -inf.
   FMHA_DEVICE static bool exceed_power(const float (&sums)[2], int log2) { return exceed(sums, power_of_two(log2 + p_offset_log2)); }
   // Whether P may have overflowed f32, which leaves nothing to rescale. The limit is lower than f32's, since the
   // correction of a P beyond 2^126 would be 0.
@@ -138,7 +140,8 @@ struct Softmax {
   FMHA_DEVICE static bool exceed(const float (&sums)[2], float limit) {
     return !(sums[0] <= limit) || !(sums[1] <= limit);
   }
-  // The running maximum to the block's true one, after the fact: P and sums are rescaled along with it.
+  // Raises the running maximum to the block's true maximum after the exponentials; P and the sums are rescaled with
+  // it.
   template <int n>
   FMHA_DEVICE void rescale_to_row_max(mma::Accumulator<n>& p, float scale_log2, float (&sums)[2]) {
     using S = mma::Accumulator<n>;

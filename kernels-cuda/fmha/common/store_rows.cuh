@@ -6,8 +6,8 @@
 
 namespace fmha {
 
-// A thread's elements of row r of sixteen columns of O, from element `first` on: of a V that was turned, four neighbouring
-// dimensions; else the first two and two of the next 8-column group.
+// A thread's elements of row r of sixteen columns of O, from element `first` on: for a transposed V four neighbouring
+// dimensions; otherwise the first two and two of the next 8-column group.
 template <bool turned, int n>
 FMHA_DEVICE void four_of(const mma::Accumulator<n>& o, int first, int r, float factor, float (&x)[4]) {
 #pragma unroll
@@ -33,7 +33,8 @@ FMHA_DEVICE void store_vectors(uint16_t* out, const mma::Accumulator<n>& o, int 
     }
     int32_t column;
     if constexpr (turned) {
-      // Of two sixteens the even lanes take the first and the odd ones the second, each from its neighbour.
+      // Even lanes take the first 16 of 32 columns and odd lanes the last 16; each receives its missing half from its
+      // neighbour.
       const bool odd = quad_lane & 1;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -69,7 +70,7 @@ FMHA_DEVICE void store_bytes(uint8_t* out, const mma::Accumulator<n>& o, int r, 
   }
 }
 
-// The same element by element, of any type.
+// Stores a row's part element by element, for any type.
 template <FwdSpec spec, bool turned, int n>
 FMHA_DEVICE void store_elements(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;

@@ -24,8 +24,8 @@ FMHA_DEVICE void unpack_fp8x2(uint32_t pair, float& low, float& high) {
   }
 }
 
-// Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once, as a cache that
-// was widened before has it. `unit`: the factor is 1, and no product is taken.
+// Two of them, the first in the low byte, to 16 bits, each times `descale`, rounded to f32 and then to its type once,
+// as a cache that was widened before has it. `unit`: the factor is 1, and no product is taken.
 template <DType stored, DType wide, bool converts, bool unit = false>
 FMHA_DEVICE uint32_t widen_pair(uint32_t pair, float descale) {
   if constexpr (unit && wide == DType::F16 && stored == DType::E5m2) return ptx::prmt(pair, 0, 0x1404);

@@ -1,6 +1,6 @@
-// A cache brought once to the workspace, of FP8 in 16 bits, for a kernel of 16-bit caches without pages: key j of sequence b, whatever
-// it lies in, goes to row `b * seqlen_k + j`. With it go what that kernel reads of lengths. It reads whole blocks: a block's rows
-// behind the last key become zeros. Keys before a window's stay where they are.
+// Copy of a cache to the workspace, FP8 widened to 16 bits, for a kernel of 16-bit caches without pages: key j of
+// sequence b, whatever it lies in, goes to row `b * seqlen_k + j`. The lengths that the kernel reads are written too.
+// It reads whole blocks: a block's rows behind the last key become zeros. Keys before a window's stay where they are.
 #pragma once
 #include <fmha/common/widen.cuh>
 #include <fmha/mask.h>
@@ -77,8 +77,8 @@ struct Widen {
     }
   }
 
-  // The first key that any block of a reader may have: a window's, and what lies before it in the reader's first block. A
-  // sequence of fewer queries than the longest's begins no earlier.
+  // The first key that any block of a reader may have: a window's, and what lies before it in the reader's first
+  // block. A sequence of fewer queries than the longest's begins no earlier.
   FMHA_DEVICE int32_t first_read(int32_t seqlen_k) const {
     if (p.mask.sink_columns > 0) return 0;
     const MaskBand band = resolve_band(p.mask, p.seqlen_q, seqlen_k);
@@ -87,7 +87,7 @@ struct Widen {
 
   FMHA_DEVICE void run() const {
     const int32_t i_batch = blockIdx.x / to.num_blocks, block = blockIdx.x % to.num_blocks;
-    // Of queries nothing is asked.
+    // The span's queries are not used: the layout of Q does not matter.
     const SeqSpan span = resolve_seq(p, QLayout::Batch, spec.kv_layout, i_batch);
     const int32_t first = (max(first_read(span.seqlen_k), 0) / keys + block) * keys;
     if (block == 0 && threadIdx.x == 0) {

@@ -36,7 +36,7 @@ FMHA_DEVICE int32_t rows_of_tile(const FwdParams& p) {
   return whole_groups<tile>() ? tile.block_m / p.gqa_ratio * p.gqa_ratio : tile.block_m;
 }
 
-// What one CTA does next, resolved by the schedule role for all.
+// Next work of one CTA, resolved by the schedule role for all.
 struct Work {
   int32_t num_blocks;   // key blocks, at least 1; 0: there is no more work
   int32_t i_batch, i_head, i_head_kv;
@@ -52,8 +52,8 @@ struct Work {
 };
 static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 
-// Split-KV: keys of a part of the longest sequence, where a tile sees one part of its sequence's keys; 0: it sees all of them,
-// as every tile of an architecture whose tiles have no such field.
+// Split-KV: keys of a part of the longest sequence, where a tile sees one part of its sequence's keys; 0: it sees all
+// of them, as every tile of an architecture whose tiles have no such field.
 template <auto tile>
 FMHA_DEVICE constexpr int split_keys() {
   if constexpr (requires { tile.split_keys; }) {
@@ -63,8 +63,8 @@ FMHA_DEVICE constexpr int split_keys() {
   }
 }
 
-// Split-KV in parts of `split_keys` keys of every sequence, whatever the longest's length, so that a row's bits do not depend on
-// the batch around it; else parts follow the longest sequence.
+// Split-KV in parts of `split_keys` keys of every sequence, whatever the longest's length, so that a row's bits do
+// not depend on the batch around it; else parts follow the longest sequence.
 template <auto tile>
 FMHA_DEVICE constexpr bool fixed_parts() {
   if constexpr (requires { tile.fixed_parts; }) {
@@ -142,8 +142,8 @@ FMHA_DEVICE constexpr bool can_hide_blocks() {
   return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
 }
 
-// A tile's place: its sequence, of the sequence's heads (kv heads where they are packed, pairs in a cluster of two) which one, and its
-// block of rows.
+// A tile's place: its sequence, of the sequence's heads (kv heads where they are packed, pairs in a cluster of two)
+// which one, and its block of rows.
 struct TileAt {
   int32_t i_batch, head, m_block;
 };
@@ -179,8 +179,8 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   Range keys = k_range(band, queries, span.seqlen_k);
   if constexpr (split_keys<tile>() > 0) {
     static_assert(!spec.sink_columns && split_keys<tile>() % tile.block_n == 0, "a part is whole blocks of the band's");
-    // The merge knows how many parts of its sequence a row sees, and reads no others: one without keys has the first. Of shares it
-    // reads all parts of a tile.
+    // The merge knows how many parts of its sequence a row sees, and reads no others: one without keys has the first.
+    // Of shares it reads all parts of a tile.
     if (!in_shares<tile>() && own.begin > 0 && own.begin >= keys.end) return work;
     keys = {max(keys.begin, own.begin), min(keys.end, own.end)};
   }

@@ -28,7 +28,7 @@ FMHA_DEVICE void zero_columns(const Tile& tile, int32_t begin, int32_t rank, int
   }
 }
 
-// Likewise the rows from `first_row` on of a [keys, dim] tile.
+// Zeros the rows from `first_row` on of a [keys, dim] tile.
 template <class Tile>
 FMHA_DEVICE void zero_rows(const Tile& tile, int32_t first_row, int32_t rank, int32_t num_threads) {
 #pragma unroll 1

@@ -7,7 +7,7 @@
 
 namespace fmha::mma {
 
-// What one instruction contracts of either operand: 32 bytes.
+// Depth of one instruction: 32 bytes of either operand.
 template <class Elem>
 constexpr int kDepth = 32 / int(sizeof(Elem));
 

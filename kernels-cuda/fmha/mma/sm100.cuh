@@ -1,4 +1,5 @@
-// Typed products of one CTA, or of a pair whose tensor cores compute as one: 128 rows a CTA, accumulators in tensor memory, where row m is lane m and column n column n.
+// Typed products of one CTA, or of a pair whose tensor cores compute as one: 128 rows a CTA, accumulators in tensor
+// memory, where row m is lane m and column n column n.
 // PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.mma, matrix and instruction descriptors
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-instruction-descriptor
 #pragma once
@@ -19,8 +20,8 @@ FMHA_DEVICE constexpr int depth_of(DType dtype) { return kStepBytes / size_bytes
 // Columns of tensor memory that `elems` of an A operand take.
 FMHA_DEVICE constexpr int columns_of(DType dtype, int elems) { return elems * size_bytes(dtype) / 4; }
 
-// What a product computes: A [m, k] and B [n, k] of `dtype`, sums in f32. Of a pair's product (m 256) each CTA has 128 of
-// A's rows and half of B's, and gets its own rows of D whole.
+// Instruction descriptor of a product: A [m, k] and B [n, k] of `dtype`, sums in f32. In a pair's product (m 256)
+// each CTA has 128 of A's rows and half of B's, and gets its own rows of D whole.
 struct Instruction {
   DType dtype;
   int m, n;
@@ -37,7 +38,7 @@ struct Instruction {
   }
 };
 
-// How an operand's tile lies in shared memory. Its low word alone holds the address, so that a step within a tile is
+// Descriptor of an operand's tile in shared memory. The low word alone holds the address, so a step within a tile is
 // one 32-bit addition, which never carries: shared memory ends below 2^18.
 struct Descriptor {
   uint32_t low, high;
@@ -54,14 +55,15 @@ FMHA_DEVICE Descriptor descriptor(const Tile& tile, uint32_t leading_bytes) {
   return {tile.offset() >> 4 | (leading_bytes >> 4) << 16, eight_rows >> 4 | version | swizzle << 29};
 }
 
-// Where step `step` of a product begins in a tile that is read along its rows.
+// Start of step `step` of a product in a tile that is read along its rows.
 template <class Tile>
 FMHA_DEVICE constexpr uint32_t step_along_rows(int step) {
   constexpr int steps_a_chunk = Tile::span_bytes / kStepBytes;
   return step / steps_a_chunk * Tile::chunk_bytes + step % steps_a_chunk * kStepBytes;
 }
 
-// An operand's tile, read along its rows or across them: its descriptor, and where step `step` of a product begins in it.
+// An operand's tile, read along its rows or across them: its descriptor, and where step `step` of a product begins in
+// it.
 template <DType dtype, bool across_rows, class Tile>
 struct Operand {
   const Descriptor first;

@@ -1,8 +1,8 @@
-// Typed products of one warp, mma.sync on tiles in shared memory: a warp has `m_tiles` times 16 rows, and every fragment of B
-// that it reads serves all of them.
+// Typed products of one warp, mma.sync on tiles in shared memory: a warp has `m_tiles` times 16 rows, and every
+// fragment of B that it reads serves all of them.
 //
-// ldmatrix reads eight rows of 16 bytes at a time. In a swizzled tile (smem_tile.cuh) those lie in eight different groups
-// of four banks, whichever the tile's span, so that no read waits for another.
+// ldmatrix reads eight rows of 16 bytes at a time. In a swizzled tile (smem_tile.cuh) those lie in eight different
+// groups of four banks, for each span of a tile, so that no read waits for another.
 #pragma once
 #include <fmha/mma/fp8_operand.cuh>
 #include <fmha/mma/fragment.cuh>
@@ -21,7 +21,7 @@ using mma::Storage;
 
 constexpr int kRows = 16;  // of one product
 
-// Where a lane's row of 16 bytes lies, of the four matrices of 8 rows of 16 bytes that one ldmatrix reads.
+// Address of a lane's row of 16 bytes, among the four matrices of 8 rows of 16 bytes that one ldmatrix reads.
 struct LanePlace {
   int32_t row, word;
 };
@@ -51,7 +51,8 @@ struct LaneAddress {
   }
 };
 
-// Fragments of B that are read before the products that take them, beyond the one at work: ldmatrix takes some 30 clocks.
+// Fragments of B that are read before the products that take them, beyond the one at work: ldmatrix takes some 30
+// clocks.
 template <int ahead>
 struct FragmentRing {
   uint32_t words[ahead + 1][4];
@@ -144,8 +145,8 @@ FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uin
   }
 }
 
-// d += A^T B: the rows of both tiles are the inner dimension. A's sixteen columns from `a_column` on against B's from `b_column` on,
-// which is a multiple of n, a power of two or all of B.
+// d += A^T B: the rows of both tiles are the inner dimension. A's sixteen columns from `a_column` on against B's from
+// `b_column` on, which is a multiple of n, a power of two or all of B.
 template <DType dtype, int ahead, int n, class TileA, class TileB>
 FMHA_DEVICE void product_atb(Accumulator<n>& d, const TileA& a, int32_t a_column, const TileB& b, int32_t b_column) {
   static_assert(TileA::rows == TileB::rows, "A and B share their inner dimension");
@@ -170,12 +171,12 @@ FMHA_DEVICE void product_atb(Accumulator<n>& d, const TileA& a, int32_t a_column
   }
 }
 
-// product_ab of 8-bit elements. The tensor cores of sm_89 keep some 14 bits of such sums (SageAttention2, arXiv 2411.10958: FP22),
-// so a block's products are added up apart, and then to d in f32.
+// product_ab of 8-bit elements. The tensor cores of sm_89 keep some 14 bits of such sums (SageAttention2, arXiv
+// 2411.10958: FP22), so a block's products are added up apart, and then to d in f32.
 //
-// Where B has rows of the inner dimension, ldmatrix turns pairs of neighbouring columns, and bytes of two registers make the B of
-// even columns and that of odd ones. Its keys then have the order of an accumulator (fp8_operand.cuh), and the thread's columns of
-// sixteen are four neighbours (store_rows.cuh: turned).
+// For a B with rows of the inner dimension ldmatrix transposes pairs of neighbouring columns, and bytes of two
+// registers make the B of even columns and that of odd ones. Its keys then have the order of an accumulator
+// (fp8_operand.cuh), and the thread's columns of sixteen are four neighbours (store_rows.cuh: turned).
 template <DType dtype, int ahead, bool b_is_transposed, int m_tiles, int n, int depth, class TileB>
 FMHA_DEVICE void product_ab(Accumulator<n> (&d)[m_tiles], const RegisterTile<uint8_t, depth> (&a)[m_tiles], const TileB& b,
                             int32_t = 0) {

@@ -7,7 +7,7 @@
 
 namespace fmha::mma {
 
-// What tiles hold: elements by their size alone. Which format of that size is the product's to say.
+// Elements of tiles, by their size alone; the product names their format.
 template <DType dtype>
 struct StorageOf {
   using Type = uint16_t;
@@ -44,12 +44,12 @@ struct alignas(1024) SmemTile {
   Elem elems[num_chunks][rows][span];
 
   FMHA_DEVICE uint32_t address() const { return ptx::shared_address(this); }
-  // As descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
+  // Address as descriptors have it: in a cluster an address of the CTA's own carries its rank from bit 24 up (seen on
   // an H200), which would get into the descriptor's next field.
   FMHA_DEVICE uint32_t offset() const { return clustered ? address() & 0x3ffff : address(); }
 };
 
-// Where 16 bytes of a tile lie: `row`, from element `column`, which begins 16 bytes. The swizzle exchanges the
+// Offset of 16 bytes of a tile: row `row`, from element `column`, which begins 16 bytes. The swizzle exchanges the
 // 16-byte words of a span by the 128-byte line they are on.
 template <class Tile>
 FMHA_DEVICE uint32_t word_offset(int32_t row, int32_t column) {
@@ -58,8 +58,9 @@ FMHA_DEVICE uint32_t word_offset(int32_t row, int32_t column) {
   return column / Tile::span * Tile::chunk_bytes + (offset ^ (offset >> 7 & exchanged) << 4);
 }
 
-// The same for `row0` and `column0`, known when compiling, beyond a place of the lane's whose offset is `offset`: of row
-// 0 .. 31, in the first 32 bytes. The swizzle is linear, so that only the column's part has to be put in, by one operation.
+// Offset of the word `row0` rows and `column0` columns beyond a place of the lane whose offset is `offset`. The place
+// lies in rows 0 to 31 and in the first 32 bytes of a row; `row0` and `column0` are known when compiling. The swizzle
+// is linear, so one XOR adds the column's part.
 template <class Tile>
 FMHA_DEVICE uint32_t beyond(uint32_t offset, int32_t row0, int32_t column0) {
   static_assert(Tile::span_bytes >= 32 && sizeof(typename Tile::Elem) == 1, "whole groups of 32 elements in a span");

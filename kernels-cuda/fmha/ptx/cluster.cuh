@@ -6,8 +6,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_90. No instruction: the compiler takes `address` for made here, and so keeps nothing that it derives from it
-// across loops. In a cluster an address of shared memory is no constant.
+// needs: sm_90. No instruction: the compiler takes `address` for made here, and so keeps nothing that it derives from
+// it across loops. In a cluster an address of shared memory is no constant.
 // PTX ISA: mapa.
 FMHA_DEVICE uint32_t made_here(uint32_t address) {
   asm volatile("" : "+r"(address));
@@ -41,8 +41,8 @@ FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
   return address;
 }
 
-// needs: sm_90. From this CTA's shared memory to that of CTA `rank`, `to` and the barrier that counts the bytes by their
-// addresses here; `bytes` and both addresses are multiples of 16.
+// needs: sm_90. From this CTA's shared memory to that of CTA `rank`, `to` and the barrier that counts the bytes by
+// their addresses here; `bytes` and both addresses are multiples of 16.
 // PTX ISA: mapa, cp.async.bulk.
 FMHA_DEVICE void cp_async_bulk_at(uint32_t to, uint32_t rank, uint32_t from, uint32_t bytes, Barrier& barrier) {
   asm volatile(

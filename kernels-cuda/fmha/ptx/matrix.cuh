@@ -47,8 +47,9 @@ FMHA_DEVICE void mma_m16n8k16(float* d, const uint32_t (&a)[4], const uint32_t (
   }
 }
 
-// needs: sm_89. d += A B of 16 x 32 and 32 x 8 in OCP FP8, f32 sums. Lane l has of A rows l / 4 (a[0], a[2]) and that + 8, columns
-// 4 (l % 4) and the three after (a[0], a[1]) and those + 16; of B column l / 4, rows likewise; of D as of the 16-bit product.
+// needs: sm_89. d += A B of 16 x 32 and 32 x 8 in OCP FP8, f32 sums. Lane l has of A rows l / 4 (a[0], a[2]) and that
+// + 8, columns 4 (l % 4) and the three after (a[0], a[1]) and those + 16; of B column l / 4, rows likewise; of D as
+// of the 16-bit product.
 // PTX ISA: mma.m16n8k32.
 template <DType dtype>
 FMHA_DEVICE void mma_m16n8k32(float* d, const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -38,7 +38,8 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       : "memory");
 }
 
-// needs: sm_80. Arrives once all that this thread has begun to copy by cp.async is there: an arrival that the barrier counts on.
+// needs: sm_80. Arrives once all that this thread has begun to copy by cp.async is there: an arrival that the barrier
+// counts on.
 // PTX ISA: cp.async.mbarrier.arrive.
 FMHA_DEVICE void cp_async_mbarrier_arrive(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");

@@ -61,8 +61,8 @@ FMHA_DEVICE void tcgen05_commit_pair(Barrier& barrier, uint16_t ctas) {
       : "memory");
 }
 
-// needs: sm_100a. D (+)= A B of one CTA, or of a pair (`cta_group` 2), of which each has its rows of A and D and its half
-// of B's columns: A by a shared-memory descriptor.
+// needs: sm_100a. D (+)= A B of one CTA, or of a pair (`cta_group` 2), of which each has its rows of A and D and its
+// half of B's columns: A by a shared-memory descriptor.
 // PTX ISA: tcgen05.mma.
 template <int cta_group, MmaKind kind>
 FMHA_DEVICE void tcgen05_mma_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, bool accumulate) {

@@ -11,7 +11,7 @@ struct alignas(64) TensorMap {
   uint64_t opaque[16];
 };
 
-// What the L2 is to do with the lines: cache-policy words as createpolicy makes them.
+// Policy of the L2 for the lines: cache-policy words as createpolicy makes them.
 enum class CacheHint : uint64_t {
   EvictFirst = 0x12F0000000000000,
   EvictLast = 0x14F0000000000000,

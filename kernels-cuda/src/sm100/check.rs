@@ -1,4 +1,5 @@
-//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it; which go together.
+//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it;
+//! which go together.
 
 use fmha_core::fields::Fields as _;
 use fmha_core::spec::FwdSpec;

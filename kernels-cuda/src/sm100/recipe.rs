@@ -198,7 +198,7 @@ fn fitted(
     Ok(tile)
 }
 
-/// What TMA brings at once.
+/// Boxes that TMA loads.
 pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
     Boxes {

@@ -109,7 +109,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             launches: Launches::new([stats], main, [finish].into_iter().chain(dsink).chain(dbias)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
-                // Else the sums of dQ have no order where several blocks of keys add to them.
+                // Sums of dQ without an order are deterministic only where a single block of keys adds to
+                // them.
                 deterministic: is_ordered || dims.seqlen_k <= BLOCK,
                 batch_invariant: is_ordered && options.tile.is_empty(),
                 graph_capturable: true,
@@ -156,8 +157,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// What a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any batch: blocks
-/// begin at its own first rows.
+/// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any
+/// batch: blocks begin at its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..BwdSpec::of(problem) }
 }

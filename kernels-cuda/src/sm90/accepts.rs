@@ -1,11 +1,11 @@
-//! What problems the kernel takes.
+//! Problems that the kernel takes.
 
 use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout};
 
 use super::NAME;
 use crate::operands::{keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences};
 
-/// What Hopper's kernel and Blackwell's do not take, in the name of either.
+/// Refusals that Hopper's and Blackwell's kernels have in common, in the name of either.
 ///
 /// # Errors
 /// The first fact that it does not take.

@@ -1,4 +1,5 @@
-//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it; which go together.
+//! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it;
+//! which go together.
 
 use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::FwdSpec;
@@ -8,10 +9,11 @@ use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
 use crate::round_up;
 
 impl Sm90Tile {
-    /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed heads and copies a bias
-    /// by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and `prepare_v`, as these do
-    /// parts of the keys; a `pv` that is not `f16` any more lazy rescaling, one that flushes nothing `output_columns`;
-    /// `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it if a later word brings it back.
+    /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed
+    /// heads and copies a bias by TMA, `cluster=1` its heads, parts of the keys clusters, `skip_row_max` and
+    /// `prepare_v`, as these do parts of the keys; a `pv` that is not `f16` any more lazy rescaling, one that
+    /// flushes nothing `output_columns`; `lazy_rescale_log2=0` `skip_row_max`. [`Sm90Tile::check`] refuses it
+    /// if a later word brings it back.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -180,7 +182,7 @@ impl Sm90Tile {
         Ok(())
     }
 
-    /// What FP8 asks of the fields, and what is asked of those that are FP8's alone.
+    /// Checks the fields for FP8, and those that are for FP8 alone.
     fn check_fp8(&self, spec: &FwdSpec) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
         let (qk, v) = (spec.dtype_qk, spec.dtype_v);

@@ -1,8 +1,9 @@
-//! What a forward call costs, by a model, in tiles of other shapes and in each order of a masked call's.
+//! Cost of a forward call, by a model: of tiles of other shapes, and of each order of a masked call's tiles.
 //!
-//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed order costs nothing to
-//! ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step of the stream's before the launch, and
-//! evens them out. The numbers were fitted to `measured.tsv`, which a test holds the choices to; the rates are an H200's.
+//! A worker, a CTA or a cluster of them, takes tiles one after another, each some blocks of keys. A fixed
+//! order costs nothing to ask, and leaves workers idle where tiles are unlike; a counter is cleared by a step
+//! of the stream's before the launch, and evens them out. The numbers were fitted to `measured.tsv`, which a
+//! test holds the choices to; the rates are an H200's.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,7 +16,8 @@ use super::table::{default_tile, modifies, widest};
 use super::{PrepareV, Sm90Tile, TileOrder, product_dim, spec_of};
 use crate::schedule::TileSchedule;
 
-/// Rate of a multiprocessor amid a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an H200's.
+/// Rate of a multiprocessor within a long walk of blocks, TFLOP/s of its products' operations: a 132nd of an
+/// H200's.
 fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     let device = match (dim, is_fp8) {
         (..=64, false) => 640.0,
@@ -30,8 +32,8 @@ fn tflops_of_sm(dim: i32, is_fp8: bool) -> f64 {
     device / 132.0
 }
 
-/// What of that rate a tile of so many rows has: of fewer warpgroups nobody's products run beneath the exponentials of one.
-/// Fitted to calls whose longest tile is the call.
+/// Share of that rate that a tile of so many rows reaches: with fewer warpgroups no products run beneath the
+/// exponentials of one. Fitted to calls whose longest tile is the call.
 fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     match (row, block_m) {
         (128, 128) if is_fp8 => 0.95,
@@ -47,7 +49,7 @@ fn share_of_rate(block_m: i32, row: i32, is_fp8: bool) -> f64 {
     }
 }
 
-/// What a block takes besides its keys, in keys.
+/// Cost of a block besides its keys, in keys.
 const KEYS_BESIDE: f64 = 8.0;
 
 /// A gain by another shape is to be this share of it at least.
@@ -55,12 +57,14 @@ pub const LEAST_GAIN_OF_SHAPE: f64 = 0.05;
 
 /// Microseconds of a launch besides its tiles.
 const LAUNCH_MICROS: f64 = 3.0;
-/// Of a tile besides its blocks: its first loads, and the end of its walk.
+/// Microseconds of a tile besides its blocks: its first loads, and the end of its walk.
 const TILE_MICROS: f64 = 1.2;
-/// Of the counter that dynamic orders claim tiles from: the step that clears it, which the launch waits for.
+/// Microseconds of the counter that dynamic orders take tile indices from: the launch waits for the step that
+/// clears it.
 const COUNTER_MICROS: f64 = 3.0;
 
-/// More rounds of tiles than this are not gone through one by one: a fixed order never won there, and a plan is to be quick.
+/// Most rounds of tiles that the model simulates one by one: with more of them a fixed order never won, and
+/// planning must be quick.
 const MOST_ROUNDS: u32 = 8;
 
 /// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
@@ -72,8 +76,8 @@ fn knows_lengths(problem: &FwdProblem) -> bool {
     (layout.q, layout.kv) == (QLayout::Batch, KvLayout::Strided) && !layout.seqused_q && !layout.seqused_k
 }
 
-/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come as they do where many
-/// rescale their sums often.
+/// Whether a call's tiles may have either order: of a causal mask, and of FP8 without one, whose tiles come
+/// as they do where many rescale their sums often.
 pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     match problem.mask.kind() {
         MaskKind::Upper => true,
@@ -82,8 +86,8 @@ pub(super) fn has_orders(problem: &FwdProblem) -> bool {
     }
 }
 
-/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands: windowed calls and unmasked
-/// ones of 16 bits, lengths that are not the problem's, clusters.
+/// The orders that a call's tiles may have, the tile's own first; empty where the table's rule stands:
+/// windowed calls and unmasked ones of 16 bits, lengths that are not the problem's, clusters.
 pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<TileOrder> {
     let Ok(schedule) = tile.schedule(problem) else { return Candidates::default() };
     let tiles = schedule.num_tiles.unsigned_abs();
@@ -102,8 +106,8 @@ pub(super) fn orders(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
     }))
 }
 
-/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's own: fewer rows where
-/// tiles are few, and without a mask other keys where blocks are few.
+/// Query rows and keys that tiles of a call like the problem but for its sizes may have, beside the tile's
+/// own: fewer rows where tiles are few, and without a mask other keys where blocks are few.
 pub(super) fn shapes_of_other_sizes(
     tile: &Sm90Tile,
     problem: &FwdProblem,
@@ -129,9 +133,10 @@ pub(super) fn shapes_of_other_sizes(
     heights.chain(widths).filter(taken).collect()
 }
 
-/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut or shared, scores are
-/// modified, lengths are not the problem's, and where tiles are many. Few tiles are faster of fewer rows, since the longest one is the
-/// call; few blocks of keys, without a mask, of a number of keys that leaves little of the last one empty.
+/// The shapes that a call's tiles may have, its own first; empty where the table's stands: where keys are cut
+/// or shared, scores are modified, lengths are not the problem's, and where tiles are many. Few tiles are
+/// faster of fewer rows, since the longest one is the call; few blocks of keys, without a mask, of a number
+/// of keys that leaves little of the last one empty.
 pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Candidates<(i32, i32)> {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -139,7 +144,7 @@ pub(super) fn shapes(tile: &Sm90Tile, problem: &FwdProblem, num_sms: u32) -> Can
         return Candidates::default();
     }
     let own = (tile.block_m, tile.block_n);
-    // Of one or two blocks a call is its launch.
+    // A call of one or two blocks costs little besides its launch.
     let has_walk = dims.seqlen_k > 2 * own.1.unsigned_abs();
     let is_short = dims.seqlen_k.div_ceil(own.1.unsigned_abs()) <= MOST_SHORT_BLOCKS;
     let is_of_these_sizes = |&(rows, keys): &(i32, i32)| {
@@ -180,7 +185,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     let spec = spec_of(problem);
     let row = widest(&spec);
     let dim = product_dim(spec.head_dim_qk, spec.dtype_qk) + product_dim(spec.head_dim_v, spec.dtype_v);
-    // Those of a block beside its keys are in the rate of the table's.
+    // The table tile's rate already includes its blocks' cost besides keys.
     let (keys, of_table) = (f64::from(tile.block_n), f64::from(default_tile(&spec).block_n));
     let keys = keys + KEYS_BESIDE * (1.0 - keys / of_table);
     let flops_a_block = 2.0 * f64::from(tile.block_m) * keys * f64::from(dim);
@@ -202,7 +207,7 @@ pub(super) fn micros(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSched
     LAUNCH_MICROS + ends + if claims { COUNTER_MICROS } else { 0.0 }
 }
 
-/// Of each block of a head's rows, in the order in which tiles have them, how many blocks of keys it sees.
+/// Number of key blocks that each block of a head's rows sees, in the order in which tiles take them.
 fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule) -> Vec<u32> {
     let dims = problem.dims;
     let ratio = if tile.pack_gqa { problem.gqa_ratio() } else { 1 };
@@ -224,7 +229,8 @@ fn blocks_of_rows(tile: &Sm90Tile, problem: &FwdProblem, schedule: &TileSchedule
     }
 }
 
-/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows of every head.
+/// The order of `resolve_tile` (common/work.cuh): an L2 head group after another, and in it a block of rows
+/// of every head.
 fn tiles_in_order<'a>(schedule: &TileSchedule, lengths: &'a [f64]) -> impl Iterator<Item = f64> + use<'a> {
     let (all, group) = (schedule.num_heads.max(0), schedule.heads_per_l2_group.max(1));
     (0..all).step_by(group.unsigned_abs() as usize).flat_map(move |first| {
@@ -237,7 +243,8 @@ fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
     f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
 }
 
-/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round from the last on.
+/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round
+/// from the last on.
 fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
     let mut busy = vec![0.0; workers];
     for (index, length) in tiles.enumerate() {

@@ -1,4 +1,4 @@
-//! What is compiled: the kernel's entries, and what they share with the host.
+//! Compiled text: the kernel's entries, and what they share with the host.
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, ArrivalParams};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -18,8 +18,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, false)
 }
 
-/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments, for tiles that
-/// [wait](Sm90Tile::waits_for_keys).
+/// Forward kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments,
+/// for tiles that [wait](Sm90Tile::waits_for_keys).
 #[must_use]
 pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)

@@ -15,10 +15,10 @@ pub const PREPARE_NAME: &str = "prepare_values";
 /// Threads of a CTA of that launch, a warp to a unit of work.
 pub const PREPARE_THREADS: u32 = 256;
 
-/// Where a row-major V of FP8 is brought to f16, or turned.
+/// Place where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
-    /// In shared memory, by each tile's CTA, block by block. Another V comes as it is.
+    /// In shared memory, by each tile's CTA, block by block. Any other V is loaded as it is.
     InTile,
     /// In the workspace, by a launch before the kernel.
     Before,
@@ -31,10 +31,10 @@ abi_enum!(PrepareV { InTile, Before, Beside });
 abi_struct! {
     /// A V that is prepared in the workspace, a kernel argument.
     pub struct PreparedValues {
-        /// Its blocks, `[sequence, kv head, block]`.
+        /// Blocks of V, `[sequence, kv head, block]`.
         pub blocks: DevPtr<Untyped>,
-        /// Beside the tiles: the number of units of work that were claimed, then of each block how many are finished. Zero
-        /// before each launch.
+        /// Counters, where V is prepared beside the tiles: units of work taken, then finished units of each
+        /// block. Zero before each launch.
         pub counts: DevPtr<i32>,
         /// Blocks of the longest sequence.
         pub num_blocks: i32,
@@ -48,7 +48,7 @@ abi_struct! {
 }
 
 impl PreparedValues {
-    /// Of a problem's longest sequence, without addresses.
+    /// Prepared V of a problem's longest sequence, without addresses.
     ///
     /// # Errors
     /// 2^30 units of work or more, with the fields that make them.
@@ -69,8 +69,9 @@ impl PreparedValues {
                 tile.block_n, dims.seqlen_k
             ));
         }
-        // Beside the tiles those of an L2 head group, whose tiles run together, or of the first tiles of all CTAs, which all
-        // wait for their first blocks. A launch takes all heads of a row, which lie side by side.
+        // Heads of a group: beside the tiles, those of an L2 head group, whose tiles run together, or of the
+        // first tiles of all CTAs, which all wait for their first blocks. A launch takes all heads of a row,
+        // which lie side by side.
         let heads_per_group = match tile.prepare_v {
             PrepareV::Beside => {
                 let first_heads = tile
@@ -119,7 +120,7 @@ pub(super) fn block_bytes(spec: &FwdSpec, tile: &Sm90Tile) -> u64 {
     u64::from((rows * columns * elem_bytes(tile.prepared_type(spec))).unsigned_abs())
 }
 
-/// As the device's function of that name.
+/// Rule of the device's function of that name.
 fn units_per_block(spec: &FwdSpec, tile: &Sm90Tile) -> i64 {
     let dim = padded_dim(spec.head_dim_v);
     let keys = if (tile.pv != ValueProduct::F16 || dim <= 64) && tile.block_n % 32 == 0 { 32 } else { 16 };

@@ -1,4 +1,4 @@
-//! What problems the kernels take.
+//! Problems that the kernels take.
 
 use fmha_core::{BwdProblem, Refusal, Shape, Strides, VLayout};
 
@@ -18,7 +18,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     takes(problem, NAME)
 }
 
-/// The same of any kernel of 16-bit products whose operands come by TMA, in its name.
+/// Checks that a problem suits a kernel of 16-bit products whose operands TMA loads. Refusals carry `name`.
 pub(crate) fn takes(problem: &BwdProblem, name: &'static str) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(name, reason));
     problem.fwd.refuse_dropout_between_quads(name)?;

@@ -1,4 +1,4 @@
-//! What tiles cannot be compiled for a spec, and why.
+//! Checks of whether a tile can be compiled for a spec, and why not.
 
 use fmha_core::fields::FieldValue as _;
 use fmha_core::spec::BwdSpec;
@@ -24,7 +24,7 @@ impl Sm90BwdTile {
         self.check_shares(spec)
     }
 
-    /// Of which head dimensions the walk is, and of how many keys.
+    /// Checks the head dimensions and the number of keys that the walk takes.
     fn check_walk(&self, spec: &BwdSpec) -> Result<(), String> {
         let dim = padded_dim(spec);
         let Self { block_m, block_n, .. } = *self;
@@ -49,7 +49,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// How dQ comes to its sums, and where these become dQ.
+    /// Checks how dQ reaches its sums, and where these become dQ.
     fn check_way_of_dq(&self, spec: &BwdSpec) -> Result<(), String> {
         // Without a mask ordered key blocks of a group wait for each other: a tile whose index is taken ahead
         // would wait behind its own CTA's present one.
@@ -84,7 +84,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// What the walk asks of its roles and of a block's queries.
+    /// Checks the walk's roles and a block's queries.
     fn check_roles(&self) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
@@ -129,7 +129,8 @@ impl Sm90BwdTile {
                 self.stages_dout
             ));
         }
-        // The next block's are stored while this one's are read. P, which has one place where dQ is stored, is told by dS's slot.
+        // P and dS of the next block are stored while this block's are read. P has one place where dQ is
+        // stored; the slot of dS tells whether it is free.
         if walk == BwdWalk::GradientEach && self.stages_ds != 2 {
             return Err(format!("stages_ds {}: walk {set} holds two blocks of dS at a time", self.stages_ds));
         }
@@ -148,7 +149,7 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// What a consumer has of dQ, of dropout's decisions and of registers.
+    /// Checks a consumer's share of dQ, of dropout's decisions and of registers.
     fn check_shares(&self, spec: &BwdSpec) -> Result<(), String> {
         let (dim, walk, block_m) = (padded_dim(spec), self.walk, self.block_m);
         let (what, shared_out) =

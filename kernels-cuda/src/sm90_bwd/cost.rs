@@ -1,9 +1,10 @@
-//! What a call's choices cost, by a model: how many tiles share a kv head's query heads, how dQ comes to its sums and where they
-//! become dQ, and where delta is made.
+//! Cost of a call's choices, by a model: how many tiles share a kv head's query heads, how dQ reaches its
+//! sums and where they become dQ, and where delta is made.
 //!
 //! A multiprocessor takes tiles one after another, each a key block against the query blocks that see it, of
 //! its query heads. Few long tiles leave multiprocessors idle at the end; many short ones leave more sums of
-//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold the choices to.
+//! dK and dV to write, read and add. The numbers were fitted to the rows of `measured.tsv`, which tests hold
+//! the choices to.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -24,7 +25,7 @@ fn tflops_of_sm(dim: i32, walk: BwdWalk) -> f64 {
         (64, _) => 600.0,
         (128, _) => 655.0,
         (192, BwdWalk::HalfBlocks) => 555.0,
-        // From its steps: 2.19 us of 64 queries and keys.
+        // Fitted to steps: 2.19 us of 64 queries and keys.
         (192, _) => 474.0,
         _ => 525.0,
     };
@@ -40,42 +41,44 @@ fn operations_of_pair(tile: &Sm90BwdTile, spec: &BwdSpec) -> f64 {
     f64::from(2 * (qk + v + dk + dv + tile.dq_dim(spec)))
 }
 
-/// Of a masked call's longest tile, the part for which the launch waits at its end, and for tiles that have
-/// come apart from those whose Q and dO they share in the L2.
+/// Share of a masked call's longest tile for which the launch waits at its end. It also covers tiles that no
+/// longer run beside the tiles whose Q and dO they share in the L2.
 const TAIL_BEHIND_MASK: f64 = 0.22;
 
-/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: made zeros and read at last, and for each part.
-/// An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74 and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
+/// Microseconds a megabyte of the f32 sums of dK and dV to which parts of a kv head add: for zeros and the
+/// last read, and for each part. An H200, D 128, a head's queries in one part and two: B2 H16 S1024 causal 74
+/// and 127 us (34 MB), B1 H8 S2048 full 93 and 118 (17).
 const SUMS_MICROS_A_MB: f64 = 0.7;
 const ADDED_SUMS_MICROS_A_MB: f64 = 0.39;
 
-/// The launch that rounds them.
+/// Microseconds of the launch that rounds these sums.
 const SUMS_MICROS: f64 = 4.0;
 
-/// From a tile's last product to the next one's first.
+/// Microseconds from a tile's last product to the next tile's first.
 const TILE_MICROS: f64 = 2.0;
 
-/// More tiles of unlike length a multiprocessor than this come out even but for the tail: they are not gone
-/// through one by one.
+/// Tiles of unlike length per multiprocessor beyond which the load is even but for the tail: the model does
+/// not simulate them one by one.
 const EVEN_TILES: usize = 4;
 
-/// Another number of parts than the rule's is taken where the model has it faster by more than this: more
-/// than its own error.
+/// Gain in the model above which another number of parts replaces the rule's; larger than the model's error.
 const LEAST_GAIN: f64 = 0.05;
 
-/// Of packed sequences, for whose lengths the rule was not made, the model's choice is taken.
+/// Least gain at which the model's number of parts replaces the rule's: 0 for packed sequences, for whose
+/// lengths the rule was not made.
 pub(super) fn least_gain(problem: &BwdProblem) -> f64 {
     if problem.fwd.layout.q == QLayout::Packed { 0.0 } else { LEAST_GAIN }
 }
 
-/// Of packed sequences, whose lengths a plan does not know: the part of all tiles of the longest length that they have
-/// work for, and the part of the longest tile that the launch may end with, since the longest sequence may come last.
-/// The first share is reasoned, the second fitted: with the whole of the longest tile B3 H64/4 full of 160 to 485 has 16 parts
-/// (143 us; 8 132, 4 127), B2 H48/16 of 448 and 783 three (192; one 178), an H200.
+/// Shares for packed sequences, whose lengths a plan does not know: the share of all tiles of the longest
+/// length that have work, and the share of the longest tile that may end the launch, since the longest
+/// sequence may come last. The first share is an estimate, the second is fitted: with the whole of the
+/// longest tile B3 H64/4 full of 160 to 485 has 16 parts (143 us; 8 132, 4 127), B2 H48/16 of 448 and 783
+/// three (192; one 178), an H200.
 pub(super) const PACKED_SHARE: f64 = 0.5;
 const PACKED_TAIL: f64 = 0.5;
 
-/// Those of the given parts that a problem may have, priced.
+/// Prices of those of the given parts that a problem may have.
 pub(super) fn head_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -90,7 +93,8 @@ pub(super) fn head_parts(
     }))
 }
 
-/// Of each key block (of a cluster) of a head, how many query blocks of each of so many parts see it: part after part.
+/// Number of query blocks that see each key block (of a cluster) of a head, part after part of `query_parts`
+/// parts.
 fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u32) -> Vec<u32> {
     let dims = problem.fwd.dims;
     let keys = (tile.block_n * tile.walk.cluster()).unsigned_abs();
@@ -125,12 +129,13 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     steps
 }
 
-/// Steps that a part of a kv head's queries is to have in an ordered call, whose batch is not asked: so that its sums of dK and dV
-/// are at most this share of its steps where the batch fills the multiprocessors.
+/// Least steps of a part of a kv head's queries in an ordered call, which must not depend on the batch, so
+/// that its sums of dK and dV are at most this share of its steps where the batch fills the multiprocessors.
 const MOST_SUMS_OF_PART: f64 = 0.52;
 pub(super) fn least_steps_of_part(tile: &Sm90BwdTile, spec: &BwdSpec) -> u32 {
     let mb = f64::from(tile.block_n) * f64::from(padded_dim(spec)) * 16.0 * 1e-6;
-    // Of one multiprocessor's part of the memory's rate, where each part had sums of its own.
+    // Microseconds of a part's sums, at one multiprocessor's share of the memory's rate, if each part had
+    // sums of its own.
     let sums = mb * 0.25 * f64::from(NUM_SMS);
     (sums / (MOST_SUMS_OF_PART * step_micros(tile, spec))).ceil() as u32
 }
@@ -147,22 +152,25 @@ const NEAR_SUMS_MB: f64 = 40.0;
 /// Bytes of the sums of dQ that a call may have apart.
 pub(super) const MOST_APART_BYTES: u64 = 256 << 20;
 
-/// From a key block's addition to a query block by the store warp to the next one's behind it. An H200, of rows whose key blocks
-/// all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124 additions, B8 H1 S191/10560 283, 83.
+/// Microseconds from a key block's addition to a query block, by the store warp, to the next one's. An H200,
+/// of rows whose key blocks all begin at one of few query blocks: B8 H2/1 S128/15872 D128 causal 413 us, 124
+/// additions, B8 H1 S191/10560 283, 83.
 const ADDITION_MICROS: f64 = 3.2;
 
-/// Key blocks that begin at one query block, from which on their chain is asked for: shorter ones are near the model's error.
+/// Key blocks that begin at one query block, from which on the model counts their chain: shorter ones are
+/// near the model's error.
 const LEAST_MEETING: f64 = 12.0;
 
-/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and within. Reasoned from the
-/// memory's rate; an H200, D 128, beside no order: 65 MB 29 us, 130 MB 42, 145 MB 54, 23 MB 9.
+/// Microseconds a megabyte of sums of dQ that are written and read apart: beyond what the L2 keeps, and
+/// within. Reasoned from the memory's rate; an H200, D 128, beside no order: 65 MB 29 us, 130 MB 42, 145 MB
+/// 54, 23 MB 9.
 const APART_MICROS_A_MB: f64 = 0.5;
 const NEAR_APART_MICROS_A_MB: f64 = 0.2;
 
-/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that wait for each
-/// other. Both have the same bits, so the batch may be asked. Of packed sequences the lengths are not known. From registers an
-/// addition takes 2.3 us, and the sums apart were slower: B4 H2 S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65
-/// for 59, an H200.
+/// Whether a deterministic call is faster with each key block's sums of dQ apart than with additions that
+/// wait for each other. Both have the same bits, so the choice may depend on the batch. The lengths of packed
+/// sequences are not known. From registers an addition takes 2.3 us, and the sums apart were slower: B4 H2
+/// S345/5631 D64 causal 119 us for 106, B2 H32/8 S118/1856 D56 65 for 59, an H200.
 pub(super) fn wants_dq_apart(
     ordered: &Sm90BwdTile,
     apart: &Sm90BwdTile,
@@ -220,7 +228,7 @@ pub(super) fn wants_dq_apart(
     alone < 0.9 * in_order
 }
 
-/// What the model says of a number of parts.
+/// Cost of a number of parts by the model.
 pub(super) fn of_parts(
     tile: &Sm90BwdTile,
     problem: &BwdProblem,
@@ -282,21 +290,22 @@ fn micros(
     in_steps * f64::from(heads_a_tile) * step_micros + rounds as f64 * TILE_MICROS + sums
 }
 
-/// What the ways of dQ cost, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares grow with them.
+/// Costs of the ways of dQ, at 16k tokens of 16 heads of 128, an H200: 2^25 elements of Q. All but the shares
+/// grow with them.
 struct OfDq {
     /// Preprocess, where it makes all of delta: O and dO at 3.4 TB/s.
     delta_micros: f64,
-    /// Zeros to begin sums with.
+    /// Writes of the zeros that sums begin with.
     zeros_micros: f64,
-    /// The semaphore that the first key block stores behind, of the main kernel.
+    /// Share of the main kernel that the semaphore of first stores takes.
     semaphore_share: f64,
-    /// Until the first store that others wait for is there.
+    /// Wait for the first store that others wait for.
     semaphore_micros: f64,
-    /// A launch that finishes dQ.
+    /// Launch that finishes dQ.
     finish_micros: f64,
-    /// The warp that finishes it beside the products, of the main kernel.
+    /// Share of the main kernel that the warp takes which finishes dQ beside the products.
     beside_share: f64,
-    /// That warp's work where it makes delta too: the main kernel takes no less.
+    /// Work of that warp where it makes delta too: the main kernel takes at least as long.
     beside_with_delta_micros: f64,
 }
 
@@ -315,16 +324,18 @@ impl OfDq {
     }
 }
 
-/// First stores of a tile, one behind another, that its other steps hide; and what each beyond takes: the next one waits until
-/// it is in memory. An H200: 4423 queries over 192 keys D 128, 35 in a row, the main kernel 233 us, with zeros before 175.
+/// First stores of a tile, one behind another, that its other steps hide; and what each beyond takes: the
+/// next one waits until it is in memory. An H200: 4423 queries over 192 keys D 128, 35 in a row, the main
+/// kernel 233 us, with zeros before 175.
 const HIDDEN_FIRST_STORES: f64 = 2.0;
 const FIRST_STORE_MICROS: f64 = 1.65;
 
-/// Of a launch that does next to nothing, though it starts while the one before ends.
+/// Microseconds of a launch that does almost nothing, though it starts while the one before ends.
 const LAUNCH_MICROS: f64 = 2.0;
 
-/// What a finish of dQ beside the products leaves for the launch's end, where a warp brings a query block's sums from memory.
-/// D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7, B1 H8 S1602 causal 75.5 and 82.7.
+/// Microseconds that a finish of dQ beside the products adds to the launch's end, where a warp brings a query
+/// block's sums from memory. D 128, launch and beside: B3 H2 S987 48.1 and 57.7 us, B4 H8 S344 36.2 and 40.7,
+/// B1 H8 S1602 causal 75.5 and 82.7.
 const BESIDE_MICROS: f64 = 11.0;
 
 /// Longer sequences choose as these do.
@@ -342,8 +353,8 @@ pub(super) fn first_heads(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSp
     if all > 0.0 { first.map_or(1.0, |first| first / all) } else { 1.0 }
 }
 
-/// What first stores take that no other step hides: the key blocks of a head begin as far apart as its query blocks have room.
-/// Behind a mask they begin where it does.
+/// Microseconds of first stores that no other step hides: the key blocks of a head begin as far apart as its
+/// query blocks have room. Behind a mask they begin where it does.
 fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     if problem.fwd.mask.kind() != MaskKind::Full {
         return 0.0;

@@ -27,7 +27,7 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// The same of keys that come while it runs: [`ArrivalParams`] behind its other arguments.
+/// Main kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments.
 #[must_use]
 pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let more =
@@ -80,7 +80,7 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("preprocess", spec, tile)
 }
 
-/// The kernel after the main one, likewise.
+/// Kernel after the main one; its arguments are the main kernel's.
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
@@ -88,8 +88,8 @@ pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 }
 
 impl Sm90BwdTile {
-    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that none waits
-    /// for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
+    /// CTAs of the launch that finishes dQ to a query block: a piece of it for each of their threads, so that
+    /// none waits for memory twice. D 256, two sequences of 480, 8 heads: 20 us of 57 with one.
     #[must_use]
     pub const fn finish_ctas(&self, spec: &BwdSpec) -> i32 {
         let dim = padded_dim(spec);
@@ -103,21 +103,23 @@ impl Sm90BwdTile {
     }
 }
 
-/// The kernel after the main one with `head_parts`: arguments likewise, a CTA to a key block of a kv head.
+/// The kernel after the main one with `head_parts`: the main kernel's arguments, a CTA to a key block of a kv
+/// head.
 #[must_use]
 pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows("head_sums", spec, tile)
 }
 
-/// The kernel after that, of [`repair_ctas`] CTAs: arguments likewise.
+/// Repair kernel, the last one, of [`repair_ctas`] CTAs: the main kernel's arguments.
 #[must_use]
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as its CTAs take turns.
+    // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as the
+    // number of waves of its CTAs.
     rows_at_once("repair", spec, tile, Some(4))
 }
 
-/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a head's sink,
-/// for far queries; and a warp to each query block and each tile, for rows that are not finite.
+/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a
+/// head's sink, for far queries; and a warp to each query block and each tile, for rows that are not finite.
 #[must_use]
 pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
     let dims = problem.fwd.dims;
@@ -131,7 +133,7 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once(name, spec, tile, None)
 }
 
-/// With registers for so many CTAs to a multiprocessor at least.
+/// Launch bounds: registers for so many CTAs to a multiprocessor at least.
 fn rows_at_once(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile, ctas: Option<u32>) -> KernelSource {
     let ctas = ctas.map_or_else(String::new, |ctas| format!(", {ctas}"));
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];

@@ -1,4 +1,5 @@
-//! In how many parts a kv head's queries are shared out to tiles: by the model, or of deterministic calls by `ordered_parts`.
+//! Number of parts of a kv head's queries that tiles share: by the model, or for deterministic calls by
+//! `ordered_parts`.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::Candidates;
@@ -7,7 +8,7 @@ use fmha_core::{BwdProblem, MaskKind, QLayout};
 use super::cost;
 use super::tile::Sm90BwdTile;
 
-/// How tiles share a kv head's queries.
+/// Parts of a kv head's queries, which tiles share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
     /// Parts of its query heads: a divisor of the GQA ratio.
@@ -31,14 +32,14 @@ impl Sm90BwdTile {
             return one;
         }
         let best = self.parts(problem, spec, num_sms);
-        // A tile that was asked to share takes the cheapest way to.
+        // A tile with `head_parts` set takes the cheapest number of parts.
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
         let shared = modelled.iter().filter(|candidate| candidate.choice != one);
         let cheapest = shared.min_by(|a, b| a.micros.total_cmp(&b.micros)).map(|candidate| candidate.choice);
         if best == one { cheapest.unwrap_or(one) } else { best }
     }
 
-    /// As many parts as the model takes, or the rule where the model knows no lengths.
+    /// Parts that the model takes, or the rule where the model knows no lengths.
     fn parts(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> HeadParts {
         let of_heads = |heads| HeadParts { heads, queries: 1 };
         if spec.deterministic {
@@ -50,8 +51,8 @@ impl Sm90BwdTile {
         modelled.cheapest(cost::least_gain(problem)).map_or_else(by_rule, |best| best.choice)
     }
 
-    /// In how many parts a kv head's queries may be shared out to tiles, with what the model says of each; the first is
-    /// that of the rule. Empty for deterministic calls.
+    /// Candidates for the number of parts of a kv head's queries, with the model's cost of each; the first is
+    /// the rule's. Empty for deterministic calls.
     #[must_use]
     pub fn head_parts_candidates(
         &self,
@@ -72,8 +73,9 @@ impl Sm90BwdTile {
         let few_tiles = tiles > 0 && with_work < 4.0 * f64::from(num_sms) && !self.finishes_dq();
         let queries: &[u32] = match problem.fwd.mask.kind() {
             _ if !few_tiles => &[1],
-            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a mask B2 H3 D64 of 2560 and
-            // 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of 130 to 768 in five parts and ten 59 and 69.
+            // An H200, in one part, two and four: B2 H2 D168 of 2734 and 8736 918, 888 and 842 us; behind a
+            // mask B2 H3 D64 of 2560 and 3200 81, 78 and more, B2 H8 of 1001 and 1280 70 and 87; B8 H5/1 of
+            // 130 to 768 in five parts and ten 59 and 69.
             MaskKind::Full if is_packed && ratio == 1 => &[1, 4],
             _ if is_packed => &[1],
             _ => &[1, 2, 3, 4],
@@ -97,9 +99,9 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
-    /// Of a kv head's query heads: so many parts of equal size that each multiprocessor has some three tiles,
-    /// behind a mask, where their lengths differ, four. Of MQA 32/1, S 8192, causal, 2, 4 and 8 parts 522,
-    /// 569 and 596 TFLOP/s; full, S 4096, 4 and 8 616 and 592.
+    /// Parts of a kv head's query heads, by rule: parts of equal size, so many that each multiprocessor has
+    /// some three tiles, or four behind a mask, where tiles differ in length. MQA 32/1, S 8192, causal: 2, 4
+    /// and 8 parts run at 522, 569 and 596 TFLOP/s; full, S 4096: 4 and 8 parts at 616 and 592.
     fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };

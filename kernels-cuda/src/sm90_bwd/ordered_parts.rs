@@ -12,20 +12,21 @@ use super::tile::Sm90BwdTile;
 const ORDERED_HEADS: u32 = 8;
 const LEAST_KEYS_IN_PARTS: u32 = 4096;
 
-/// Heads that a packed one has at most, where it has fewer than [`ORDERED_HEADS`]; and the tiles up to which its parts may have
-/// half of the steps that repay the sums, else twice as many. By the sequence's own length, so that a batch that fills the
-/// multiprocessors loses little by it. An H200, in one part, in parts of half of these steps, and of twice as many: B8 H5/1 of 130
-/// to 768 143, 76 and 143 us, B4 H48/3 causal of 105 to 376 225, 96 and 142, but B8 H48/3 causal of 384 to 1920 1138, 978 and 837,
-/// and of eight kv heads B64 H64/8 of 27 to 209 352, 420 and 352.
+/// Heads that a packed one has at most, where it has fewer than [`ORDERED_HEADS`]; and the tiles up to which
+/// its parts may have half of the steps that repay the sums, else twice as many. By the sequence's own
+/// length, so that a batch that fills the multiprocessors loses little by it. An H200, in one part, in parts
+/// of half of these steps, and of twice as many: B8 H5/1 of 130 to 768 143, 76 and 143 us, B4 H48/3 causal of
+/// 105 to 376 225, 96 and 142, but B8 H48/3 causal of 384 to 1920 1138, 978 and 837, and of eight kv heads
+/// B64 H64/8 of 27 to 209 352, 420 and 352.
 const PACKED_HEADS: u32 = 16;
 pub(super) const FEW_TILES: u32 = 64;
 
-/// Tiles that it is to have, likewise, as far as each keeps the steps that repay its sums
-/// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as much as
-/// multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and so: B32 H40/8 S64 D128 169 and
-/// 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window 335 and 100, B1 H32/2 S1024 causal 167 and 113;
-/// but B16 H15/3 S1792 D64 1109 and 1185.
-/// Behind a mask twice as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
+/// Tiles that a sequence is to have, as far as each keeps the steps that repay its sums
+/// ([`cost::least_steps_of_part`]): a batch of many is slower by its sums alone, a batch of one faster by as
+/// much as multiprocessors were idle. An H200, in parts whatever their steps (48 tiles for fewer than 32) and
+/// so: B32 H40/8 S64 D128 169 and 77 us, B16 H40/8 S64/355 D160 349 and 127, B3 H16/1 S448 D256 in a window
+/// 335 and 100, B1 H32/2 S1024 causal 167 and 113; but B16 H15/3 S1792 D64 1109 and 1185. Behind a mask twice
+/// as many, whose longest is twice the average, where steps are half as many again; and of fewer than that
 /// four times as many, where steps are [`MANY_STEPS`] of what repays the sums.
 const ORDERED_TILES: u32 = 64;
 const MANY_STEPS: u32 = 6;
@@ -64,7 +65,7 @@ impl Sm90BwdTile {
         (most, (rows * if is_full { 1 } else { 2 }).div_ceil(ratio.max(1)))
     }
 
-    /// As many as give a long sequence eight heads.
+    /// Parts that give a long sequence eight heads.
     fn parts_of_long(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
@@ -73,7 +74,8 @@ impl Sm90BwdTile {
             // A window leaves a key few products.
             MaskKind::Band => 1,
             MaskKind::Upper => of_heads,
-            // All key blocks are alike, and heads are wanted for groups that fill the multiprocessors alone.
+            // All key blocks are equal in length, and heads are wanted for groups that fill the
+            // multiprocessors alone.
             MaskKind::Full => {
                 let rounds = |parts: u32| {
                     let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
@@ -84,7 +86,8 @@ impl Sm90BwdTile {
         }
     }
 
-    /// As many as give a sequence of these lengths [`ORDERED_TILES`], each with the steps that repay its sums.
+    /// Parts that give a sequence of these lengths [`ORDERED_TILES`], each with the steps that repay its
+    /// sums.
     fn parts_for_tiles(&self, problem: &BwdProblem, spec: &BwdSpec, [seqlen_q, seqlen_k]: [u32; 2]) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
         let key_blocks = seqlen_k.div_ceil(self.block_n.unsigned_abs()).max(1);

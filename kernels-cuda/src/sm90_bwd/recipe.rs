@@ -24,7 +24,7 @@ pub struct Sm90Bwd {
     /// The schedule of the kernel of dBias, if that is wanted.
     dbias: Option<Sm90BwdSchedule>,
     workspace: BwdWorkspace,
-    /// Where in the workspace the sums of heads' parts begin.
+    /// Offset in the workspace of the sums of heads' parts.
     head_sums: u64,
 }
 
@@ -88,7 +88,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let workspace = tile
             .workspace(problem, &spec, &schedule, q_blocks)
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        // Behind it the sums of heads' parts.
+        // The sums of heads' parts lie behind the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
         let tiles = schedule.num_tiles.unsigned_abs();
@@ -97,7 +97,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             tiles: blocks.into(),
             ..row_launch(at, source, grid(blocks, sm90_bwd::ROW_THREADS), facts)
         };
-        // Where the main kernel does not finish dQ; after it heads of dSink too.
+        // CTAs that finish dQ where the main kernel does not; those of dSink's heads follow.
         let finished = if tile.finishes_dq() { 0 } else { q_blocks * tile.finish_ctas(&spec).unsigned_abs() };
         let sinks = if problem.write_dsink { dims.num_heads_q } else { 0 };
         let postprocess = (!tile.finishes_dq() || problem.write_dsink).then(|| {
@@ -167,8 +167,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             ),
             workspace: Workspace { bytes, zeroed_bytes: 0 },
             promises: Promises {
-                // Else the sums of dQ have no order where several key blocks add to them, nor those of dK and dV to which
-                // several tiles do.
+                // Sums without an order are deterministic only where a single key block adds to dQ, and a
+                // single tile to dK and dV.
                 deterministic: spec.deterministic
                     || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
                 batch_invariant: false,
@@ -187,7 +187,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let mut shared = Sm90BwdTile { head_parts: !tile.head_parts, ..tile };
         shared.fit_finish(&spec);
         let fits = shared.check(&spec).is_ok() && problem.fwd().dims.seqlen_q > 0;
-        // No knob of a search: it is by the sizes alone.
+        // No search tunes this tile field: it follows from the sizes alone.
         let head_parts = ("head_parts".to_owned(), shared.head_parts.to_string());
         fits.then(|| knob_values(&shared).into_iter().chain([head_parts]).collect()).into_iter().collect()
     }
@@ -268,7 +268,7 @@ fn fitted(
     // which parts of a kv head add.
     tile.persistent &= dims.seqlen_q > 0;
     tile.head_parts &= dims.seqlen_q > 0;
-    // Where it was asked for, `check` refuses it.
+    // A caller's own value is refused by `check`.
     if !fields.iter().any(|(key, _)| *key == "dq_finish") {
         tile.fit_finish(spec);
     }
@@ -337,7 +337,7 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
 }
 
-/// What the table gives, on a device.
+/// Tile that the table gives, on a device.
 pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
@@ -355,14 +355,15 @@ fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> Result<Ma
     })
 }
 
-/// What the maps of Q, K, V, dO and O say, `(dim, row, head, batch)`. Where nobody brings O by its map, whose
-/// strides it may not take, there is dO again.
+/// Contents of the tensor maps of Q, K, V, dO and O, `(dim, row, head, batch)`. Where no warp loads O by its
+/// map, whose strides the map may not take, dO stands in O's place.
 #[must_use]
 pub fn map_facts(call: &BwdCall<'_>, tile: &Sm90BwdTile) -> [TensorMapFacts<4, 3>; 5] {
     map_facts_of(call, [tile.loaded_rows(), tile.block_n], tile.makes_delta())
 }
 
-/// The same of boxes of so many queries and keys; of a column-major V boxes of 64 keys and all elements.
+/// Contents of the tensor maps for boxes of `query_rows` queries and `key_rows` keys; a column-major V has
+/// boxes of 64 keys and all elements.
 pub(crate) fn map_facts_of(
     call: &BwdCall<'_>,
     [query_rows, key_rows]: [i32; 2],

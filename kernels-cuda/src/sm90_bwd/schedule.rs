@@ -1,4 +1,4 @@
-//! How the work of a problem is cut, and in which order key blocks run.
+//! Cut of a problem's work, and the order in which key blocks run.
 
 use fmha_core::abi::DevPtr;
 use fmha_core::spec::BwdSpec;
@@ -12,7 +12,7 @@ use super::tile::Sm90BwdTile;
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
 
 abi_struct! {
-    /// How the work is cut, as an argument of the kernels.
+    /// Cut of the work, as an argument of the kernels.
     pub struct Sm90BwdSchedule {
         /// Key blocks of all kv heads of all sequences.
         pub num_tiles: i32,
@@ -32,43 +32,44 @@ abi_struct! {
         pub num_head_parts: i32,
         /// Parts of the query blocks of each of these.
         pub num_query_parts: i32,
-        /// Of packed sequences whose additions have an order, each with parts by its own queries: so many for each where it has few
-        /// tiles, else four times as many.
+        /// Least queries of a part, for packed sequences with ordered additions, each of which has parts by
+        /// its own queries: this many where a kv head has few tiles, otherwise four times as many.
         pub least_queries_of_part: i32,
-        /// And the key blocks of all parts of a kv head that are few.
+        /// Most key blocks, of all parts of a kv head, that count as few tiles.
         pub few_tiles_of_head: i32,
-        /// With ordered additions to dQ, of so many heads the key blocks of one are launched beside those of others, and
-        /// behind a mask walk their queries from the last one down. Without a mask all heads, which is 1, or none.
+        /// Period of heads with ordered additions to dQ: the key blocks of one head in so many are launched
+        /// beside those of others, and behind a mask walk their queries from the last one down. Without a
+        /// mask all heads do, which is 1, or none.
         pub side_by_side_period: i32,
-        /// Behind a mask, so many of them at a time.
+        /// Number of these heads launched at a time behind a mask.
         pub side_by_side_heads: i32,
-        /// With ordered additions to dQ and no mask, key blocks (of clusters) that run at a time and begin their
-        /// walks apart; 0: as many as a packed sequence's own length gives.
+        /// Key blocks (of clusters) that run at a time and begin their walks apart, with ordered additions to
+        /// dQ and no mask; 0: as many as a packed sequence's own length gives.
         pub key_blocks_in_group: i32,
-        /// Where the main kernel makes delta: query heads of all sequences whose rows preprocess takes care
-        /// of; else all of them.
+        /// Query heads of all sequences whose rows preprocess takes; all of them unless the main kernel makes
+        /// delta.
         pub num_first_query_heads: i32,
-        /// Their query blocks.
+        /// Query blocks of these heads.
         pub num_first_q_blocks: i32,
-        /// With `head_parts` f32 sums of dK and dV, and where additions to them have an order how many there are of each of a
-        /// tile's consumer warps; set at each run.
+        /// Sums of dK and dV in f32, with `head_parts`; with ordered additions also the counters of each of a
+        /// tile's consumer warps. Set at each run.
         pub head_sums: DevPtr<f32>,
     }
 }
 
-/// Heads of a sequence of which ordered additions behind a mask have one go from the last query down: of packed
-/// sequences, and of long ones.
+/// Period of heads of a sequence, with ordered additions behind a mask, of which one walks from the last
+/// query down: for packed sequences and for long ones.
 const SIDE_BY_SIDE_PERIOD: u32 = 8;
 
-/// Of short ones half: their longest key blocks begin when the others' shortest are done. By a simulation of the
-/// order, of the rate without order, with one of eight and with one of two: B1 H40/8 S4224 D128 0.66 and 1.0
-/// (measured with one of eight 0.74), B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0
-/// (0.73).
+/// Period of heads of short sequences: half of the heads walk from the last query down, and their longest key
+/// blocks begin when the others' shortest are done. Rates by a simulation of the order, relative to no order,
+/// with one head of eight and one of two: B1 H40/8 S4224 D128 0.66 and 1.0 (measured with one of eight 0.74),
+/// B2 H16/8 S1792 D64 0.69 and 1.0 (0.71), B1 H16/8 S2008 D256 0.69 and 1.0 (0.73).
 const SHORT_PERIOD: u32 = 2;
 
-/// What half of a short sequence's heads have of Q, dO and the sums of dQ, at most: key blocks of heads side by side
-/// come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S 3520 to 6912,
-/// D 128, an H100, with half of the heads upward 0.76 of the rate without order.
+/// Most bytes of Q, dO and the sums of dQ of half of a short sequence's heads: key blocks of heads side by
+/// side come to a query block one long after the other, so these are to stay in the L2. B3 H48/24 packed, S
+/// 3520 to 6912, D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
 /// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
@@ -79,7 +80,7 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
-/// The schedule's part of that name: fields likewise.
+/// Part of the schedule with the fields of that name.
 struct Order {
     heads_per_l2_group: i64,
     side_by_side_period: u32,
@@ -88,7 +89,7 @@ struct Order {
 }
 
 impl Sm90BwdTile {
-    /// How the work of a problem is cut.
+    /// Schedule of a problem.
     ///
     /// # Errors
     /// More tiles than a grid can have.
@@ -126,9 +127,9 @@ impl Sm90BwdTile {
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
         let num_heads = i64::from(dims.batch) * i64::from(heads_of_sequence);
         let order = self.order(problem, spec, num_sms, parts_of_heads);
-        // Some two tiles to a multiprocessor.
+        // Heads that give some two tiles to a multiprocessor.
         let least = i64::from(2 * num_sms).div_euclid(i64::from(keys.max(1))) + 1;
-        // Those of the first tiles.
+        // Heads of the first tiles.
         let first_heads =
             if self.makes_delta() { order.heads_per_l2_group.max(least).min(num_heads) } else { num_heads };
         let first_query_heads =
@@ -165,8 +166,9 @@ impl Sm90BwdTile {
         let queries = dims.seqlen_q.div_ceil(self.block_m.unsigned_abs());
         let in_l2 = self.heads_per_l2_group(problem, spec, num_sms, parts_of_heads);
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
-        // Ordered additions: key blocks of a head that are at work together would wait for each other at each of few query
-        // blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256: 0.17 of the rate without order.
+        // Ordered additions: key blocks of a head that are at work together would wait for each other at each
+        // of few query blocks, so those of all heads come side by side. 64 queries over 11931 keys of D 256:
+        // 0.17 of the rate without order.
         let at_a_time = (num_sms / cluster).max(1);
         let group = key_blocks.div_ceil(key_blocks.div_ceil(at_a_time).max(1));
         let is_side_by_side =
@@ -184,7 +186,7 @@ impl Sm90BwdTile {
             MaskKind::Full if is_side_by_side => 1,
             MaskKind::Full => SIDE_BY_SIDE_PERIOD,
             _ if all_upward => 1,
-            // Whose parts go the same way.
+            // All parts of a packed sequence's kv head walk in the same direction.
             _ if is_packed => dims.num_heads_kv.clamp(1, SIDE_BY_SIDE_PERIOD),
             _ if is_short => heads_of_sequence.clamp(1, SHORT_PERIOD),
             _ => heads_of_sequence.clamp(1, SIDE_BY_SIDE_PERIOD),
@@ -200,7 +202,7 @@ impl Sm90BwdTile {
             let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
             let near = (near / parts_together).max(1);
             let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
-            // As many in each group.
+            // Groups of equal size.
             let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
             side_by_side_heads = (upward + groups - 1).div_euclid(groups);
             in_l2
@@ -209,7 +211,8 @@ impl Sm90BwdTile {
         } else {
             let (groups, heads) = self.ordered_groups(problem, spec, num_sms, parts);
             key_blocks_in_group = key_blocks.div_ceil(groups.max(1));
-            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2 has room for.
+            // Which heads run side by side changes no bits: as many as the batch has, of those that the L2
+            // has room for.
             let of_batch = i64::from(at_a_time) / i64::from(key_blocks_in_group.max(1));
             let near = (ORDERED_L2_BYTES / head_bytes.max(1)).max(heads.into());
             if self.waits_in_order(spec) { of_batch.min(near).clamp(1, num_heads.max(1)) } else { in_l2 }
@@ -245,10 +248,11 @@ impl Sm90BwdTile {
         heads_per_l2_group(num_heads, head_bytes, 1, group_bytes)
     }
 
-    /// Of a deterministic call without a mask: in how many groups a head's key blocks (of clusters) run, a group at a
-    /// time, and groups of how many heads side by side. A head's 82 key blocks leave 50 of 132 multiprocessors to the
-    /// next head, whose others have yet to run, and it waits for them: two groups of 41, three heads side by side,
-    /// leave nine. By the heads of a sequence, of which there are `parts` to a kv head, whatever the batch.
+    /// Groups of a deterministic call without a mask: in how many groups a head's key blocks (of clusters)
+    /// run, a group at a time, and how many heads' groups run side by side. A head's 82 key blocks leave 50
+    /// of 132 multiprocessors to the next head, whose others have yet to run, and it waits for them: two
+    /// groups of 41, three heads side by side, leave nine. Both numbers depend on the heads of a sequence,
+    /// `parts` to a kv head, and not on the batch.
     pub(super) fn ordered_groups(
         &self,
         problem: &BwdProblem,

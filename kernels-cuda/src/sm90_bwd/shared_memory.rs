@@ -24,13 +24,13 @@ impl Sm90BwdTile {
         let dq = if self.adds_from_registers() { 1024 } else { dq_bytes / self.walk.cluster() };
         let sums = if self.finishes_dq() { dq_bytes } else { 0 };
         let stats = 4 * self.block_m * (self.stages_q + self.stages_dout);
-        // Of each warp four quads and the queries of a block: the device's `DropoutParts`.
+        // Dropout's part of each warp: four quads, and the queries of a block (the device's `DropoutParts`).
         let parts = if spec.fwd.dropout && matches!(self.walk, BwdWalk::LateDp) {
             round_up(4 * self.num_consumers() * (4 * 16 + 8 * self.block_m), 1024)
         } else {
             0
         };
-        // Behind the barriers the tiles' indices, and a flag.
+        // Tile indices and a flag follow the barriers.
         let words = 4 * (TILE_INDEX_SLOTS + 1);
         parts + round_up(keys + queries + ds + dq + sums + stats + 8 * self.num_barriers() + words, 1024)
     }

@@ -1,11 +1,11 @@
-//! What the kernels ask of a spec.
+//! Properties of a spec that the kernels need.
 
 use fmha_core::MaskKind;
 use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
 
 use crate::round_up;
 
-/// Both head dimensions as the tiles have them; TMA fills the rest with zeros.
+/// Head dimension of Q, K and V in the tiles; TMA fills the rest with zeros.
 #[must_use]
 pub const fn padded_dim(spec: &BwdSpec) -> i32 {
     let (qk, v) = (spec.fwd.head_dim_qk, spec.fwd.head_dim_v);
@@ -24,7 +24,7 @@ pub fn modifies_score(spec: &BwdSpec) -> bool {
     spec.fwd.softcap || spec.fwd.bias != BiasKind::None
 }
 
-/// How many of bias, soft-cap and dropout there are: each wants registers.
+/// Number of modifiers among bias, soft-cap and dropout: each needs registers.
 pub(super) fn num_modifiers(spec: &BwdSpec) -> i32 {
     let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
     i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout)
@@ -37,8 +37,8 @@ pub fn repairs(spec: &BwdSpec) -> bool {
     spec.fwd.mask != MaskKind::Full
 }
 
-/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores that nothing modifies. A
-/// branch for them in the main kernel's loop costs 2 to 10 %.
+/// Whether queries of a large LSE are left to [`repair`](super::repair), with P of 0 before: those of scores
+/// that nothing modifies. A branch for them in the main kernel's loop costs 2 to 10 %.
 #[must_use]
 pub fn leaves_far_queries(spec: &BwdSpec) -> bool {
     !modifies_score(spec)

@@ -60,18 +60,19 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
     tile
 }
 
-/// Whether the second CTA of a cluster of 128 keys would often have none: of short sequences, packed ones or those that end in a
-/// cluster's first half. An H200, D 256, with clusters and without: packed B3 H32/4 causal of 72 to 167 74 and 66 us, B64 H4 of 33 to
-/// 252 112 and 106; B32 H16 full of 48 97 and 83, 100 173 and 176, 128 179 and 189, 155 296 and 276, 192 312 and 293, 256 397 and
-/// 415, 320 590 and 559; B3 H16/1 S448 in a window 94 and 97, packed B4 H15/3 causal of 248 to 704 141 and 144.
+/// Whether the second CTA of a cluster of 128 keys would often have none: of short sequences, packed ones or
+/// those that end in a cluster's first half. An H200, D 256, with clusters and without: packed B3 H32/4
+/// causal of 72 to 167 74 and 66 us, B64 H4 of 33 to 252 112 and 106; B32 H16 full of 48 97 and 83, 100 173
+/// and 176, 128 179 and 189, 155 296 and 276, 192 312 and 293, 256 397 and 415, 320 590 and 559; B3 H16/1
+/// S448 in a window 94 and 97, packed B4 H15/3 causal of 248 to 704 141 and 144.
 fn half_a_cluster_is_idle(problem: &BwdProblem) -> bool {
     let keys = problem.fwd.dims.seqlen_k;
     let is_packed = problem.fwd.layout.q == QLayout::Packed;
     if is_packed { keys <= 256 } else { keys <= 320 && keys.div_ceil(64) % 2 == 1 }
 }
 
-/// The ways of dQ that a call may have, with what the model says of each: how it comes to its sums, and where these become dQ. Fewer
-/// than two where the other fields leave no choice.
+/// The ways of dQ that a call may have, with what the model says of each: how it comes to its sums, and where
+/// these become dQ. Fewer than two where the other fields leave no choice.
 #[must_use]
 pub fn dq_candidates(problem: &BwdProblem, spec: &BwdSpec) -> Candidates<(DqPath, DqFinish)> {
     dq_candidates_of(&choose_tile(problem, spec), problem, spec)
@@ -83,8 +84,8 @@ fn dq_candidates_of(
     spec: &BwdSpec,
 ) -> Candidates<(DqPath, DqFinish)> {
     let dims = problem.fwd.dims;
-    // Delta beside the products is for scores that nothing but dropout changes. A band leaves each block few keys, and packed
-    // sequences may be short: packed 32/8 causal 548 TFLOP/s without and 535 with it.
+    // Delta beside the products is for scores that nothing but dropout changes. A band leaves each block few
+    // keys, and packed sequences may be short: packed 32/8 causal 548 TFLOP/s without and 535 with it.
     let of_dropout_alone = num_modifiers(spec) == i32::from(spec.fwd.dropout);
     let may_make_delta = of_dropout_alone
         && spec.fwd.q_layout == QLayout::Batch
@@ -133,7 +134,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         192 if in_parts => (64, BwdWalk::HalfBlocks),
         // B4 H8 S4096 D 192 2397 us; causal 1290. Without a cluster, 96 queries to 64 keys, 2720 and 1464.
         192 => (64, BwdWalk::GradientEach),
-        // Of clusters ptxas serialises the products (C7514).
+        // A single CTA: ptxas serialises the products of clusters here (C7514).
         _ if spec.deterministic && spec.fwd.dropout && full && spec.fwd.head_dim_qk < 256 => {
             (64, BwdWalk::SplitDims)
         }
@@ -143,8 +144,9 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
     let split_dims = walk.splits_dims();
     let hands_over = walk == BwdWalk::GradientEach && spec.deterministic;
     let dq_path = if split_dims && !hands_over || (dim == 64 && spec.deterministic) {
-        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608. D 192, 2580 us and
-        // stored 2327, causal 1315 and 1209; without an order 2367 and 2326, 1208 and 1193, but shorter 338 and 354, 198 and 204.
+        // Deterministic at D 64, S 8192, 525 of 485, 541 of 521 without a mask; at D 128 503, and stored 608.
+        // D 192, 2580 us and stored 2327, causal 1315 and 1209; without an order 2367 and 2326, 1208 and
+        // 1193, but shorter 338 and 354, 198 and 204.
         DqPath::Registers
     } else if spec.deterministic {
         DqPath::StoreWarp
@@ -173,13 +175,14 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         } else {
             4
         },
-        // The consumers of clusters have enough in 232; with 24 the thread that claims tiles spills 140 bytes, that polls 96.
+        // The consumers of clusters have enough in 232; with 24 the thread that takes tile indices spills 140
+        // bytes, and the thread that polls 96.
         load_registers: if walk.cluster() > 1 { 40 } else { 24 },
         head_parts: false,
         // Deterministic key blocks are launched in the order of their additions, or take their indices in it:
-        // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376.
-        // D 256, B4 H8 S4096, 2837 us and persistent 2812, causal 1537 and 1512, in an order 1558 and 1508; 85 queries over 32576
-        // keys, 1456 and 1128.
+        // D 128 causal 508 of 494, D 64 488 of 484 but at S 2048 355 of 376. D 256, B4 H8 S4096, 2837 us and
+        // persistent 2812, causal 1537 and 1512, in an order 1558 and 1508; 85 queries over 32576 keys, 1456
+        // and 1128.
         persistent: !spec.deterministic || (matches!(dim, 128 | 256) && !full),
         fast_softcap: spec.fwd.softcap,
         vector_load: true,
@@ -203,7 +206,7 @@ impl Sm90BwdTile {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
-    /// The same with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
+    /// This tile with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
     fn with_dq_apart(&self, spec: &BwdSpec) -> Self {
         let without_order = default_tile(&BwdSpec { deterministic: false, ..*spec });
         Self { dq_path: DqPath::Apart, persistent: without_order.persistent, ..*self }

@@ -10,7 +10,7 @@ use crate::round_up;
 use crate::sm90::MAX_SMEM_BYTES;
 
 abi_spec! {
-    /// How the kernels compute.
+    /// Tile of the kernels: how they compute.
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
@@ -26,20 +26,20 @@ abi_spec! {
         pub stages_dbias: i32 = Takes::within(1, 4),
         /// The loop of the consume role.
         pub walk: BwdWalk = Takes::all().tuned(),
-        /// How dQ comes to its sums.
+        /// Path of dQ to its sums.
         pub dq_path: DqPath = Takes::all().tuned(),
-        /// Where the sums become dQ.
+        /// Place where the sums become dQ.
         pub dq_finish: DqFinish = Takes::all().tuned(),
-        /// Registers of a thread beside the consumers, who have the others.
+        /// Registers of a thread outside the consumers, which have the others.
         pub load_registers: i32 = Takes::among(&[24, 40]).tuned(),
-        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own rounds; else one
-        /// tile walks all of them.
+        /// A kv head's query heads are shared out to several tiles, whose dK and dV a launch of its own
+        /// rounds; else one tile walks all of them.
         pub head_parts: bool = Takes::all(),
         /// Blocks that a mask or the end of the keys cuts have a loop of their own.
         pub edges_apart: bool = Takes::all().tuned(),
-        /// Of each 16 exponentials, how many are polynomials on the multiply-add pipe.
+        /// Exponentials that are polynomials on the multiply-add pipe, of each 16.
         pub exp2_polynomials: i32 = Takes::within(0, 8).tuned_over(&[0, 2, 4, 6]),
-        /// A CTA to a multiprocessor, which claims key block after key block; else a CTA to a key block.
+        /// A CTA to a multiprocessor, which takes key block after key block; else a CTA to a key block.
         pub persistent: bool = Takes::all().tuned(),
         /// Soft-caps by `tanh(y) = 1 - 2 / (1 + exp(2 y))`; else by a `tanh` that small scores lose nothing in.
         pub fast_softcap: bool = Takes::all(),

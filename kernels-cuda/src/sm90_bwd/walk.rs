@@ -1,4 +1,4 @@
-//! How a tile goes: the loop of the consume role, the way of dQ to its sums, and where these become dQ.
+//! Walk of a tile: the loop of the consume role, the path of dQ to its sums, and where these become dQ.
 
 use fmha_core::abi_enum;
 
@@ -6,23 +6,26 @@ use fmha_core::abi_enum;
 /// block follow each other (`consume/`, a file each).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdWalk {
-    /// To head dimension 128: 64 keys and the whole dimension; a query block after another, dP started beside
-    /// the scores.
+    /// Head dimensions to 128: a consumer has 64 keys and the whole dimension, walks one query block after
+    /// another, and starts dP beside the scores.
     InOrder,
-    /// The same, with dP started when P is made, which leaves modifiers its registers.
+    /// `InOrder` with dP started when P is made, which leaves more registers for modifiers.
     LateDp,
-    /// The same, with the next block's scores started before this block's dK is waited for; two blocks of Q
-    /// are then held at a time, and a third stage hides their loading.
+    /// `InOrder` with the next block's scores started before the wait for this block's dK. Two blocks of Q
+    /// are held at a time, and a third stage hides their loading.
     EarlyScores,
-    /// From 129 to 192, where both dimensions together are at most 320: P and dS of half of a block's queries at a time.
+    /// Head dimensions 129 to 192, both together at most 320: P and dS of half of a block's queries at a
+    /// time.
     HalfBlocks,
-    /// At 256: both consumers have the CTA's 64 keys, and each 32 of the queries of S and a half of the
-    /// dimension of dQ, dK and dV.
+    /// Head dimension 256: both consumers have the CTA's 64 keys. Each has 32 of the queries of S, and half
+    /// of the dimension of dQ, dK and dV.
     SplitDims,
-    /// The same by two CTAs of a cluster, which have neighbouring key blocks, send each other their dS, and each add a half
-    /// of dQ's dimension for both; the next block's scores are started before this block's products are done.
+    /// `SplitDims` by the two CTAs of a cluster, which have neighbouring key blocks. They send each other
+    /// their dS, and each adds half of dQ's dimension for both. The next block's scores are started before
+    /// this block's products are done.
     InClusters,
-    /// The same at 192, whose thirds two consumers cannot share out: one has dK, the other dV, of all columns.
+    /// `InClusters` at head dimension 192, whose thirds two consumers cannot share out: one consumer has dK,
+    /// the other dV, of all columns.
     GradientEach,
 }
 
@@ -54,7 +57,7 @@ impl BwdWalk {
         if matches!(self, Self::InClusters | Self::GradientEach) { 2 } else { 1 }
     }
 
-    /// Of a block's queries, whose scores are made one after the other.
+    /// Parts of a block's queries whose scores are made one after the other.
     pub(super) const fn score_parts(self) -> i32 {
         if matches!(self, Self::HalfBlocks) { 2 } else { 1 }
     }
@@ -62,34 +65,34 @@ impl BwdWalk {
 
 abi_enum!(BwdWalk { InOrder, LateDp, EarlyScores, HalfBlocks, SplitDims, InClusters, GradientEach });
 
-/// How a key block's share of dQ comes to the sums in memory (`dq/`). In deterministic calls additions have
-/// an order, and the first of it stores.
+/// Path of a key block's share of dQ to the sums in memory (`dq/`). In deterministic calls additions have an
+/// order, and the first of it stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqPath {
     /// Consumers add from their registers.
     Registers,
-    /// The store warp adds from shared memory; else than in an order to zeros that preprocess has written.
+    /// The store warp adds from shared memory; without an order, to zeros that preprocess has written.
     StoreWarp,
-    /// Of the key blocks that add to a query block's dQ the store warp of the first to come stores, the
-    /// others' add behind it.
+    /// The store warp of the first key block to reach a query block stores its dQ; the other key blocks'
+    /// store warps add to it.
     FirstStores,
-    /// Each key block stores sums of its own, by whichever of the two ways its walk has, and the launch that finishes dQ
-    /// adds them in the order that they would have been added in: of deterministic calls, whose bits it does not
-    /// change. No key block waits for another; but each reads as many numbers as it writes.
+    /// Each key block stores sums of its own, from registers or by the store warp, as its walk has it. The
+    /// launch that finishes dQ adds them in the deterministic order, so the bits do not change; for
+    /// deterministic calls. No key block waits for another, but as many numbers are read as are written.
     Apart,
 }
 
 abi_enum!(DqPath { Registers, StoreWarp, FirstStores, Apart });
 
-/// Where the sums of dQ become dQ.
+/// Place where the sums of dQ become dQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DqFinish {
-    /// In a launch after the main kernel.
+    /// A launch after the main kernel.
     Launch,
-    /// In the main kernel, by a warp of its own, while the L2 may still have them. Of persistent CTAs.
+    /// A warp of its own in the main kernel, while the L2 may still hold the sums. For persistent CTAs.
     Beside,
-    /// The same; while no dQ waits for it, the warp makes LSE in log2 and delta of all heads' rows but those
-    /// of the first tiles, which preprocess makes.
+    /// A warp in the main kernel, as with `Beside`. While no dQ is ready, the warp makes LSE in log2 and
+    /// delta of all heads' rows but those of the first tiles, which preprocess makes.
     BesideWithDelta,
 }
 

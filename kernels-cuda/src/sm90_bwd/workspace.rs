@@ -1,4 +1,4 @@
-//! What the kernels want of the workspace.
+//! Workspace of the kernels.
 
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::spec::BwdSpec;
@@ -10,9 +10,9 @@ use super::tile::Sm90BwdTile;
 use super::walk::DqPath;
 
 impl Sm90BwdTile {
-    /// The statistics of `q_blocks` query blocks, the sums of dQ, and flags: what is not finite, query blocks with far queries;
-    /// where the main kernel finishes dQ, the number of each head's key blocks that are done; and where it makes delta, of each
-    /// query head's blocks that are made. `None`: 2^62 bytes or more.
+    /// The statistics of `q_blocks` query blocks, the sums of dQ, and flags: what is not finite, query blocks
+    /// with far queries; where the main kernel finishes dQ, the number of each head's key blocks that are
+    /// done; and where it makes delta, of each query head's blocks that are made. `None`: 2^62 bytes or more.
     pub(super) fn workspace(
         &self,
         problem: &BwdProblem,
@@ -66,8 +66,9 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// The f32 sums of dK and dV in bytes, those of a key block or, of deterministic calls of equal lengths, of each of its tiles, and
-    /// how many additions a key block's have had; 0 where each tile has a kv head's query heads alone.
+    /// The f32 sums of dK and dV in bytes, those of a key block or, of deterministic calls of equal lengths,
+    /// of each of its tiles, and how many additions a key block's have had; 0 where each tile has a kv head's
+    /// query heads alone.
     #[must_use]
     pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
         let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs().max(1);
@@ -78,8 +79,8 @@ impl Sm90BwdTile {
         if self.head_parts { tiles * (sums + counts) } else { 0 }
     }
 
-    /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query block: whether its dK
-    /// and dV, or its dQ, have a number that is not finite. None without [`repairs`].
+    /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query
+    /// block: whether its dK and dV, or its dQ, have a number that is not finite. None without [`repairs`].
     fn num_non_finite_flags(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u64 {
         if repairs(spec) {
             let of_queries = u64::from(q_blocks) * u64::from(self.finish_ctas(spec).unsigned_abs());

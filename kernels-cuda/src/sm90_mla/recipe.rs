@@ -63,7 +63,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
-        // How many parts there are depends on the batch.
+        // The number of parts depends on the batch.
         if options.batch_invariant {
             own.split_keys = 0;
         }
@@ -111,8 +111,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros; but how its
-                // keys are split depends on what else is in the call.
+                // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
+                // but how its keys are split depends on what else is in the call.
                 batch_invariant: !is_split,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
@@ -168,7 +168,7 @@ struct Maps {
 }
 
 impl Maps {
-    /// Of a call; unread where threads copy, and V's where it lies in K.
+    /// Maps of a call. Both are unread where threads copy, and V's where V lies in K.
     ///
     /// # Errors
     /// What the driver refuses.

@@ -1,5 +1,5 @@
-//! A cache in FP8 or in pages that is brought once to where the kernel of 16-bit caches reads it: which problems it takes, the launch
-//! before that kernel.
+//! A cache in FP8 or in pages that is brought once to where the kernel of 16-bit caches reads it: which
+//! problems it takes, the launch before that kernel.
 
 use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{Refusal, Result};
@@ -71,7 +71,8 @@ pub struct Widened<R> {
     reader: R,
 }
 
-/// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces that are too large.
+/// Refuses, unasked, what the model has cheaper in a kernel that reads the cache as it lies, and workspaces
+/// that are too large.
 fn is_worth_it(problem: &ValidFwd, facts: &DeviceFacts, places: &Places) -> Result<(), String> {
     if places.bytes > text::MOST_BYTES {
         return Err(format!(
@@ -121,7 +122,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let wide = text::wide_problem(R::WIDENED, problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
-        // The reader is asked for by name, or it would leave short queries to others.
+        // The reader is chosen by name, or it would leave short queries to others.
         let of_reader = options.clone().kernel(R::about().name);
         // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
         // it lies.
@@ -199,8 +200,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             // and that the workspace, in which the cache lies, is as large as the plan says.
             unsafe { widen.launch(&mut arguments, call.stream)? };
         }
-        // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the workspace, behind the reader's own
-        // part of it, as large as its problem says.
+        // SAFETY: the caller's promise, of operands of which the cache alone lies elsewhere: in the
+        // workspace, behind the reader's own part of it, as large as its problem says.
         self.with_wide(call, |wide| unsafe { self.reader.launch(steps, wide) })
     }
 }
@@ -215,7 +216,8 @@ impl<R> Widened<R> {
             unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
         };
         let part = |from: u64, to: u64| {
-            // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch before the reader writes it.
+            // SAFETY: of the workspace, which `check_fwd` saw to be as large as the plan says; the launch
+            // before the reader writes it.
             unsafe {
                 DevSlice::from_raw(
                     MemorySpace::Device,

@@ -64,7 +64,7 @@ pub(crate) unsafe fn run<D: Driver>(
     Ok(())
 }
 
-/// How keys are cut, for plans; `None` where they are not.
+/// Cut of the keys as plans print it; `None` where they are not cut.
 pub(crate) fn words(cut: Cut) -> Option<String> {
     if let Some(shares) = cut.shares {
         return Some(format!(

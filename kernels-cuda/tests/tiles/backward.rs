@@ -117,7 +117,8 @@ fn head_dimensions_to_160_have_the_tile_of_192_with_a_v_of_128() {
     }
 }
 
-/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is refused by its field.
+/// Beyond, at 192, two CTAs of a cluster whose consumers have dK or dV each: what that walk cannot do is
+/// refused by its field.
 #[test]
 fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let spec_of = |dim, deterministic| {
@@ -148,14 +149,15 @@ fn a_gradient_each_is_for_192_and_holds_two_blocks_of_everything() {
     let ordered = spec_of(192, true);
     let apart = sm90_bwd::Sm90BwdTile { dq_path: DqPath::Apart, ..sm90_bwd::default_tile(&ordered) };
     assert_eq!(apart.check(&ordered), Ok(()));
-    // In an order the store warp adds, for which P of all blocks have one place.
+    // The store warp adds in the order, for which P of all blocks have one place.
     let default = sm90_bwd::default_tile(&ordered);
     assert!(!default.persistent && default.dq_path == DqPath::StoreWarp);
     assert!(default.smem_bytes(&ordered) <= 227 * 1024);
     assert!(tile.check(&ordered).unwrap_err().contains("persistent true: without a mask"));
 }
 
-/// Of 256 a cluster has 128 keys: short sequences whose second CTA would have none have a CTA to 64 each.
+/// Clusters at head dimension 256 have 128 keys. Short sequences whose second CTA would have no keys take one
+/// CTA for every 64 keys.
 #[test]
 fn clusters_of_which_half_would_be_idle_are_none() {
     let walk = |problem: FwdProblem, deterministic| {

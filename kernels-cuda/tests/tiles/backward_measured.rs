@@ -95,7 +95,7 @@ fn the_model_of_head_parts_has_the_measured_rates() {
 fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
     let (first, zeros) = (DqPath::FirstStores, DqPath::StoreWarp);
     let (launch, beside, with_delta) = (DqFinish::Launch, DqFinish::Beside, DqFinish::BesideWithDelta);
-    // From which length on; to the next row's.
+    // Lengths from which a way of dQ holds, up to the next entry's.
     let rows = [
         (64, "0", vec![(128, first, beside), (1024, first, with_delta), (8192, first, launch)]),
         (64, "b", vec![(128, first, beside), (2048, first, with_delta)]),
@@ -120,15 +120,16 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
             assert_eq!(found, *expected, "D {head_dim} {mask} S {seqlen}");
         }
     }
-    // Of little work the end of a finish beside the products is the most, and preprocess has all heads anyway; and the first
-    // store at a block is waited for longer than zeros take: B4 H32 S320 D64 59.9 us and 55.7, B1 H5/1 S951 55.7 and 48.9.
+    // Two heads are little work: the end of a finish beside the products costs most, and preprocess has all
+    // heads anyway. The wait for the first store at a block is longer than zeros take: B4 H32 S320 D64 59.9
+    // us and 55.7, B1 H5/1 S951 55.7 and 48.9.
     for seqlen in [40, 200, 1000] {
         let problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims(1, (seqlen, seqlen), (64, 64))));
         let tile = sm90_bwd::choose_tile(&problem, &BwdSpec::of(&problem));
         assert_eq!((tile.dq_path, tile.dq_finish), (zeros, launch), "2 heads, S {seqlen}");
     }
-    // Many queries over few keys, whose first stores come in a row: 4423 over 192 D 128 357 us and 319, 24025 over 192 D 64 977
-    // and 906, 1024 over 256 D 128 177 and 166.
+    // Many queries over few keys, whose first stores come in a row: 4423 over 192 D 128 357 us and 319, 24025
+    // over 192 D 64 977 and 906, 1024 over 256 D 128 177 and 166.
     for (head_dim, seqlens, batch, heads, path) in [
         (128, (4423, 192), 2, 32, zeros),
         (64, (24025, 192), 2, 32, zeros),

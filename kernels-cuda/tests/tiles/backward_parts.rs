@@ -1,4 +1,4 @@
-//! How Hopper's backward shares out heads, and in which order their key blocks run.
+//! Tests of how Hopper's backward shares out heads, and of the order in which their key blocks run.
 
 use fmha_core::spec::BwdSpec;
 use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KvLayout, MaskSpec, QLayout};
@@ -7,8 +7,8 @@ use fmha_kernels_cuda::sm90_bwd::{DqFinish, DqPath};
 
 use super::{chosen, dims};
 
-/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full. In one, two, four and eight
-/// parts 6827, 6053, 6091 and 5849 us, an H200.
+/// 432 tiles of one length on 132 multiprocessors are four rounds, of which the last is a quarter full. In
+/// one, two, four and eight parts 6827, 6053, 6091 and 5849 us, an H200.
 #[test]
 fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     let of = |batch, num_heads_kv, mask| {
@@ -36,8 +36,8 @@ fn packed_sequences_share_a_heads_query_heads_where_one_tile_may_be_the_launch()
     assert_eq!(of(16, 32, 8, 3979), 1);
 }
 
-/// 39 tiles, of which the longest is the launch: a head's query blocks are shared out too, and preprocess and dQ still have each
-/// of them once.
+/// 39 tiles, of which the longest is the launch: a head's query blocks are shared out too, and preprocess and
+/// dQ still have each of them once.
 #[test]
 fn a_heads_queries_are_shared_out_where_few_tiles_leave_multiprocessors_idle() {
     let of = |batch, seqlen, deterministic| {
@@ -57,7 +57,7 @@ fn a_heads_queries_are_shared_out_where_few_tiles_leave_multiprocessors_idle() {
     assert!(!of(48, 1602, false).0.head_parts && !of(1, 1602, true).0.head_parts);
 }
 
-/// Its parts have bits of their own: no batch may change them.
+/// Parts have bits of their own, so the batch must not change a deterministic call's parts.
 #[test]
 fn a_deterministic_calls_parts_are_those_of_any_batch() {
     let of = |batch, heads: (u32, u32), seqlen| {
@@ -83,8 +83,8 @@ fn a_deterministic_calls_parts_are_those_of_any_batch() {
     }
 }
 
-/// Sums of dK and dV cost a tile of few steps more than idle multiprocessors do: of a batch that fills them 0.35 to 0.5 of the
-/// rate without order. Short packed sequences of eight kv heads have none.
+/// Sums of dK and dV cost a tile of few steps more than idle multiprocessors do: of a batch that fills them
+/// 0.35 to 0.5 of the rate without order. Short packed sequences of eight kv heads have none.
 #[test]
 fn a_deterministic_calls_parts_have_the_steps_that_repay_their_sums() {
     let of = |layout: (QLayout, KvLayout), heads: (u32, u32), (q, k): (u32, u32), dim, mask: &str| {
@@ -108,8 +108,8 @@ fn a_deterministic_calls_parts_have_the_steps_that_repay_their_sums() {
     assert_eq!(of(packed, (48, 3), (100, 100), 128, "b"), 2);
 }
 
-/// Where many key blocks begin at one of few query blocks, ordered additions make a chain of them; no batch matters to the bits,
-/// which are the same either way, but as far as memory goes.
+/// Where many key blocks begin at one of few query blocks, ordered additions make a chain of them; no batch
+/// matters to the bits, which are the same either way, but as far as memory goes.
 #[test]
 fn sums_of_dq_are_kept_apart_where_a_chain_of_additions_is_longer_than_the_work() {
     let of = |batch, (q, k), heads, deterministic| {

@@ -11,7 +11,7 @@ struct MeasuredFwd {
     run: String,
     shape: String,
     problem: FwdProblem,
-    /// What was set, as `field=value`.
+    /// Tile field that was set, as `field=value`.
     set: String,
     micros: f64,
 }
@@ -54,13 +54,13 @@ fn measured_fwd(run: &str) -> Vec<MeasuredFwd> {
     rows.filter(|row| row.run == run).collect()
 }
 
-/// What the rows of one shape took with `set`.
+/// Microseconds of one shape with `set`.
 fn micros_with(rows: &[MeasuredFwd], shape: &str, set: &str) -> f64 {
     rows.iter().find(|row| row.shape == shape && row.set == set).map(|row| row.micros).unwrap()
 }
 
-/// Never worse than tiles as they come, and the better of the two wherever the model is right: it misses that 256 tiles of at
-/// most four blocks lose to what they claim from the counter.
+/// The chosen order is never worse than the dynamic one, and the better of the two wherever the model is
+/// right: it misses that 256 tiles of at most four blocks lose to the dynamic scheduler.
 #[test]
 fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order");
@@ -77,7 +77,7 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
         if micros > 1.01 * of_static {
             missed.push(&*row.shape);
         }
-        // Of what the model is asked: how the two compare.
+        // The model must predict the ratio of the two orders.
         if let [as_they_come, in_turn] = orders.iter().collect::<Vec<_>>()[..] {
             let (modelled, measured) = (in_turn.micros / as_they_come.micros, of_static / dynamic);
             assert!(
@@ -91,7 +91,8 @@ fn the_order_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     assert_eq!((fixed, missed), (7, vec!["4 16/16 512/512 128/128 causal"]));
 }
 
-/// Never slower than the table's, and the fastest of those measured but where the gain is less than the model asks for.
+/// The chosen shape is never slower than the table's, and is the fastest of those measured but where the gain
+/// is less than the model requires.
 #[test]
 fn the_shape_of_hopper_s_tiles_is_the_better_one_of_those_measured() {
     the_shapes_of_a_run_are_the_better_ones("shape", 7, &["3 3/3 1137/1137 128/128 causal"]);
@@ -123,7 +124,7 @@ fn the_shapes_of_a_run_are_the_better_ones(run: &str, num_others: i32, missed_of
     assert_eq!((others, &*missed), (num_others, missed_of_run), "{run}");
 }
 
-/// Of FP8 too, whose calls were timed with their launch.
+/// FP8 tiles have the better order too; their calls were timed with their launch.
 #[test]
 fn the_order_of_fp8_s_tiles_is_the_better_one_of_those_measured() {
     let rows = measured_fwd("order_fp8");

@@ -7,7 +7,7 @@ use fmha_kernels_cuda::sm90::{PrepareV, PreparedValues};
 
 use super::{HEAD_DIMS, LENGTHS, RATIOS, dims};
 
-/// The same of FP8, all of it or beside a V of f16, V both ways.
+/// Problems of FP8, alone or with a V of f16, and with V in both layouts.
 fn problems_of_fp8() -> impl Iterator<Item = FwdProblem> {
     let sizes = RATIOS
         .into_iter()
@@ -122,7 +122,7 @@ fn causal_calls_whose_queries_see_few_keys_take_exact_maxima() {
     }
 }
 
-/// What a plan keeps of it, for two sequences of two kv heads.
+/// Prepared V that a plan keeps, for two sequences of two kv heads.
 #[test]
 fn the_workspace_of_v_has_every_block_of_the_longest_sequence() {
     let problem = of_fp8((4096, 1000), 4, 2);

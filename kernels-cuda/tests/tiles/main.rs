@@ -1,4 +1,4 @@
-//! What the tables choose, held to what the kernels take and to what was measured.
+//! Tests of what the tables choose, against what the kernels take and what was measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -81,7 +81,7 @@ fn problems() -> impl Iterator<Item = FwdProblem> {
     })
 }
 
-/// What a plan has of a field; of `parts`, how many tiles share a kv head's query heads.
+/// Value of a plan's field; for `parts`, how many tiles share a kv head's query heads.
 fn chosen(problem: &BwdProblem, field: &str) -> String {
     let spec = BwdSpec::of(problem);
     let mut tile = sm90_bwd::choose_tile(problem, &spec);

@@ -118,7 +118,7 @@ struct TransposedOnWriting : LdsMatrix<head_dim, num_keys * elem_bytes, piece_ro
   // fragment; on gfx950 it takes two whole ones, so nothing is swapped there.
   static constexpr bool swaps_halves = elem_bytes == 1 && kArch != Arch::Gfx950;
 
-  // Of four keys of row `d`.
+  // Place of a run of four keys of row `d`.
   static FMHA_DEVICE constexpr int place_of_run(int d, int i_run) {
     const int byte = i_run * kRun * elem_bytes;
     const int half = swaps_halves && d / kEdge % 2 ? kFragBytes / 2 : 0;
@@ -226,7 +226,7 @@ struct Config {
   // instruction. They pay only where vector work takes longer than matrix work: FP8 on gfx950.
   static constexpr bool packs_f32 = kArch == Arch::Gfx950 && is_fp8(spec.dtype_qk) && is_fp8(spec.dtype_v);
 
-  // How many slots ahead of its matrix instruction an operand is read from LDS. It divides the slots of a step, so
+  // Number of slots between an operand's read from LDS and its matrix instruction. It divides the slots of a step, so
   // that each register holds the same slot's operand in every step. gfx950's 16-bit instructions take half as long,
   // hence 4.
   static constexpr int wanted_ahead = kArch == Arch::Gfx950 && qk_at_once == 1 && pv_at_once == 1 ? 4 : 2;

@@ -1,4 +1,4 @@
-// From a wave's sums to O and LSE.
+// Conversion of a wave's sums to O and LSE.
 #pragma once
 #include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
@@ -36,7 +36,7 @@ FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query
   return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
 }
 
-// From the registers: head_dim_v and every stride of O are multiples of a run.
+// Stores from the registers: head_dim_v and every stride of O are multiples of a run.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, const Job& job, float o_scale) {
   if (wave.query >= job.span.seqlen_q) return;
@@ -58,8 +58,8 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   });
 }
 
-// To any address, element by element: each block of O goes through the wave's own LDS block, so that the code of a
-// store is emitted once per block and not once per register.
+// Stores to any address, element by element: each block of O goes through the wave's own LDS block, so that the code
+// of a store is emitted once per block and not once per register.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds,
                                 const CdnaParams& p, const Job& job, float o_scale) {

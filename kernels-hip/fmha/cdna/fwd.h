@@ -50,7 +50,7 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
   job.scale = is_zero ? 1.f : -job.scale;
 }
 
-// For tests: the keep bit of every position within the lengths, masked or not.
+// Keep mask for tests: the keep bit of every position within the lengths, masked or not.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;

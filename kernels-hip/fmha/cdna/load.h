@@ -77,7 +77,7 @@ class VectorReader {
   int32_t stride_bytes_, row_bytes_;
 };
 
-// The same for rows that end inside a dword: element by element.
+// Reader of rows that end inside a dword: it reads element by element.
 template <int words, int elem_bytes>
 class TailReader {
  public:
@@ -162,7 +162,7 @@ class KLoad {
   // Advances by whole tiles, or goes back.
   FMHA_DEVICE void move(const Rows& rows, int32_t tiles) { from_ += Reader::below(rows, tiles * tile.block_n); }
 
-  // In every step: makes the compiler recompute what depends on these, instead of keeping it in registers.
+  // Called in every step: makes the compiler recompute what depends on these, instead of keeping it in registers.
   FMHA_DEVICE void rematerialise_addresses() { opaque_in_vgpr(from_), opaque_in_vgpr(place_); }
 
  private:
@@ -231,7 +231,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
     store_run<C::v_bytes>(v, v.below(place_[c], j), column_of<C::v_bytes>(piece_[c], j));
   }
 
-  // As KLoad's.
+  // Works as KLoad's.
   FMHA_DEVICE void find_addresses(const Rows& rows) {
     const int thread = opaque_thread_idx();
 #pragma unroll
@@ -312,7 +312,7 @@ class VLoad<spec, tile, VLayout::ColMajor> {
     const int first_key = id % chunks_per_row * keys;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Those of its keys that one half of a wave has: 8 bytes that lie together in KeyOrder.
+      // Keys of a row that one half of a wave has: 8 bytes that lie together in KeyOrder.
       const int i_run = KeyOrder<C::v_bytes>::run_of(first_key + half * kRun);
       const int place = C::VMatrix::place_of_run(id / chunks_per_row, i_run);
       *reinterpret_cast<u32x2*>(&v.bytes[place]) =

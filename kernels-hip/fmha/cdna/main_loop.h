@@ -194,7 +194,7 @@ class MainLoop {
     if (!visible_to_all && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
   }
 
-  // How many tiles (an even number) can be addressed by 32-bit offsets from one base address.
+  // Number of tiles (even) that 32-bit offsets from one base address can reach.
   FMHA_DEVICE int32_t tiles_per_rebase() const {
     constexpr int64_t kReach = 1 << 30;
     const int64_t most_bytes = max(max(k_cursor_.key_stride_bytes, v_cursor_.key_stride_bytes) * tile.block_n, int64_t(1));

@@ -29,10 +29,10 @@ struct Tiles<tile, TileOrder::Single> {
   }
 };
 
-// An XCD's workgroups walk its tiles in a static zigzag: every second round goes from the last workgroup to the first,
-// so that whoever had the longest tile of a round gets the shortest of the next. There is no atomic tile counter: in
-// the plan's model (src/order.rs of this crate) claiming tiles dynamically ends no sooner wherever the plan takes this
-// order.
+// An XCD's workgroups walk its tiles in a static zigzag: every second round goes from the last workgroup to the
+// first, so that the workgroup with the longest tile of a round gets the shortest of the next. There is no atomic
+// tile counter: in the plan's model (src/order.rs of this crate) claiming tiles dynamically ends no sooner wherever
+// the plan takes this order.
 template <CdnaTile tile>
 struct Tiles<tile, TileOrder::Static> {
   int32_t at, end;       // the first tile; behind the last of this die

@@ -1,5 +1,5 @@
-// Where the vector work of a step is placed among its matrix instructions: decided at compile time by a greedy balance
-// of issue costs, so that every matrix instruction hides about the same amount of work.
+// Placement of a step's vector work among its matrix instructions: decided at compile time by a greedy balance of
+// issue costs, so that every matrix instruction hides about the same amount of work.
 //
 // A share is the work between one matrix instruction and the next. Costs are in half instructions: a wave issues one
 // instruction every four cycles, whatever it is.
@@ -8,7 +8,7 @@
 
 namespace fmha::cdna {
 
-// For a sequence of work items: how many of them are placed before each share.
+// Number of a sequence's work items that are placed before each share.
 template <int shares>
 struct Placement {
   int before[shares + 1] = {};

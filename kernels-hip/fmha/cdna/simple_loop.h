@@ -6,7 +6,7 @@
 
 namespace fmha::cdna {
 
-// As `Rows`, but with 64-bit strides and no buffer descriptor.
+// Rows as in `Rows`, but with 64-bit strides and no buffer descriptor.
 struct Elements {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
@@ -135,7 +135,7 @@ class ElementTiles {
   const Job& job_;
 };
 
-// Every wave of a workgroup walks alike: barriers are inside.
+// Every wave of a workgroup walks the same blocks: barriers are inside.
 template <CdnaSpec spec, CdnaTile tile>
 class SimpleLoop {
   using C = Config<spec, tile>;
@@ -146,7 +146,7 @@ class SimpleLoop {
                          Range queries, const TileWalk& walk)
       : wave_(wave), stage_(lds.stage[0]), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
 
-  // As `MainLoop::run`.
+  // Runs the loop as `MainLoop::run` does.
   FMHA_DEVICE bool run() {
     wave_.opaque_neg_inf = -infinity();
     opaque_in_vgpr(wave_.opaque_neg_inf);

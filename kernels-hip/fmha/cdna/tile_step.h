@@ -13,7 +13,7 @@
 
 namespace fmha::cdna {
 
-// What one workgroup works on.
+// Work of one workgroup.
 struct Job {
   SeqSpan span;
   int32_t i_head, i_head_kv;
@@ -38,12 +38,12 @@ struct Wave {
   typename C::VMatrix::LaneAddresses v_lane;
 };
 
-// What turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more than f32
-// holds.
+// Factor that turns a row's maximum into log2. Modified scores stay natural: times log2(e) a finite bias may be more
+// than f32 holds.
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
-// P's scale, in log2 (Config). That of bf16, whose V may reach f32's largest number, lies below 1 by the number of
+// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P lies below 1 by the number of
 // keys, so that no sum of P V leaves f32 where O does not; a power of two moves no bit of the others.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
@@ -171,8 +171,8 @@ struct RunningMax {
   static constexpr int parts = Config<spec, tile>::n_tiles * 8;
   float opaque_neg_inf, most[2];
 
-  // It starts from a -infinity that the compiler cannot see through: starting from the first element, it would add an
-  // instruction to quiet that element's NaN.
+  // The maximum starts from a -infinity that the compiler cannot see through: starting from the first element, it
+  // would add an instruction to quiet that element's NaN.
   FMHA_DEVICE explicit RunningMax(float opaque_neg_inf)
       : opaque_neg_inf(opaque_neg_inf), most{opaque_neg_inf, opaque_neg_inf} {}
 
@@ -183,7 +183,7 @@ struct RunningMax {
     mine = v_max3_f32(mine, x[i], x[i + 1]);
   }
 
-  // At the end of a share: pins the maxima so that the work is not moved into later shares.
+  // Pins the maxima at the end of a share, so that the work is not moved into later shares.
   FMHA_DEVICE void keep() { opaque_in_vgpr(most[0]), opaque_in_vgpr(most[1]); }
 
   FMHA_DEVICE float of_both_halves() const {
@@ -209,7 +209,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   if (v_cmp_ballot(scaled_max > wave.row.row_max) == 0) return;
   const float before = wave.row.row_max;
   wave.row.row_max = v_max_f32(before, scaled_max);
-  // Of a row that has seen nothing -inf - -inf would be NaN.
+  // A row that has seen nothing has a maximum of -inf, and -inf - -inf would be NaN.
   const float row_max = finite_or_zero(wave.row.row_max);
   const float correction = exp2_of((before - row_max) * kMaxToLog2<spec>);
   wave.row.row_sum *= correction;
@@ -222,7 +222,7 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float til
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
-// Where a maximum of the wave is so large, its scores are scaled, rounded as the maximum was, and the maximum subtracted,
+// A wave with so large a maximum: its scores are scaled, rounded as the maximum was, and the maximum subtracted,
 // before the exponents are computed. Modified scores have been scaled before, and turn into log2 behind it.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void subtract_first(Scores<spec, tile>& s, const Wave<spec, tile>& wave, const Job& job) {

@@ -1,4 +1,4 @@
-// Where a thread stands, and exchanges between lanes of a wave.
+// Place of a thread in its wave, and exchanges between lanes of a wave.
 #pragma once
 #include <fmha/isa/hip.h>
 

@@ -37,7 +37,7 @@ FMHA_DEVICE f32x16 v_mfma_f32_32x32x16_bf16(bf16x8 a, bf16x8 b, f32x16 c) {
   return __builtin_amdgcn_mfma_f32_32x32x16_bf16(a, b, c, 0, 0, 0);
 }
 
-// How V_MFMA_*_F8F6F4 reads its operands.
+// Operand format of V_MFMA_*_F8F6F4.
 enum class F8f6f4 { Fp8 = 0, Bf8 = 1 };
 
 // needs: gfx950. V_MFMA_F32_32X32X64_F8F6F4, CDNA4 ISA 7.1, without block scales.

@@ -156,7 +156,7 @@ FMHA_DEVICE uint32_t p_word(const Acc& p, int first, uint32_t old) {
   }
 }
 
-// What the other half of the wave has for the same column.
+// Values of the wave's other half for the same column.
 FMHA_DEVICE float other_half(float x) {
 #if defined(__gfx950__)
   const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));

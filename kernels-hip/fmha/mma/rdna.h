@@ -26,8 +26,8 @@ FMHA_DEVICE int lane_half(int thread = thread_idx()) { return thread / kEdge % 2
 // Row of register i of an accumulator. RDNA3 ISA 7.9, RDNA4 ISA 7.12.
 FMHA_DEVICE constexpr int acc_row(int i, int half) { return kRepeats ? 2 * i + half : 8 * half + i; }
 
-// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 they lie as an operand has them. On gfx11
-// a lane has every second row, and the two halves of the wave exchange theirs: the even rows come first.
+// The contraction of P V runs over the rows of an accumulator of S^T. On gfx12 they lie as an operand has them. On
+// gfx11 a lane has every second row, and the two halves of the wave exchange theirs: the even rows come first.
 FMHA_DEVICE constexpr int key_of_place(int place) {
   return !kRepeats ? place : place < 8 ? 2 * place : 2 * place - 15;
 }
@@ -65,8 +65,8 @@ FMHA_DEVICE Acc mma(const Operand<dtype>& a, const Operand<dtype>& b, Acc c) {
 
 FMHA_DEVICE float other_half(float x) { return float_of(v_permlanex16_b32(bits_of(x))); }
 
-// An operand from halves of it: lane l has elements 8 (l / 16) .. + 7 of its row, as gfx12 wants them; gfx11 gets the
-// other half's from lane l ^ 16.
+// Operand made of halves: lane l has elements 8 (l / 16) .. + 7 of its row, as gfx12 needs them; gfx11 gets the other
+// half's from lane l ^ 16.
 template <DType dtype>
 FMHA_DEVICE Operand<dtype> joined(const HalfOperand<dtype>& own) {
   Operand<dtype> whole;
@@ -129,7 +129,7 @@ FMHA_DEVICE Array<float, kAccElems> rows_in_order(const Acc& acc) {
     const bool is_upper = lane_half() != 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // The lower half has even rows and wants rows 1, 3, 5, 7; the upper has odd ones and wants 8, 10, 12, 14.
+      // The lower half has even rows and needs rows 1, 3, 5, 7; the upper half has odd rows and needs 8, 10, 12, 14.
       const float received = other_half(is_upper ? acc[i] : acc[i + 4]);
       rows[2 * i] = is_upper ? received : acc[i];
       rows[2 * i + 1] = is_upper ? acc[i + 4] : received;

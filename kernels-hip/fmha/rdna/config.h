@@ -11,8 +11,8 @@ using cdna::LoadPath;
 using cdna::OutputKind;
 using cdna::StorePath;
 
-// A matrix in LDS, its rows so far apart that 16 lanes that read one place of 16 rows meet in no bank: reads of 16
-// bytes, eight lanes a cycle, by an odd number of them; of 8 bytes, 16 lanes a cycle, likewise.
+// A matrix in LDS whose row stride keeps 16 lanes that read one place of 16 rows in different banks. Reads of 16
+// bytes serve eight lanes a cycle, reads of 8 bytes 16 lanes; the stride is an odd number of such reads.
 template <int rows, int row_elems, int elem_bytes>
 struct LdsRows {
   static constexpr int pad = 8 * elem_bytes, stride = row_elems * elem_bytes + pad;
@@ -52,9 +52,10 @@ struct Config {
   static_assert(spec.head_dim_qk % (kEdge * column_waves) == 0 && spec.head_dim_v % (kEdge * column_waves) == 0,
                 "a wave has whole blocks of columns");
   static constexpr bool by_element = tile.load == LoadPath::Element;
-  // On gfx11 a lane's operands of wide rows of Q are more than it has registers for beside O: it keeps half of each.
+  // A lane on gfx11 has too few registers for its operands of wide rows of Q beside O: it keeps half of each.
   static constexpr bool halves_of_q = wave_dim_qk > 128;
-  // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not there.
+  // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not
+  // there.
   static constexpr int blocks_ahead = wave_dim_qk + wave_dim_v > 448 ? 1 : wave_dim_qk + wave_dim_v > 256 ? 2 : 4;
   static constexpr int q_words = halves_of_q ? Fragment<spec.dtype_qk>::half_words : Fragment<spec.dtype_qk>::words;
 

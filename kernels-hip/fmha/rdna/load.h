@@ -9,8 +9,8 @@ namespace fmha::rdna {
 template <class Piece>
 using OnDwords __attribute__((aligned(4))) = Piece;
 
-// Rows of a tensor, of one head, some bytes from each other: those from `num_rows` on, and elements from `num_elems` on,
-// read as 0.
+// Rows of a tensor, of one head, some bytes from each other: those from `num_rows` on, and elements from `num_elems`
+// on, read as 0.
 struct Rows {
   const uint8_t* data;
   int64_t row_bytes, elem_bytes;  // from row to row, from element to element of a row
@@ -32,7 +32,8 @@ struct Rows {
   }
 };
 
-// Row `row` of Q as operands, of the wave's columns; of halves this lane's, else all that its instruction wants of a lane.
+// Row `row` of Q as operands, of the wave's columns; with halves only this lane's half, otherwise all that the
+// instruction needs of a lane.
 template <CdnaSpec spec, RdnaTile tile, class C = Config<spec, tile>>
 FMHA_DEVICE void load_q(Array<Vec<uint32_t, C::q_words>, C::qk_steps>& q, const Rows& rows, int32_t row,
                         int half = lane_half()) {
@@ -102,9 +103,9 @@ FMHA_DEVICE uint32_t nonfinite_elems(uint32_t word) {
   return ((word & ~tops) + (tops / ones - least) * ones) & tops;
 }
 
-// A masked key has P = 0, and 0 x NaN is NaN: in a tile that the mask hides in part, what is not finite goes to LDS as
-// 0, and is added after O is written to the queries that see it. Not 0 if there was any; a number and no bool, which as a
-// mask of lanes would be merged over loops.
+// A masked key has P = 0, and 0 x NaN is NaN: in a tile that the mask hides in part, what is not finite goes to LDS
+// as 0, and is added after O is written to the queries that see it. Not 0 if there was any; a number and no bool,
+// which as a mask of lanes would be merged over loops.
 template <DType dtype>
 FMHA_DEVICE uint32_t zero_nonfinite(uint32_t& word) {
   constexpr uint32_t bits = 8 * size_bytes(dtype);
@@ -131,9 +132,9 @@ FMHA_DEVICE uint32_t copy_v(typename C::V& v, const Source& rows, bool partly_ma
       *reinterpret_cast<uint32_t*>(&v.bytes[dim * C::V::stride + column * 4]) = word;
     }
   } else {
-    // A lane transposes four head dims of the keys of a word; neighbours have neighbouring words of a row. Where a row
-    // has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight. Where it has eight, lanes
-    // 16 to 31 have their head dims in another order, which is 24 banks away.
+    // A lane transposes four head dims of the keys of a word; neighbours have neighbouring words of a row. Where a
+    // row has only 16 words, lanes 16 to 31 go to rows 16 banks away: by four, of one-byte rows by eight. Where it
+    // has eight, lanes 16 to 31 have their head dims in another order, which is 24 banks away.
     constexpr int kDims = 4, groups = spec.head_dim_v / kDims;
     using Piece = Vec<uint32_t, C::v_bytes>;
 #pragma unroll 2

@@ -26,7 +26,7 @@ struct Wave {
   OnlineRow row;  // row_sum: this lane's half; row_max is natural where scores are
 };
 
-// Of a wave that has all columns of its rows.
+// Replacement for SharedColumns in a wave that has all columns of its rows.
 struct AllColumns {
   template <class Scores>
   FMHA_DEVICE void add_others(Scores&) const {}
@@ -67,7 +67,7 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
       s[n] = mma<spec.dtype_qk>(k.template operand<spec.dtype_qk>(lane, n, c), q, s[n]);
       if constexpr (C::blocks_ahead == 1) sched_barrier();
     }
-    // Else all of K is read ahead, into registers that are not there.
+    // Keeps the compiler from reading all of K ahead, for which there are no registers.
     sched_barrier();
   }
   // Products without effects would be moved behind the branches on the mask, and all operands kept until then.
@@ -198,7 +198,7 @@ FMHA_DEVICE void drop(Scores<spec, tile>& s, const CdnaParams& params, const Job
         const uint32_t word = kRepeats ? (half ? words[2 * r + 1] : words[2 * r]) : words[r];
         s[n][i + r] = word < p.dropout_threshold ? s[n][i + r] : 0.f;
       }
-      // Else several generators are under way together: 24 spills at D 256 on gfx1100.
+      // Keeps several generators from running together: 24 spills at D 256 on gfx1100.
       opaque_in_vgpr(s[n]), sched_barrier();
     }
   }

@@ -1,11 +1,11 @@
-//! How the operands of a backward call are read, and its gradients written.
+//! Loads of a backward call's operands, and stores of its gradients.
 
 use fmha_core::{BwdProblem, Shape, Strides, VLayout};
 
 use super::{DWORD, ELEM_BYTES, FURTHEST_ROW};
 use crate::paths::{LoadPath, StorePath};
 
-/// How operands are read and gradients written.
+/// Way of loading operands and storing gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct LoadsAndStores {
     pub(crate) load: LoadPath,

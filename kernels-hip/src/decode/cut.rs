@@ -1,4 +1,4 @@
-//! How a decode kernel's keys are cut: each sequence's into parts of a fixed number, or all sequences' into equal
+//! Cut of a decode kernel's keys: each sequence's into parts of a fixed number, or all sequences' into equal
 //! stretches.
 //!
 //! No length of a sequence is known here, but the longest that there may be. Parts of a fixed number serve sequences of
@@ -20,11 +20,11 @@ pub(crate) const MOST_SHARES: u32 = 1 << 14;
 const MOST_SCANNED: u32 = 1024;
 /// Pieces of a round, at most: what the device multiplies stays in 32 bits.
 const MOST_ROUND: u32 = 1 << 14;
-/// How far the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to twice as many,
-/// until it is not.
+/// Most that the fullest compute unit may be above the mean, in per cent: stretches are made finer, up to
+/// twice as many, until it is not.
 const UNEVEN_PERCENT: u64 = 5;
 
-/// How keys are cut.
+/// Cut of the keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
     /// Keys of a part; of a stretch at least.
@@ -35,7 +35,7 @@ pub(crate) struct Cut {
     pub(crate) round: u32,
 }
 
-/// What a device has room for.
+/// Room of a device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Room {
     pub(crate) device: Device,
@@ -55,8 +55,8 @@ fn has_unlike_lengths(problem: &FwdProblem) -> bool {
 }
 
 impl Cut {
-    /// The cut for pieces of which a sequence has `of_sequence`; where not 0, `keys` and, if given, `shares` are what
-    /// was asked for.
+    /// The cut for pieces of which a sequence has `of_sequence`; `keys`, where not 0, and `shares`, if given,
+    /// are the caller's choices.
     ///
     /// # Errors
     /// In `kernel`'s name, shares that were asked for and cannot be.
@@ -101,7 +101,7 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
             dims.batch
         ));
     }
-    // What the device counts in, in 32 bits.
+    // Limit of the device's counters: 32 bits.
     let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
     let stretches = u64::from(keys) * 2 * u64::from(shares);
     let most = 1 << 30;
@@ -124,7 +124,7 @@ fn default_shares(
     let of_stretch = of_sequence.div_ceil(room.of_a_group.max(1).into()).max(1);
     let groups = units * u64::from((room.of_a_unit / room.of_a_group.max(1)).max(1));
     let most = (2 * groups / of_stretch).clamp(1, MOST_SHARES.into());
-    // By how many per cent of the mean the fullest unit is above it.
+    // Per cent of the mean by which the fullest unit is above it.
     let unevenness = |shares: u64| {
         let all = shares * of_stretch;
         all.div_ceil(units) * units * 100 / all - 100

@@ -17,15 +17,15 @@ use crate::rows::UPDATE;
 
 /// A kernel whose pieces of work are some rows and a part of the keys.
 pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
-    /// Its name in plans and refusals.
+    /// Name in plans and refusals.
     const NAME: &'static str;
-    /// The launch behind.
+    /// Name of the launch that merges the parts.
     const MERGE: &'static str;
-    /// What its entry includes.
+    /// Header that the kernel's entry includes.
     const HEADER: &'static str;
     /// Whether it runs on RDNA, not on CDNA.
     const IS_RDNA: bool;
-    /// How it computes.
+    /// Tile of the kernel.
     type Tile: Fields;
 
     /// Whether it computes `problem` on `device`, and in which parts.
@@ -34,13 +34,13 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The field that it does not take, and its number.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
-    /// How it computes.
+    /// Tile of the kernel.
     fn tile(&self) -> Self::Tile;
 
-    /// Its pieces of work.
+    /// Pieces of work: some rows and a part of the keys each.
     fn parts(&self) -> &Parts;
 
-    /// The first launch.
+    /// Source of the first launch.
     fn source(&self) -> KernelSource;
 
     /// Threads of a workgroup of the first launch.
@@ -49,13 +49,13 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Workgroups of the first launch.
     fn workgroups(&self) -> u64;
 
-    /// How Q, K and V are read.
+    /// Way of loading Q, K and V.
     fn load(&self) -> LoadPath;
 
     /// The kernel that takes any address, where it is another one.
     fn for_any_address(&self) -> Option<Self>;
 
-    /// What both launches read.
+    /// Arguments of both launches.
     fn params(&self, problem: &FwdProblem, args: &FwdArgs<'_>, fwd: &FwdParams) -> CdnaDecodeParams;
 
     /// The rows that a plan prints.
@@ -69,7 +69,7 @@ const DWORD: u64 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decode<K>(K);
 
-/// What a kernel takes of the workspace for its parts.
+/// Bytes of the workspace that a kernel takes for its parts.
 fn workspace_of_parts(kernel: &impl Split) -> Workspace {
     Workspace { bytes: kernel.parts().workspace_bytes(), zeroed_bytes: 0 }
 }

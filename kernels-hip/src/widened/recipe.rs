@@ -114,8 +114,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         let mut whole = bind::fwd_params(call.problem, call.args);
         let mut cache = self.places.cache(call.problem, whole.workspace.0);
         let mut params = params(&self.wide, &cache.forward(call.problem, &whole));
-        // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core saw that their memory
-        // covers the problem, and that the workspace, in which the widened cache lies, is as large as the plan said.
+        // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core
+        // saw that their memory covers the problem, and that the workspace, in which the widened cache lies,
+        // is as large as the plan said.
         unsafe {
             if let Some(widen) = steps.at(Stage::Widen) {
                 widen.launch(&mut [(&raw mut whole).cast(), (&raw mut cache).cast()], call.stream)?;

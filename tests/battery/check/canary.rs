@@ -1,4 +1,4 @@
-//! Bytes that are nobody's: margins, gaps between strides, padding rows.
+//! Bytes that belong to no tensor: margins, gaps between strides, padding rows.
 
 use fmha_core::{SeqSpan, ValidFwd};
 
@@ -23,7 +23,7 @@ impl Owned {
         self.bytes[at..at + self.size].fill(true);
     }
 
-    /// The first byte that was written and is nobody's.
+    /// The first byte that was written and belongs to no tensor.
     fn fault(&self, name: &str, tensor: &Tensor) -> Option<String> {
         let (bytes, first) = tensor.raw();
         let poison = tensor.poison();
@@ -111,7 +111,7 @@ pub fn intact_fwd(host: &HostFwd) -> Vec<String> {
     faults
 }
 
-/// As [`intact_fwd`], for the gradients.
+/// Checks as [`intact_fwd`] does, for the gradients.
 #[must_use]
 pub fn intact_bwd(host: &HostBwd) -> Vec<String> {
     let spans = &host.spans[..];
@@ -132,7 +132,7 @@ pub fn intact_bwd(host: &HostBwd) -> Vec<String> {
     faults
 }
 
-/// As [`intact_fwd`], for a combine call.
+/// Checks as [`intact_fwd`] does, for a combine call.
 #[must_use]
 pub fn intact_combine(host: &HostCombine) -> Vec<String> {
     [("o", Operand::O), ("lse", Operand::Lse)]

@@ -32,7 +32,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
 
     let shape = problem.shape();
     let (mut o_stat, mut lse_stat) = (Stat::default(), Stat::default());
-    // LSE's own roundings are shares of it: relative to a far one, whose bound is so nobody else's.
+    // LSE's own roundings are shares of it: relative to a far LSE, whose bound therefore applies to no other
+    // row.
     let (mut max_lse, mut range, mut lse_range): (f64, f64, f64) = (0.0, 0.0, 0.0);
     let mut faults = Vec::new();
     for (index, &want_lse) in lse.iter().enumerate() {
@@ -43,8 +44,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
         let top = lses.clone().fold(f64::NEG_INFINITY, f64::max);
         let weights: Vec<f64> = lses.map(|lse| (lse - top).exp()).collect();
         let sum: f64 = weights.iter().sum();
-        // A weight is the exponential of a difference of two LSE, which is off by a share of itself alone; in f32 it is 0 from
-        // e^-104 on.
+        // A weight is the exponential of a difference of two LSE, which is off by a share of itself alone; in
+        // f32 it is 0 from e^-104 on.
         let seen = weights.iter().map(|weight| -weight.ln()).filter(|&below| below < 110.0);
         let row_range = seen.fold(0.0, f64::max);
         range = range.max(row_range);
@@ -102,7 +103,8 @@ pub fn check_combine(host: &HostCombine) -> Result<Verdict> {
     Ok(verdict)
 }
 
-/// Compares the sum of parts that `host` holds with the terms, added in f32 in their order and rounded once: to the bit.
+/// Compares the sum of parts that `host` holds with the terms, added in f32 in their order and rounded once:
+/// to the bit.
 fn check_sum(host: &HostCombine) -> Verdict {
     let (problem, operands) = (&*host.problem, &host.operands);
     let shape = problem.shape();

@@ -16,12 +16,12 @@ use crate::verdict::{Groups, Place, Stat, TensorVerdict, Verdict};
 #[derive(Default)]
 pub(super) struct Forward {
     o: Groups,
-    /// Of far rows relative to the reference.
+    /// Errors of LSE, in far rows relative to the reference.
     lse: Groups,
-    /// Of rows that are not far, and of those that are.
+    /// Largest scores of rows that are not far, and of far rows.
     logits: [f64; 2],
     max_lse: f64,
-    /// Of far rows, scores over LSE.
+    /// Largest ratio of scores to LSE in far rows.
     far_ratio: f64,
     faults: Vec<String>,
 }
@@ -97,7 +97,7 @@ impl Forward {
         self.faults.extend(other.faults);
     }
 
-    /// A bound of the scores' magnitude, but in far rows, if there are others.
+    /// Bound of the scores' magnitude in rows that are not far; in far rows, if there are no others.
     pub(super) fn logits(&self) -> f64 {
         self.logits[usize::from(self.o.near.count == 0)]
     }
@@ -165,7 +165,7 @@ impl Forward {
         }
     }
 
-    /// Of O, and of LSE if it is wanted.
+    /// Verdicts on O, and on LSE if it is wanted.
     pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
         let of_o = |o: &Stat, name| {

@@ -28,8 +28,8 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// As many (sequence, query head) pairs and rows as about `budget` multiplications by the forward
-    /// reference allow: heads evenly spread, at least one; rows at least 16 where there are so many.
+    /// Selection of as many (sequence, query head) pairs and rows as about `budget` multiplications by the
+    /// forward reference allow: heads evenly spread, at least one; rows at least 16 where there are so many.
     #[must_use]
     pub fn within(problem: &FwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.dims;
@@ -38,7 +38,8 @@ impl Selection {
         Self::of(dims.num_heads_q, spans, budget, |span, rows| per_pair * pairs(span, rows))
     }
 
-    /// As [`within`](Self::within) for gradients: (sequence, kv head) pairs, and rows of dQ, dK and dV.
+    /// Selection as in [`within`](Self::within), for gradients: (sequence, kv head) pairs, and rows of dQ, dK
+    /// and dV.
     #[must_use]
     pub fn within_bwd(problem: &BwdProblem, spans: &[SeqSpan], budget: f64) -> Self {
         let dims = problem.fwd.dims;
@@ -85,7 +86,7 @@ impl Selection {
         self.heads.is_some() || self.rows.is_some()
     }
 
-    /// Of so many heads a sequence.
+    /// Selected (sequence, head) pairs, where each sequence has `num_heads` heads.
     fn pairs(&self, num_heads: u32, spans: &[SeqSpan]) -> Vec<(usize, u32)> {
         self.heads.clone().unwrap_or_else(|| {
             (0..spans.len()).flat_map(|span| (0..num_heads).map(move |head| (span, head))).collect()
@@ -106,7 +107,7 @@ fn spread(total: u32, count: u32) -> impl Iterator<Item = u32> {
 /// The rounding that P and dS meet before their products.
 fn inner_roundoff(problem: &FwdProblem) -> f64 {
     match problem.dtypes.v {
-        // Its own rounding is part of f32's arithmetic.
+        // Rounding to f32 is part of f32's arithmetic.
         DType::F32 => 0.0,
         dtype => dtype.unit_roundoff(),
     }
@@ -169,7 +170,8 @@ fn logits_bound(
             let row = |i| {
                 let numbers = (0..span.seqlen_k).map(move |j| tensor.get(batch, i, head, j));
                 let largest = numbers.clone().filter(|x| x.is_finite()).fold(f64::NEG_INFINITY, f64::max);
-                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its score's error.
+                // A key so far below its row's best, or below its sink, has no weight in f32, whatever its
+                // score's error.
                 let least = (largest - 2.0 * capped).max(sink - capped) - 110.0;
                 numbers.filter(|x| x.is_finite() && *x >= least).fold(0.0, abs_max)
             };

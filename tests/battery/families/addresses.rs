@@ -1,5 +1,5 @@
-//! Where elements lie: each operand off its alignment while the others keep theirs, each with strides of its own, and V
-//! by columns whose last tile is ragged.
+//! Places of elements: each operand off its alignment while the others keep theirs, each with strides of its
+//! own, and V by columns whose last tile is ragged.
 
 use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, Strides, VLayout};
 

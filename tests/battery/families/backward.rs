@@ -75,8 +75,8 @@ fn column_major(cases: &mut Vec<Case>) {
     }
 }
 
-/// What stands between a product and its softmax, alone and together, over blocks of keys that hold all of their keys and
-/// one that does not; gradients of it where it has some.
+/// Modifiers between a product and its softmax, alone and together, over blocks of keys that hold all of
+/// their keys and one that does not; gradients of it where it has some.
 const MODIFIERS: [&str; 13] = [
     "softcap",
     "large_softcap",
@@ -125,8 +125,9 @@ fn modifiers(cases: &mut Vec<Case>) {
     }
 }
 
-/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has of registers, and
-/// whether ptxas can keep its products apart, follows from these together with the head dimension.
+/// Modifiers, two and three together, under each kind of mask, with and without an order: what a kernel has
+/// of registers, and whether ptxas can keep its products apart, follows from these together with the head
+/// dimension.
 fn modifier_pairs(cases: &mut Vec<Case>) {
     let pairs =
         ["softcap_dropout", "alibi_softcap", "alibi_dropout", "alibi_softcap_dropout", "bias_f32_softcap"]
@@ -201,8 +202,8 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     problem
 }
 
-/// What other libraries' backward got wrong: sequences without a token or with one, beside others that end anywhere in a
-/// block; dO that lies otherwise than O; head dimensions far apart.
+/// Calls that other libraries' backward got wrong: sequences without a token or with one, beside others that
+/// end anywhere in a block; dO that lies otherwise than O; head dimensions far apart.
 fn field(cases: &mut Vec<Case>) {
     let sequences = [(0, 0), (1, 1), (65, 65), (0, 5), (127, 130), (1, 0), (129, 64)];
     let dims = |head_dim_qk, head_dim_v| Dims {
@@ -275,7 +276,7 @@ fn field(cases: &mut Vec<Case>) {
         let (seqused_q, seqused_k) = (vec![129, 70], vec![9, 130]);
         let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
         cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
-        // The same of keys that end amid a block behind the first, of which the mask hides none.
+        // Keys that end within a block of dBias behind the first one; the mask hides none of them.
         for mask in ["0", "b:200,200"] {
             let name = format!("backward/field/dbias_of_used_rows/{dtype}/second_block/{mask}");
             let numbers = data(&name);
@@ -285,7 +286,8 @@ fn field(cases: &mut Vec<Case>) {
             let lengths = Lengths { seqused_q, seqused_k, ..Lengths::default() };
             cases.push(Case::backward(name, modified(used, "dbias_one_one"), lengths, numbers));
         }
-        // A bias that ends with its last row, whose queries fill their blocks and whose keys end amid eight of a thread's.
+        // A bias that ends with its last row, whose queries fill their blocks and whose keys end within eight
+        // of a thread's.
         for bias in ["bias_16", "bias_f32"] {
             let name = format!("backward/field/{bias}_of_whole_query_blocks/{dtype}");
             let numbers = data(&name);
@@ -323,7 +325,8 @@ fn field(cases: &mut Vec<Case>) {
     }
 }
 
-/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores are made small.
+/// Caps up to f32's largest number, beyond which log2's factor must not carry them, and down to where scores
+/// are made small.
 fn any_softcap(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (cap, head_dim, mask) in
@@ -365,8 +368,8 @@ fn beside_the_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// What takes several blocks of keys: sums of dQ in one order, and numbers that are not finite and that a mask hides from some
-/// queries of a block and shows to others.
+/// Calls that take several blocks of keys: sums of dQ in one order, and numbers that are not finite and that
+/// a mask hides from some queries of a block and shows to others.
 fn over_blocks(cases: &mut Vec<Case>) {
     let mut push = |name: String, dims: Dims, dtype, mask: &str, deterministic, planted| {
         let (problem, data) = (BwdProblem::new(masked(dtype, dims, mask)), data(&name));
@@ -384,12 +387,13 @@ fn over_blocks(cases: &mut Vec<Case>) {
             head_dim_qk: head_dim,
             head_dim_v,
         };
-        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a block of keys.
+        // A window whose ends both lie beyond the diagonal's; and sink columns alone, a few and more than a
+        // block of keys.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2", "b:0,0", "b:60,140", "g:-30,1,2", "g:-100,-10,140"] {
             let name = format!("backward/in_turns/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, true, Vec::new());
         }
-        // The same without an order: who comes first to a block of queries, and who comes later.
+        // Additions without an order: a key block reaches a block of queries first, or later than another.
         for mask in ["0", "b", "b:170,3,2", "b:20,3,2"] {
             let name = format!("backward/over_blocks/bf16/{of}/{mask}");
             push(name, dims(290, 420), DType::Bf16, mask, false, Vec::new());
@@ -409,10 +413,10 @@ fn over_blocks(cases: &mut Vec<Case>) {
         // More sink columns than queries, and a band in one block of keys.
         let name = format!("backward/in_turns/many_sinks/bf16/{of}/b:4,3,300");
         push(name, dims(30, 420), DType::Bf16, "b:4,3,300", true, Vec::new());
-        // Blocks of queries at which nobody has a turn.
+        // Blocks of queries to which no key block adds.
         let name = format!("backward/in_turns/queries_without_keys/bf16/{of}/b");
         push(name, dims(290, 100), DType::Bf16, "b", true, Vec::new());
-        // Every eighth kv head takes its turns the other way round.
+        // Every eighth kv head adds to dQ in the opposite order.
         if matches!(head_dim, 64 | 128 | 200) {
             for mask in ["b", "b:70,3,2", "b:0,0", "g:-30,1,2"] {
                 let name = format!("backward/in_turns/many_heads/bf16/{of}/{mask}");
@@ -424,7 +428,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
-        // Of such heads more key blocks in front of the last than four multiprocessors can claim ahead of their turns.
+        // More key blocks of such heads before the last one than four multiprocessors can take ahead of their
+        // order.
         if head_dim == 128 {
             let name = format!("backward/in_turns/many_keys/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };
@@ -445,8 +450,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
-        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension, the last one alone
-        // has it.
+        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension,
+        // the last one alone has it.
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);
@@ -462,7 +467,7 @@ fn over_blocks(cases: &mut Vec<Case>) {
         let name = format!("backward/hidden/more_queries/bf16/{of}/b");
         push(name, dims(150, 100), DType::Bf16, "b", false, planted);
     }
-    // Clusters of key blocks in turns, more of them than four multiprocessors run at a time.
+    // Clusters of key blocks with ordered additions, more of them than four multiprocessors run at a time.
     let name = "backward/in_turns/more_clusters_than_run/bf16/d256/0".to_owned();
     let dims = Dims {
         batch: 1,
@@ -495,7 +500,8 @@ fn parts_in_turns(cases: &mut Vec<Case>) {
     cases.push(Case { name, body: Body::Backward(Box::new(body)) });
 }
 
-/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that begin together, and a window's.
+/// Sums of dQ that lose no bit to its type, so that one of another order shows: five blocks of keys that
+/// begin together, and a window's.
 fn every_bit_in_turns(cases: &mut Vec<Case>) {
     for mask in ["0", "b:170,3,2"] {
         let name = format!("backward/in_turns/f32_gradients/bf16/d64/{mask}");
@@ -516,7 +522,8 @@ fn every_bit_in_turns(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at unlike rows.
+/// Rows of the second of two packed sequences that a hidden number reaches, where queries and keys begin at
+/// unlike rows.
 fn hidden_in_packed(cases: &mut Vec<Case>) {
     let sequences = [(40, 90), (150, 150)];
     for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128)] {
@@ -543,8 +550,8 @@ fn hidden_in_packed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Queries packed and keys not, or keys alone: the next sequence's NaN lies in the block with which this one's rows end, and no
-/// mask has rows computed again.
+/// Queries packed and keys not, or keys alone: the next sequence's NaN lies in the block with which this
+/// one's rows end, and no mask has rows computed again.
 fn packed_on_one_side(cases: &mut Vec<Case>) {
     for (head_dim, head_dim_v) in [(64, 64), (192, 128), (256, 256)] {
         let dims = Dims {
@@ -581,9 +588,10 @@ fn packed_on_one_side(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual size in the same
-/// block: a bias as masks are written, the same on every key of a row or with one key above the rest; and the gradients of
-/// what else moves a row's scores. Two such rows have a dO, one has none, and adds nothing.
+/// Rows whose LSE is so large that f32 has nothing left of what P are told apart by, beside rows of the usual
+/// size in the same block: a bias as masks are written, the same on every key of a row or with one key above
+/// the rest; and the gradients of what else moves a row's scores. Two such rows have a dO, one has none, and
+/// adds nothing.
 fn far_rows(cases: &mut Vec<Case>) {
     const ROWS: [u32; 3] = [3, 17, 41];
     let dims = |head_dim| Dims {
@@ -650,9 +658,9 @@ fn far_rows(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47; or so many rows later,
-/// with none in the first half of a block. Their LSE are some 2.6e5, where a row that is lost is not yet within what f32's rounding
-/// allows.
+/// Rows whose scores are as large by Q and K alone: one key of row 33 is far above the rest, two of row 47;
+/// or so many rows later, with none in the first half of a block. Their LSE are some 2.6e5, where a row that
+/// is lost is not yet within what f32's rounding allows.
 fn far_products(cases: &mut Vec<Case>) {
     // Twice as much, at a head dimension of 256, is an f16.
     const SIZE: f64 = 32000.0;
@@ -694,8 +702,9 @@ fn far_products(cases: &mut Vec<Case>) {
     }
 }
 
-/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to them may carry beyond
-/// those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's slope.
+/// A NaN that a caller gives in f32 is one whatever its bits, which a kernel that rounds by an addition to
+/// them may carry beyond those of a NaN: in a bias that some queries see, in LSE's gradient, in a head's
+/// slope.
 fn any_nan(cases: &mut Vec<Case>) {
     let dims = Dims {
         batch: 1,
@@ -816,7 +825,7 @@ fn edges(cases: &mut Vec<Case>) {
             push(name, problem, Lengths::default(), plain, Init::Normal);
         }
     }
-    // Lengths that end amid a pair of key blocks, or before its second one: what lies behind them is NaN.
+    // Lengths that end within a pair of key blocks, or before its second one: what lies behind them is NaN.
     for (head_dim, head_dim_v, mask) in [(256, 256, "0"), (256, 256, "b"), (192, 128, "0"), (192, 128, "b")] {
         let mut dims = dims(150, 260, head_dim);
         (dims.batch, dims.num_heads_q, dims.num_heads_kv, dims.head_dim_v) = (4, 2, 1, head_dim_v);

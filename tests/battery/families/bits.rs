@@ -1,5 +1,5 @@
-//! The same bits in every run and beside any neighbour: more tiles than the device has units, on inputs over which a
-//! kernel may change its mind from tile to tile.
+//! Calls whose bits are the same in every run and beside any neighbour: more tiles than the device has units,
+//! on inputs over which a kernel may decide differently from tile to tile.
 
 use fmha_core::{DType, Dims, FwdProblem};
 
@@ -9,7 +9,7 @@ use crate::init::Init;
 use crate::law::{Law, LawKind};
 use crate::tensors::{Data, Lengths};
 
-/// For a device, all of whose units are to have several tiles; and for an emulated one of two or three.
+/// Cases for a device, all of whose units are to have several tiles; and for an emulated one of two or three.
 const SIZES: [(&str, u32, u32); 2] = [("many", 4, 48), ("few", 2, 6)];
 
 const KINDS: [(&str, LawKind); 3] = [
@@ -31,7 +31,8 @@ pub(crate) fn cases() -> Vec<Case> {
                             seqlen_q: 200,
                             seqlen_k: 700,
                             num_heads_q,
-                            // Not packed into tiles of several heads: far-apart and near scores are to be in tiles of their own.
+                            // Not packed into tiles of several heads: far-apart and near scores are to be in
+                            // tiles of their own.
                             num_heads_kv: num_heads_q,
                             head_dim_qk: head_dim,
                             head_dim_v: head_dim,

@@ -7,7 +7,7 @@ use super::edges::{data, group, masked};
 use crate::case::Case;
 use crate::tensors::Lengths;
 
-/// What else happens to a score, and how the tensors lie.
+/// Modifiers of a score, and layouts of the tensors.
 const VARIANTS: [&str; 10] = [
     "batch",
     "group",

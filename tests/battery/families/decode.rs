@@ -229,7 +229,8 @@ fn fp8_updated(cases: &mut Vec<Case>) {
     }
 }
 
-/// Both pairings, part of a row and all of it, tables in f32 and in Q's type, with and without new keys.
+/// Rotary cases: both pairings, part of a row and all of it, tables in f32 and in Q's type, with and without
+/// new keys.
 fn rotated(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (pairs, word) in [(RotaryPairs::Interleaved, "interleaved"), (RotaryPairs::Half, "half")] {
@@ -287,7 +288,8 @@ fn rotated_packed(cases: &mut Vec<Case>) {
     }
 }
 
-/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as those that are there.
+/// Lengths beyond the rows that there are, below 0, and more new rows than there is room for: they count as
+/// those that are there.
 fn clamped(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (new, mask) in [(0, "b"), (5, "b"), (0, "0")] {
@@ -366,8 +368,9 @@ fn latent(cases: &mut Vec<Case>) {
     }
 }
 
-/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one tile, pages on both
-/// sides of a block, windows whose first keys lie in the middle of one, packed sequences, modifiers.
+/// 576/512 with V in K over several blocks of keys: an odd and an even number of them, rows of more than one
+/// tile, pages on both sides of a block, windows whose first keys lie in the middle of one, packed sequences,
+/// modifiers.
 fn latent_blocks(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (seqlen_q, seqlen_k, heads, mask, page_size) in [
@@ -452,8 +455,9 @@ fn wide_quantised(cases: &mut Vec<Case>) {
     }
 }
 
-/// Rows of K and V beyond 256 elements, apart, over several blocks of keys: more of K or of V, halves of V with and without a
-/// last chunk of their own, an odd and an even number of blocks, rows of more than one tile, pages, modifiers.
+/// Rows of K and V beyond 256 elements, apart, over several blocks of keys: more of K or of V, halves of V
+/// with and without a last chunk of their own, an odd and an even number of blocks, rows of more than one
+/// tile, pages, modifiers.
 fn wide_blocks(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (qk, v, (seqlen_q, seqlen_k), (heads, heads_kv), mask, page_size, modifier) in [
@@ -527,8 +531,8 @@ fn trees(cases: &mut Vec<Case>) {
     }
 }
 
-/// Trees over caches that are long enough for parts, values that the tree hides from some queries and that are infinite, and
-/// packed queries.
+/// Trees over caches that are long enough for parts, values that the tree hides from some queries and that
+/// are infinite, and packed queries.
 fn trees_apart(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, seqlen_q, seqlen_k) in [
@@ -582,7 +586,8 @@ const KV_LAYOUTS: [(&str, KvLayout); 3] = [
     ("paged", KvLayout::Paged { page_size: 6 }),
 ];
 
-/// Of lengths with offsets of packed keys those that the problem's layout of K has in their place: used ones, and pages.
+/// Puts the lengths that the problem's layout of K takes in place of offsets of packed keys: used lengths,
+/// and pages.
 fn lengths_of_keys(problem: &mut FwdProblem, lengths: &mut Lengths, name: &str) {
     if problem.layout.kv != KvLayout::Packed {
         lengths.totals.total_k = None;
@@ -793,8 +798,8 @@ fn of_decode(dtype: DType, sizes: Dims, row: (&str, u32, u32), mask: &str) -> Fw
     problem
 }
 
-/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32, 64 and 128: the last
-/// key outweighs all others together, so that one that is left out shows.
+/// The last block of the keys after several whole ones, of 1 key, of 31, and of all but one of blocks of 32,
+/// 64 and 128: the last key outweighs all others together, so that one that is left out shows.
 fn last_keys(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -844,8 +849,8 @@ fn many_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry taken for its
-/// neighbour, or for another sequence's, shows in every row.
+/// Block tables of which no entry is another's, of sequences of several blocks and unlike lengths: one entry
+/// taken for its neighbour, or for another sequence's, shows in every row.
 fn tables_apart(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for row in ROWS_OF_DECODE {
@@ -867,8 +872,8 @@ fn tables_apart(cases: &mut Vec<Case>) {
     }
 }
 
-/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are one part and in their
-/// pack are beside several.
+/// Batch-invariant calls that are long enough for parts: one token and several, and sequences that alone are
+/// one part and in their pack are beside several.
 fn fixed_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for seqlen_q in [3, 40] {
@@ -891,13 +896,13 @@ fn fixed_parts(cases: &mut Vec<Case>) {
     }
 }
 
-/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide rows and latent ones,
-/// V along the keys, rows that begin on any byte.
+/// Quantised caches as their 16-bit twins lie and are read: pages, packed rows, more rows than a tile, wide
+/// rows and latent ones, V along the keys, rows that begin on any byte.
 fn widened_caches(cases: &mut Vec<Case>) {
     let law = |cases: &mut Vec<Case>, kind: &str, mut problem: FwdProblem, lengths, cache| {
         let name = format!("decode/an_fp8_cache_is_one_widened_before/{kind}/{cache}/{}", problem.dtypes.qk);
         (problem.cache.dtype, problem.write_lse) = (Some(cache), true);
-        // Where V lies in K, factors of its own would make it another tensor.
+        // A V that lies in K has no factors of its own: they would make it another tensor.
         if !problem.cache.v_in_k {
             (problem.scales.descale_k, problem.scales.descale_v) = (Descale::PerKvHead, Descale::PerTensor);
         }

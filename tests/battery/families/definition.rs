@@ -12,7 +12,7 @@ const RANDOM: u64 = 500;
 /// The types that every fast kernel takes: series of their own, so that each pair of the other axes' levels meets
 /// on fast kernels too. Some of those write no keep mask, and take column-major V in rows of whole 16 bytes alone.
 const FAST: [DType; 2] = [DType::F16, DType::Bf16];
-/// Of the lengths, those whose column-major V, packed too, has such rows.
+/// Indices of the lengths whose column-major V, packed too, has rows of whole 16 bytes.
 const WHOLE_COLUMNS: [usize; 3] = [4, 7, 9];
 
 pub(crate) fn cases() -> Vec<Case> {

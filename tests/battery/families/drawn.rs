@@ -20,7 +20,7 @@ use crate::tensors::{Data, Lengths};
 
 /// Products of Q and K and of P and V, in multiplications, that a case's f64 reference may take.
 const AFFORDABLE: u64 = 1 << 29;
-/// The same of a backward, which has five products in place of two.
+/// Most multiplications of a backward case, which has five products in place of two.
 const AFFORDABLE_BACKWARD: u64 = AFFORDABLE / 4;
 const MOST_CASES: u32 = 100_000;
 
@@ -132,7 +132,7 @@ impl Draw {
         }
     }
 
-    /// Of any shape, its numbers of the size of the lengths.
+    /// Mask of any shape, whose numbers have the size of the lengths.
     fn mask(&mut self, dims: Dims) -> String {
         let longest = dims.seqlen_q.max(dims.seqlen_k);
         let near = |draw: &mut Self| if draw.one_in(4) { draw.below(4) } else { draw.length(longest) };
@@ -154,7 +154,7 @@ impl Draw {
         if self.one_in(2) { -number } else { number }
     }
 
-    /// What stands between a product and its softmax: mostly nothing, at times all of it.
+    /// Modifiers between a product and its softmax: mostly nothing, at times all of it.
     fn modifiers(&mut self, problem: &mut FwdProblem) {
         if self.one_in(5) {
             problem.score.softcap = Some(self.of([0.5, 2.0, 30.0, 50.0]));
@@ -177,7 +177,7 @@ impl Draw {
 
     fn data(&mut self, problem: &FwdProblem, backward: bool) -> Data {
         let few_keys = problem.dims.seqlen_k < 300;
-        // What lies in FP8 with a scale, in K's rows or is appended is no constant.
+        // A V in FP8 with a scale, in K's rows or appended is not constant.
         let constant = problem.cache == CacheUse::default();
         let init = match self.below(4) {
             0 if !backward && !few_keys => self.of(Init::GROWING),
@@ -310,8 +310,9 @@ impl Draw {
     }
 }
 
-/// The same with more keys where a handful of scores says little of a root mean square of errors (all of a row's elements
-/// share those of its P), and with fewer sequences, heads and at last queries, until the reference is affordable.
+/// Sizes whose reference is affordable, with fewer sequences, heads and at last queries than `dims`. They
+/// have more keys where a handful of scores says little about a root mean square of errors (all of a row's
+/// elements share the errors of its P).
 fn affordably(mut dims: Dims, most: u64) -> Dims {
     let rows = dims.batch * dims.num_heads_q * dims.seqlen_q;
     dims.seqlen_k = dims.seqlen_k.max(256 / rows.max(1));

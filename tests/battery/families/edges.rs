@@ -1,4 +1,4 @@
-//! Where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
+//! Edges where code goes wrong: empty and single rows, tile borders, hidden rows, odd strides, large scores,
 //! NaN beside what is read.
 
 use fmha_core::{
@@ -63,13 +63,13 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// The same with other numbers in its tensors.
+/// Adds a forward case whose tensors have numbers of `init`.
 fn push_of(cases: &mut Vec<Case>, init: Init, name: String, problem: FwdProblem) {
     let data = Data { init, ..data(&name) };
     cases.push(Case::forward(name, problem, Lengths::default(), data));
 }
 
-/// The same with a value planted.
+/// Adds a forward case with a value planted.
 fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, plant: Plant) {
     let data = data(&name);
     let mut case = Case::forward(name, problem, Lengths::default(), data);
@@ -132,8 +132,8 @@ fn tiles(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims, mask), Lengths::default());
             }
         }
-        // Also: a window that leaves out blocks before and behind; sinks of several blocks; rows without keys by the block; keys
-        // that end before a window to the right does.
+        // Also: a window that leaves out blocks before and behind; sinks of several blocks; rows without keys
+        // by the block; keys that end before a window to the right does.
         for (q, k, mask) in [
             (600, 1100, "b"),
             (1023, 513, "t"),
@@ -164,8 +164,8 @@ fn tiles(cases: &mut Vec<Case>) {
     }
 }
 
-/// A few queries on many keys, which a kernel may split into parts: masks of which a part sees nothing, lengths that end
-/// before a part, hidden NaN beside keys that are seen.
+/// A few queries on many keys, which a kernel may split into parts: masks of which a part sees nothing,
+/// lengths that end before a part, hidden NaN beside keys that are seen.
 fn short_queries(cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         // The last has more sink columns than queries.
@@ -296,7 +296,8 @@ fn strides(cases: &mut Vec<Case>) {
     }
 }
 
-/// Packed sequences whose keys begin at any element of a column-major V, of which 16 bytes and more may be copied at once.
+/// Packed sequences whose keys begin at any element of a column-major V, of which 16 bytes and more may be
+/// copied at once.
 fn packed_columns(cases: &mut Vec<Case>) {
     let sequences = [(20, 15), (33, 2), (5, 15), (70, 64)];
     for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn, DType::E5m2] {
@@ -333,8 +334,8 @@ fn numbers(cases: &mut Vec<Case>) {
             let name = format!("edges/softcap/{dtype}/{cap:e}");
             push_of(cases, Init::HugeLogits, name, problem);
         }
-        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not; heads that may be
-        // packed, whose rows the bias has not side by side, and heads that may not.
+        // Rows of the bias on 16 bytes and not; blocks of keys that are whole, and a last one that is not;
+        // heads that may be packed, whose rows the bias has not side by side, and heads that may not.
         for (seqlen_k, mask) in [(288, "0"), (288, "b"), (283, "0"), (283, "b")] {
             for heads in ["", "/mha"] {
                 let mut dims = dims(200, seqlen_k, 64);
@@ -346,26 +347,27 @@ fn numbers(cases: &mut Vec<Case>) {
                 push(cases, name, problem, Lengths::default());
             }
         }
-        // Read by threads: rows on 16 bytes that end amid a block, with fewer keys than queries; rows that begin 28 bytes behind
-        // a multiple of 32; rows on 16 bytes of heads that are not.
+        // Biases that threads read: rows on 16 bytes that end within a block, with fewer keys than queries;
+        // rows that begin 28 bytes behind a multiple of 32; rows on 16 bytes of heads that are not.
         for (what, seqlen_q, seqlen_k, gap) in
             [("amid_block", 400, 280, 0), ("rows_of_540_bytes", 200, 270, 0), ("odd_heads", 200, 288, 1)]
         {
             let problem = with_bias(masked(dtype, dims(seqlen_q, seqlen_k, 64), "0"), gap);
             push(cases, format!("edges/bias_by_threads/{dtype}/{what}"), problem, Lengths::default());
         }
-        // Behind the last row of a lone head's bias is nobody's memory.
+        // No tensor owns the memory behind the last row of a lone head's bias.
         let lone = Dims { num_heads_q: 1, num_heads_kv: 1, ..dims(200, 283, 64) };
         let problem = with_bias(masked(dtype, lone, "0"), 0);
         push(cases, format!("edges/bias_of_one_head/{dtype}"), problem, Lengths::default());
-        // A first sequence without queries: nobody reads its bias, nor what lies before it.
+        // A first sequence without queries: neither its bias is read, nor what lies before it.
         let sequences = [(0, 128), (5, 128)];
         let problem = with_bias(group(dtype, dims(5, 128, 64), &sequences, "0"), 0);
         push(cases, format!("edges/bias_of_no_query/{dtype}"), problem, Lengths::packed(&sequences));
         // A sink that is nothing beside a row's one key.
         let sunk = masked(dtype, dims(9, 9, 64), "t").sink(true).softmax_scale(50.0);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}"), sunk.clone(), Lengths::default());
-        // Beside scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last bit.
+        // Scores so large that the maximum is taken off before they are scaled: that key weighs 1 to the last
+        // bit.
         let sunk = sunk.clone().softmax_scale(1e8);
         push(cases, format!("edges/sink_far_below_one_key/{dtype}/scale_1e8"), sunk, Lengths::default());
         // Sinks that are as large as scores never are, beside queries that see keys and some that see none.
@@ -386,7 +388,8 @@ fn numbers(cases: &mut Vec<Case>) {
     }
 }
 
-/// With a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than they need.
+/// Problem with a bias of the inputs' type for each head, whose heads lie `gap` elements further apart than
+/// they need.
 fn with_bias(mut problem: FwdProblem, gap: i64) -> FwdProblem {
     let (dtype, broadcast) = (problem.dtypes.qk, BiasBroadcast::OneHead);
     let mut strides = Strides::bhsd(problem.shape_bias(broadcast));
@@ -405,7 +408,7 @@ fn poison(cases: &mut Vec<Case>) {
         for (what, operand, at) in [
             ("q", Operand::Q, [1, 7, 2, 3]),
             ("k", Operand::K, [0, 11, 1, 0]),
-            // Of the last head: what lies behind it is nobody's.
+            // Last head of V: what lies behind it belongs to no tensor.
             ("v", Operand::V, [1, 9, 1, 5]),
         ] {
             for (value, text) in [(f64::NAN, "nan"), (f64::INFINITY, "inf")] {
@@ -421,11 +424,11 @@ fn poison(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // In the last row and column of a block of 64 keys, which the last queries see.
+        // The last row and column of a block of 64 keys, which the last queries see.
         let name = format!("edges/nan_in_the_last_element_of_a_block/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 63], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
-        // In a column that begins a run of four, behind the first two of them.
+        // A column that begins a run of four, behind the first two of them.
         let name = format!("edges/nan_in_a_late_column/{dtype}");
         let plant = Plant::At(Operand::V, [1, 63, 1, 40], f64::NAN);
         push_planted(cases, name, masked(dtype, dims(70, 70, 64), "t"), plant);
@@ -435,7 +438,8 @@ fn poison(cases: &mut Vec<Case>) {
             let plant = Plant::At(Operand::V, [1, row, 1, 5], f64::NAN);
             push_planted(cases, name, masked(dtype, dims(30, 40, 16), mask), plant);
         }
-        // The next sequence's NaN lies in the block with which this one's keys end, and no mask has its rows computed again.
+        // The next sequence's NaN lies in the block with which this one's keys end, and no mask has its rows
+        // computed again.
         let sequences = [(30, 40), (30, 40)];
         let name = format!("edges/nan_in_the_next_sequence/{dtype}");
         let problem = group(dtype, dims(30, 40, 16), &sequences, "0");
@@ -466,13 +470,14 @@ fn growth(cases: &mut Vec<Case>) {
                 }
             }
         }
-        // How far a running maximum may lag is counted in scaled scores.
+        // The lag of a running maximum is counted in scaled scores.
         for mask in ["0", "b", "b:350,2"] {
             let mut problem = masked(dtype, dims(70, 600, 64), mask);
             problem.score.softmax_scale = Some(4.0);
             push(cases, format!("edges/growth/scale_4/{dtype}/{mask}"), problem, Lengths::default());
         }
-        // Scores so large that half the last place of one is a weight of many powers of two: ties, and maxima that rise.
+        // Scores so large that half the last place of one is a weight of many powers of two: ties, and maxima
+        // that rise.
         for (scale, init) in [
             (1e6, Init::Rising),
             (1e6, Init::Towering),
@@ -489,7 +494,8 @@ fn growth(cases: &mut Vec<Case>) {
                 push_of(cases, init, name, problem);
             }
         }
-        // The next sequence's queries, in the first one's block of rows, have such scores too and are done long before it.
+        // The next sequence's queries, in the first one's block of rows, have such scores too and are done
+        // long before it.
         let sequences = [(70, 600), (58, 30), (40, 300)];
         let mut problem = group(dtype, dims(70, 600, 64), &sequences, "b");
         problem.score.softmax_scale = Some(1e8);
@@ -512,7 +518,8 @@ fn growth(cases: &mut Vec<Case>) {
                 push_planted(cases, name, problem, Plant::FarBelow { begin, end, key: f64::INFINITY });
             }
         }
-        // What a kernel looks at first lies so far below the rest that to round its maximum times the scale makes P 2^(10^21).
+        // The keys that a kernel looks at first lie so far below the rest that to round its maximum times the
+        // scale makes P 2^(10^21).
         for mask in ["0", "b"].iter().filter(|_| dtype != DType::F16) {
             let problem = masked(dtype, dims(70, 600, 64), mask);
             let far_below = Plant::FarBelow { begin: 300, end: 600, key: 1e30 };

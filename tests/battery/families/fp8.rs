@@ -52,7 +52,7 @@ pub(crate) fn cases() -> Vec<Case> {
             let data = data(&name);
             cases.push(Case::forward(name, masked(dtype, dims, "b"), Lengths::default(), data));
         }
-        // Rows of O that end amid a word.
+        // Rows of O that end within a word.
         let dims = Dims { head_dim_qk: 31, head_dim_v: 31, ..small(dtype, "b").dims };
         let odd = masked(dtype, dims, "b").dtype_o(dtype).scale_o(true);
         let name = format!("fp8/head_dim/{dtype}/d31_o_fp8");
@@ -77,8 +77,8 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every stride is a
-/// multiple of 16 bytes, as copy engines want it.
+/// Several blocks of keys, at the head dimensions of models, with all that a tile kernel does besides. Every
+/// stride is a multiple of 16 bytes, as copy engines want it.
 fn blocks(cases: &mut Vec<Case>) {
     for dtype in FP8 {
         let o_16_bits = |mut problem: FwdProblem| {
@@ -138,13 +138,13 @@ fn blocks(cases: &mut Vec<Case>) {
         ] {
             push(what, problem, Lengths::default(), Plant::Nothing);
         }
-        // NaN in rows of K and V that nobody sees, and in one that some do.
+        // NaN in rows of K and V that no query sees, and in one that some queries see.
         push("nan_nobody_sees", plain("t"), Lengths::default(), Plant::HiddenKeys);
-        // Behind a sequence's keys, where no mask can tell.
+        // NaN behind a sequence's keys, where no mask can tell.
         let lengths = Lengths { seqused_k: vec![577], ..Lengths::default() };
         let used = plain("0").seqused_k(true);
         push("nan_behind_the_keys", used.clone(), lengths.clone(), Plant::HiddenKeys);
-        // The last of them amid a word of such a V.
+        // NaN within a word of such a V, in the last of these rows.
         let mut used = used;
         columns(&mut used);
         push("nan_behind_the_keys_in_columns", used, lengths, Plant::HiddenKeys);
@@ -166,12 +166,12 @@ fn blocks(cases: &mut Vec<Case>) {
         let dims = plain("b").dims;
         let packed = o_16_bits(group(dtype, dims, &sequences, "b"));
         push("group", packed, Lengths::packed(&sequences), Plant::Nothing);
-        // Of two kv heads, whose query heads are four each.
+        // Two kv heads, with four query heads each.
         let sequences = [(40, 70), (1, 200), (33, 0), (65, 157)];
         let of_heads = Dims { num_heads_q: 8, num_heads_kv: 2, ..of(64, 64, (65, 200), "b").dims };
         let packed = o_16_bits(group(dtype, of_heads, &sequences, "b"));
         push("group_of_heads", packed, Lengths::packed(&sequences), Plant::Nothing);
-        // Rows of V beside others', and what a wide V has behind its keys, or where nobody sees it.
+        // Rows of V beside others', and what a wide V has behind its keys, or where no query sees it.
         let wide = |mask| of(256, 256, (70, 300), mask);
         let mut apart = wide("0").descale_v(by_head);
         apart.strides.v = padded(apart.shape_v(), 16);

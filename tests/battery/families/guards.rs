@@ -1,4 +1,4 @@
-//! Memory that is nobody's: beside unmapped pages, beyond 2^31 elements.
+//! Memory that belongs to no tensor: beside unmapped pages, beyond 2^31 elements.
 //!
 //! Every case of every family has margins and gaps full of NaN, and fails when one of its outputs'
 //! is written; these are the cases in which one byte too far ends the process.
@@ -125,7 +125,8 @@ fn far_apart(cases: &mut Vec<Case>) {
     }
 }
 
-/// The same of every tensor of a backward call; and rows so far apart that 32 bits address a few blocks of them.
+/// Offsets beyond 2^31 in every tensor of a backward call; and rows so far apart that 32 bits address only a
+/// few blocks of them.
 fn backward_far_apart(cases: &mut Vec<Case>) {
     let mut push = |name: String, fwd: FwdProblem, lengths: Lengths, set: &dyn Fn(&mut Strides)| {
         let mut problem = BwdProblem::new(fwd);

@@ -6,7 +6,8 @@ use super::edges::{data, masked};
 use crate::case::Case;
 use crate::tensors::Lengths;
 
-/// Where a part's keys begin: at the first of four keys, which one call of dropout's generator decides, and between them.
+/// First keys of a part: at the first of four keys, which one call of dropout's generator decides, and
+/// between them.
 const POSITIONS_K: [(u32, &str); 2] = [(132, "quad"), (133, "between_quads")];
 
 /// The other places among four keys, of one mask alone.

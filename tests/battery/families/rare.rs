@@ -1,5 +1,5 @@
-//! What kernels compute again, in every mode and beside every modifier: scores that overflow at the running maximum,
-//! rows that met a hidden NaN or infinity, blocks of which nothing is left.
+//! Rows that kernels compute again, in every mode and beside every modifier: scores that overflow at the
+//! running maximum, rows that met a hidden NaN or infinity, blocks of which nothing is left.
 
 use fmha_core::{Bias, BiasBroadcast, DType, Dims, ElementwiseBias, FwdProblem, MaskSpec, Strides, VLayout};
 
@@ -25,11 +25,11 @@ enum Cause {
     NanInV,
     InfinityInV,
     InfinitelyFar,
-    /// With which the weights of some rows sum beyond f32, and those of others do not.
+    /// Data with which the weights of some rows sum beyond f32, and those of others do not.
     LargeInV,
 }
 
-/// In which call.
+/// Call that the value is planted in.
 const VARIANTS: [&str; 20] = [
     "batch",
     "unmasked",
@@ -75,8 +75,9 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     for dtype in [DType::F32, DType::Bf16] {
-        // An even column of O leaves f32, where the others of this cause have an odd one: threads have two side by side. And,
-        // where blocks skip the row-max reduction, a column of V beside a key of the block that raises the maximum.
+        // An even column of O leaves f32, where the others of this cause have an odd one: threads have two
+        // side by side. And, where blocks skip the row-max reduction, a column of V beside a key of the block
+        // that raises the maximum.
         for (what, variant, init, key) in [
             ("even_column", "batch", Init::Normal, [1, 375, 0, 4]),
             ("rising_unmasked", "unmasked", Init::Rising, [1, 20, 0, 5]),
@@ -173,7 +174,7 @@ fn far_scores(cases: &mut Vec<Case>) {
                 if !whole && (dtype == DType::F16 || !everywhere.contains(&what)) {
                     continue;
                 }
-                // A 16-bit bias comes by a way of its own; f16 has no such number.
+                // A 16-bit bias is loaded by a path of its own; f16 has no such number.
                 for narrow in [false, true] {
                     if narrow && (dtype != DType::Bf16 || bias.is_none_or(|bias| bias.abs() > of_bf16)) {
                         continue;
@@ -275,7 +276,7 @@ fn case(dtype: DType, variant: &str, (what, init, cause): (&str, Init, Cause)) -
     let key = [batch, first + 375, 0, 5];
     let plant = match cause {
         Cause::Scores => Plant::Nothing,
-        // In a late column too, for kernels that look at some columns of O.
+        // Plants in a late column too, for kernels that look at some columns of O.
         Cause::NanInV if dtype == DType::E5m2 || matches!(variant, "batch" | "ratio4" | "alibi") => {
             Plant::At(Operand::V, [batch, first + 375, 0, problem.dims.head_dim_v - 5], f64::NAN)
         }
@@ -315,7 +316,7 @@ fn problem(dtype: DType, variant: &str) -> (FwdProblem, Lengths) {
         }
         "negative_scale" | "negative_scale_group" => problem.score.softmax_scale = Some(-0.2),
         "column_major_v" | "column_major_v_group" => {
-            // Of all rows that lie side by side, not of the longest sequence's.
+            // Extents of all rows, which lie side by side, not of the longest sequence's.
             let v = problem.extents(lengths.totals).v;
             (problem.layout.v, problem.strides.v) = (VLayout::ColMajor, Strides::bhds(v));
         }

@@ -81,7 +81,7 @@ pub(crate) struct Recipe {
     pub(crate) data: Data,
 }
 
-/// What the levels say, as far as they go together.
+/// Problem of the levels, as far as they go together.
 pub(crate) fn recipe(levels: &Levels, seed: u64) -> Recipe {
     let dtype = DTYPES[levels[0]];
     let (head_dim_qk, head_dim_v) = HEAD_DIMS[levels[4]];
@@ -155,7 +155,7 @@ fn sequences(level: usize, problem: &mut FwdProblem) -> (&'static str, Lengths) 
             dims.batch = 3;
             (problem.layout.seqused_q, problem.layout.seqused_k) = (true, true);
             let mut lengths = Lengths::packed(&[(q + 3, k + 2), (q, 5), (1, k)]);
-            // The logical lengths; rows past the last offset belong to nobody.
+            // The logical lengths; rows past the last offset belong to no sequence.
             lengths.seqused_q = signed([q, q - q / 2, 1]).to_vec();
             lengths.seqused_k = signed([k, 0, k]).to_vec();
             lengths.totals = Totals::packed(2 * q + 4 + 2, 2 * k + 7 + 3);

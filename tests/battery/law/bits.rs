@@ -49,7 +49,7 @@ pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verd
     Ok(verdict)
 }
 
-/// The same call with its numbers, before it has run.
+/// A call with the inputs of `together`, before it has run.
 fn again(together: &HostFwd, law: &Law) -> Result<HostFwd> {
     let Forward { problem, lengths, data, .. } = &law.forward;
     let mut again = HostFwd::unfilled(problem.clone(), lengths, *data)?;

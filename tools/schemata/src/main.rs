@@ -4,12 +4,13 @@
 //!
 //! 1. `tree`, `rewrite`: a copy of the repository in which each site asks which mutant is on; what does not compile is
 //!    dropped, by where the compiler's errors point.
-//! 2. `trial`: the crates' tests and the cases of `cases.txt`, each run once with no mutant on, for its seconds and for the
-//!    sites that it evaluates.
+//! 2. `trial`: the crates' tests and the cases of `cases.txt`, each run once with no mutant on, for its
+//!    seconds and for the sites that it evaluates.
 //! 3. `run`: each mutant on the trials that evaluate its site, the cheapest first, until one fails.
 //! 4. `report`: what became of each; survivors have a reason in `tests/evidence/mutants-host.reasons`, or are gaps.
 //!
-//! Results are kept in the scratch folder by a mutant's name and its file's text: a second run goes on where one was ended.
+//! Results are kept in the scratch folder by a mutant's name and its file's text: a second run goes on where
+//! one was ended.
 
 mod mutant;
 mod report;
@@ -122,8 +123,8 @@ fn carry_out(options: &Options) -> Result<bool, String> {
     report::print(&root, &chosen, &left_out, &fates)
 }
 
-/// The trials that end well, the quickest first, with their seconds and reach: as measured before, where their programs are
-/// as they were.
+/// The trials that end well, the quickest first, with their seconds and reach: as measured before, where
+/// their programs are as they were.
 fn known_trials(
     trials: Vec<Trial>,
     mutants: &[Mutant],

@@ -22,7 +22,7 @@ struct Span {
 /// One mutant: what of a file is replaced by what.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Mutant {
-    /// From the repository's root.
+    /// Path from the repository's root.
     pub(crate) file: String,
     /// cargo-mutants' words for it, `FILE:LINE:COLUMN: ...` and all.
     pub(crate) name: String,
@@ -37,7 +37,7 @@ impl Mutant {
         offset(text, self.span.start)..offset(text, self.span.end)
     }
 
-    /// Its name without line and column, by which a reason finds it after the file has moved.
+    /// Name without line and column, by which a reason finds the mutant after the file has moved.
     pub(crate) fn words(&self) -> &str {
         self.name.splitn(4, ':').nth(3).unwrap_or(&self.name).trim()
     }
@@ -49,7 +49,7 @@ fn offset(text: &str, place: Place) -> usize {
     line + column
 }
 
-/// All of them, by `.cargo/mutants.toml`. The number of each is its place, from 1.
+/// All mutants, by `.cargo/mutants.toml`. The number of each is its place, from 1.
 pub(crate) fn list(root: &Path) -> Result<Vec<Mutant>, String> {
     let words = ["mutants", "--workspace", "--list", "--json"];
     let output = Command::new("cargo").args(words).current_dir(root).output().map_err(|e| e.to_string())?;

@@ -1,4 +1,4 @@
-//! What became of the mutants: kept, explained, counted.
+//! Fates of the mutants: kept, explained, counted.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -37,7 +37,7 @@ fn reasons(root: &Path) -> Result<Vec<Reason>, String> {
     lines.map(parse).collect()
 }
 
-/// Of a mutant's file as it stands: a fate holds for that text alone.
+/// Hash of each mutant's file as it stands: a fate holds for that text alone.
 pub(crate) fn texts(root: &Path, mutants: &[Mutant]) -> BTreeMap<String, u64> {
     let mut texts = BTreeMap::new();
     for mutant in mutants {

@@ -18,9 +18,9 @@ use crate::mutant::Mutant;
 /// A file's text with the guards in it.
 pub(crate) struct Rewritten {
     pub(crate) text: String,
-    /// Where in `text` each mutant's own branch stands.
+    /// Place in `text` of each mutant's own branch.
     pub(crate) branches: Vec<(Range<usize>, u32)>,
-    /// Where each site stands, sound branch and all, and its mutants.
+    /// Place of each site, sound branch and all, and its mutants.
     pub(crate) sites: Vec<(Range<usize>, Vec<u32>)>,
 }
 
@@ -43,15 +43,15 @@ enum Form {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Operands {
-    /// Of a sum, a product, a shift.
+    /// Operands of a sum, a product, a shift.
     Values,
-    /// Of a comparison, which borrows them.
+    /// Operands of a comparison, which borrows them.
     Borrowed,
-    /// The right one of an assignment.
+    /// Right operand of an assignment.
     Assigned,
-    /// Of `-` and `!`.
+    /// Operand of `-` or `!`.
     Alone,
-    /// Of `&&` and `||`: the right one is evaluated where the left one says so.
+    /// Operands of `&&` or `||`: the right one is evaluated where the left one says so.
     Lazy,
 }
 
@@ -61,7 +61,7 @@ struct Site {
     form: Form,
     /// Number, what is replaced, by what.
     mutants: Vec<(u32, Range<usize>, String)>,
-    /// Where the second operand begins; behind the end, of other forms.
+    /// Start of the second operand; behind the end for other forms.
     second: usize,
 }
 
@@ -98,7 +98,7 @@ struct Finder<'a> {
     by_start: BTreeMap<(usize, usize), Vec<(u32, &'a Mutant)>>,
     sites: Vec<Site>,
     left_out: LeftOut,
-    /// How many constants enclose what is visited.
+    /// Number of constants that enclose the visited expression.
     constants: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Each mutant on what comes by its site, the cheapest first, until something fails.
+//! Runs each mutant on the trials that pass its site, the cheapest first, until something fails.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -10,12 +10,12 @@ use crate::trial::{Ended, Place, Trial};
 
 /// So many trials run in a process each, then the rest in groups.
 const ALONE: usize = 4;
-/// A trial that takes longer waits for its turn: before the others it would leave many short ones no time.
+/// A trial that takes longer runs after the others: before them it would leave many short ones no time.
 const FIRST_SECONDS: f64 = 1.0;
 /// A group of trials takes about so many seconds.
 const GROUP_SECONDS: f64 = 5.0;
 
-/// What became of mutants, by their names.
+/// Fates of mutants, by their names.
 pub(crate) struct Fates {
     pub(crate) of: BTreeMap<String, String>,
     /// The hashes of the files' texts.
@@ -32,8 +32,8 @@ impl Fates {
     }
 }
 
-/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds together at
-/// most; each is appended to `file` as it ends.
+/// Tries those of `mutants` (their numbers) that `fates` does not know, each with trials of `within` seconds
+/// together at most; each is appended to `file` as it ends.
 pub(crate) fn run(
     mutants: &[(u32, &Mutant)],
     trials: &[Trial],
@@ -50,7 +50,7 @@ pub(crate) fn run(
     };
     let count = pending.len();
     let queue = Mutex::new(pending.into_iter().enumerate());
-    // Of each file, which trials found its mutants last: neighbours mostly fall to the same.
+    // Trials that last found mutants of each file: neighbours mostly fall to the same trial.
     let finders: Mutex<BTreeMap<&str, Vec<usize>>> = Mutex::default();
     std::thread::scope(|scope| {
         for index in 0..jobs {
@@ -83,7 +83,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Its fate, and the trial that found it.
+/// Fate of a mutant, and the trial that found it.
 fn fate(
     number: u32,
     trials: &[Trial],

@@ -1,5 +1,5 @@
-//! Few cases of the CPU's battery that evaluate every site that all of its cases do, several times over: how `cases.txt`
-//! was made.
+//! Few cases of the CPU's battery that evaluate every site that all of its cases do, several times over: how
+//! `cases.txt` was made.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,7 +1,8 @@
-//! The switch of a build that holds all mutants: which one is on, or which sites are come by.
+//! The switch of a build that holds all mutants: which one is on, or which sites a run passes.
 //!
-//! `SCHEMATA_MUTANT=N` switches mutant N on. `SCHEMATA_REACH=FILE`, with no mutant on, sets byte N of FILE where the site of
-//! mutant N is evaluated; FILE is mapped, so what aborts, forks or opens a shared library is recorded too.
+//! `SCHEMATA_MUTANT=N` switches mutant N on. `SCHEMATA_REACH=FILE`, with no mutant on, sets byte N of FILE
+//! where the site of mutant N is evaluated; FILE is mapped, so what aborts, forks or opens a shared library
+//! is recorded too.
 
 #![feature(core_intrinsics, const_eval_select)]
 #![allow(internal_features, clippy::missing_docs_in_private_items)]
@@ -15,7 +16,8 @@ const NONE: u32 = 0;
 /// No mutant; sites are recorded.
 const RECORD: u32 = u32::MAX;
 
-// Written once, before `main`. Atomic, since the optimiser would turn every loop into one for each answer of a plain one.
+// Written once, before `main`. Atomic, since the optimiser would turn every loop into one for each answer of
+// a plain one.
 static ACTIVE: AtomicU32 = AtomicU32::new(NONE);
 static mut SEEN: *mut u8 = std::ptr::null_mut();
 static mut LEN: usize = 0;
@@ -63,7 +65,8 @@ static START: extern "C" fn() = {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(path);
             let Some((file, len)) = file.ok().and_then(|file| Some((file.metadata().ok()?.len(), file)))
                 .map(|(len, file)| (file, len as usize)) else { return };
-            // SAFETY: a fresh shared mapping (PROT_READ | PROT_WRITE, MAP_SHARED) of a file as long; no thread runs yet.
+            // SAFETY: a fresh shared mapping (PROT_READ | PROT_WRITE, MAP_SHARED) of a file as long; no
+            // thread runs yet.
             unsafe {
                 let at = mmap(std::ptr::null_mut(), len, 3, 1, file.as_raw_fd(), 0);
                 if at as isize != -1 {

@@ -9,15 +9,16 @@ use serde_json::Value;
 use crate::mutant::Mutant;
 use crate::rewrite::{LeftOut, Rewritten, rewrite};
 
-/// What is built: the crates with mutants and their tests, and the command. The doubles that they open are not of the copy:
-/// `FMHA_EMULATOR_DIR` names their folder.
+/// Packages that are built: the crates with mutants and their tests, and the command. The doubles that they
+/// open are not of the copy: `FMHA_EMULATOR_DIR` names their folder.
 const PACKAGES: [&str; 6] = ["fmha-core", "fmha-cpu", "fmha-gpu", "fmha-cuda", "fmha-rocm", "fmha-cli"];
 
-/// Of those, the ones that have mutants.
+/// Folders of the packages that have mutants.
 const MUTATED: [&str; 5] = ["core", "backend-cpu", "backend-gpu", "backend-cuda", "backend-rocm"];
 
-/// What is inlined into one function throughout takes the optimiser's passes half an hour with all mutants in it: here the
-/// CPU's kernels are functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.
+/// Attribute, and the weaker one of the same length that replaces it. Code that is inlined into one function
+/// throughout takes the optimiser's passes half an hour with all mutants in it; here the CPU's kernels are
+/// functions of their own, but for the vectors' ([`VECTORS`]), and less is done to them.
 const ALWAYS: [&str; 2] = ["#[inline(always)]", "#[inline]        "];
 const VECTORS: &str = "backend-cpu/src/simd/";
 const PROFILE: &str = "\n[profile.release.package.fmha-cpu]\nopt-level = 1\n";
@@ -44,7 +45,7 @@ impl Tree {
         self.scratch.join("tree")
     }
 
-    /// Where the command lies.
+    /// Path of the command.
     pub(crate) fn release(&self) -> PathBuf {
         self.scratch.join("build/release")
     }
@@ -136,7 +137,7 @@ impl Tree {
         Ok(all)
     }
 
-    /// What Cargo says of the copy, a JSON value a line.
+    /// Messages of Cargo about the copy, a JSON value a line.
     fn cargo(&self, action: &str, targets: &[&str]) -> Result<String, String> {
         let mut command = Command::new("cargo");
         command.args([action, "--release", "--keep-going", "--message-format=json"]).args(targets);
@@ -153,7 +154,7 @@ impl Tree {
         self.scratch.join("left-out.tsv")
     }
 
-    /// What an earlier build of the same mutants dropped.
+    /// Mutants that an earlier build of the same mutants dropped.
     fn kept_left_out(&self, mutants: &[Mutant]) -> LeftOut {
         let text = std::fs::read_to_string(self.left_out_file()).unwrap_or_default();
         let kept: BTreeMap<&str, &str> =
@@ -193,8 +194,8 @@ struct Fault {
 }
 
 impl Fault {
-    /// Drops the mutant whose branch it points into; where it points at a site's sound branch or the whole of it, the site's
-    /// are written as copies, or, if they are, dropped.
+    /// Drops the mutant whose branch it points into; where it points at a site's sound branch or the whole of
+    /// it, the site's are written as copies, or, if they are, dropped.
     fn attribute(
         &self,
         rewritten: &BTreeMap<String, Rewritten>,

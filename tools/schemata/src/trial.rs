@@ -1,4 +1,5 @@
-//! What a mutant is tried with: the crates' tests and cases of the battery, each with its seconds and the sites it comes by.
+//! Trials of a mutant: the crates' tests and cases of the battery, each with its seconds and the sites it
+//! passes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -23,7 +24,7 @@ pub(crate) struct Trial {
     program: PathBuf,
     folder: PathBuf,
     environment: Vec<(String, String)>,
-    /// In front of the filter.
+    /// Words in front of the filter.
     words: Vec<String>,
     /// A test's name, or a regular expression of cases.
     pub(crate) filter: String,
@@ -147,7 +148,7 @@ impl Trial {
         let switch = ("SCHEMATA_REACH", seen.display().to_string());
         let mut start = Instant::now();
         let mut ended = Self::run(&[&*self], switch.clone(), LONGEST_SECONDS, place)?;
-        // What was compiled then is not a mutant's time.
+        // Compilation is not a mutant's time.
         if copy(&place.cache(), &place.warm)? && ended == Ended::Well {
             start = Instant::now();
             ended = Self::run(&[&*self], switch, LONGEST_SECONDS, place)?;
@@ -206,7 +207,7 @@ pub(crate) fn cases(list: &str, release: &Path) -> Vec<Trial> {
     lines.filter_map(parse).collect()
 }
 
-/// What a trial is of: its words, and when its program was built.
+/// Stamp of a trial: its words, and when its program was built.
 pub(crate) fn stamp(trial: &Trial) -> u64 {
     let mut hasher = DefaultHasher::new();
     let built = std::fs::metadata(&trial.program).and_then(|data| data.modified()).ok();
@@ -214,7 +215,7 @@ pub(crate) fn stamp(trial: &Trial) -> u64 {
     hasher.finish()
 }
 
-/// What was measured of trials, by their stamps; nothing of those that do not end well with no mutant on.
+/// Measurements of trials, by their stamps; nothing of those that do not end well with no mutant on.
 pub(crate) type Measured = BTreeMap<u64, Option<Trial>>;
 
 /// Measures those of `trials` that `known` has not.

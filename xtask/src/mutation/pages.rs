@@ -1,15 +1,16 @@
-//! What `cargo xtask mutation` breaks: a page of evidence for each kernel, a line of it for each form of the kernel.
+//! Kernels that `cargo xtask mutation` breaks: a page of evidence for each kernel, a line of it for each form
+//! of the kernel.
 
 use crate::kernels::HOPPER_ARCH;
 
 /// A page of evidence.
 pub(crate) struct Page {
-    /// What the page and its reasons are called in `tests/evidence`.
+    /// Name of the page and its reasons in `tests/evidence`.
     pub(crate) name: &'static str,
-    /// As plans name it.
+    /// Name of the kernel in plans.
     pub(crate) kernel: &'static str,
     pub(crate) arch: &'static str,
-    /// What `fmha run` is told of every problem.
+    /// Arguments of `fmha run` for every problem.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
     /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: knobs that no table
@@ -17,7 +18,8 @@ pub(crate) struct Page {
     pub(crate) also_covered: &'static [&'static str],
 }
 
-/// One form of a kernel, and problems that make each of its instructions matter: long tiles, tiles of one block, both in turn.
+/// One form of a kernel, and problems that make each of its instructions matter: long tiles, tiles of one
+/// block, both in turn.
 pub(crate) struct Broken {
     pub(crate) title: &'static str,
     /// The file that has the kernel's entry: of a call's launches those with code of it are taken.
@@ -227,8 +229,9 @@ const HOPPER_KNOBS: &[&str] = &[
     "-b 1 --heads 2 -s 200 -d 64 --prec bf16 --mask t --tile dependent_launch=1",
 ];
 
-/// Of two key blocks at most, so that sums of dQ have the same bits in whichever order they are made. An arrival less tells
-/// after as many phases as a barrier has arrivals: hence the many tiles.
+/// Faults of the backward, on problems of two key blocks at most, so that sums of dQ have the same bits in
+/// any order of additions. A missing arrival shows only after as many phases as a barrier has arrivals: hence
+/// the many tiles.
 const HOPPER_BACKWARD: &[Broken] = &[
     Broken {
         title: "full, D 128",
@@ -312,7 +315,7 @@ const HOPPER_BACKWARD: &[Broken] = &[
         title: "a gradient each, causal, D 192",
         problems: &[
             "-b 1 --heads 3 -s 300 --seqlen-k 120 -d 192 --prec bf16 --mask b",
-            // Key blocks that nobody sees, one after another.
+            // Key blocks that no query sees, one after another.
             "-b 1 --heads 40 -s 20 --seqlen-k 128 -d 192 --prec bf16 --mask t",
         ],
         multiprocessors: 2,

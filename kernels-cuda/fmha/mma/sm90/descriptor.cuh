@@ -6,8 +6,8 @@
 
 namespace fmha::mma::sm90 {
 
-// Its low word alone holds the address, so that a step within a tile is one 32-bit addition, which never carries:
-// shared memory ends below 2^18.
+// Matrix descriptor of wgmma. The low word alone holds the address, so a step within a tile is one 32-bit addition,
+// which never carries: shared memory ends below 2^18.
 struct Descriptor {
   uint32_t low;
   uint32_t high;

@@ -25,8 +25,8 @@ FMHA_DEVICE void start_product_atbt(D& d, const TileA& a, int column, const Tile
   ptx::wgmma_commit_group();
 }
 
-// d += A^T B: A's columns [column, column + 64) and B's from `b_column` on, as many as D has, both read across their rows.
-// Starts, does not wait.
+// d += A^T B: A's columns [column, column + 64) and B's from `b_column` on, as many as D has, both read across their
+// rows. Starts, does not wait.
 template <DType dtype, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB& b, int b_column) {
   static_assert(TileA::rows == TileB::rows && D::columns <= TileB::dim, "A's rows are B's rows");
@@ -45,8 +45,8 @@ FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB
   ptx::wgmma_commit_group();
 }
 
-// d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which begins a
-// chunk, or lies in one that has all of D's columns. Starts, does not wait.
+// d = A B, or d += A B: A's rows [row, row + 64) along their dim, B read across its rows from `b_column` on, which
+// begins a chunk, or lies in one that has all of D's columns. Starts, does not wait.
 template <DType dtype, bool adds = false, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");
@@ -86,7 +86,8 @@ FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, dep
                                   int32_t first_row = 0) {
   static_assert(depth <= Tile::rows, "a column of the fragment is a row of the tile");
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-  // Of a step's four 8 x 8 matrices the second and fourth are eight rows further on, the last two eight columns.
+  // Lanes 8 m to 8 m + 7 hold the addresses of matrix m of a step's four 8 x 8 matrices: matrices 1 and 3 lie eight
+  // columns of the tile further on, matrices 2 and 3 eight rows.
   const int32_t row = first_row + lane / 16 * 8 + lane % 8, column = first + warp * 16 + lane / 8 % 2 * 8;
   const uint32_t address = tile.address() + word_offset<Tile>(row, column);
 #pragma unroll

@@ -1,9 +1,11 @@
-// The compute role: two warpgroups turn a block's S^T to P and its dP^T to dS, a thread a key, a warpgroup half of the queries.
+// The compute role: two warpgroups turn a block's S^T to P and its dP^T to dS, a thread a key, a warpgroup half of
+// the queries.
 //
 //   waits for S, loads it; P = exp2(S - LSE), stored over S for dV += P^T dO
 //   waits for dP, loads it; dS = P (dP - delta), stored to shared memory for dQ and dK
 //
-// What the mask hides of a key's row are queries before a first and from a last one on: two numbers a thread and block.
+// The mask hides from a key's row the queries before a first one and from a last one on: two numbers per thread and
+// block.
 #pragma once
 #include <fmha/philox.h>
 #include <fmha/ptx/barrier.cuh>
@@ -56,8 +58,8 @@ struct ComputeRole {
     }
   }
 
-  // One call of the generator decides four keys of a query, which four lanes have: each calls for every fourth query, then they
-  // exchange bits.
+  // One call of the generator decides four keys of a query, which four lanes have: each calls for every fourth query,
+  // then they exchange bits.
   FMHA_DEVICE void decide(int32_t i_head, int32_t first_query) {
     if constexpr (kFwd.dropout) {
       const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, i_head), own = threadIdx.x % 4;

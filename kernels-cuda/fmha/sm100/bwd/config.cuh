@@ -16,7 +16,8 @@ using ptx::TensorMap;
 // Keys of a CTA, and queries of a block that it walks: the rows of a product.
 constexpr int kBlock = mma::sm100::kRows;
 
-// A warpgroup adds dQ to memory, two make P and dS of half of a block's queries each, the last is roles of a warp each.
+// One warpgroup adds dQ to memory; two compute P and dS, each for half of a block's queries; the last one holds roles
+// of one warp each.
 enum class Role { Reduce, Compute, Issue, Load, Idle };
 constexpr int kReduceWarps = 4, kComputeWarps = 8;
 FMHA_DEVICE constexpr Role role_of(int32_t warp) {
@@ -25,15 +26,15 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   const int32_t other = warp - kReduceWarps - kComputeWarps;
   return other == 0 ? Role::Issue : other == 1 ? Role::Load : Role::Idle;
 }
-// Of a compute warpgroup: its half's queries.
+// Queries of a block that one compute warpgroup has.
 constexpr int kHalf = kBlock / 2;
 
 // Registers a thread after setmaxnreg; warpgroup by warpgroup they sum to the 512 of a launch of 512 threads.
 constexpr int kReduceRegs = 104, kComputeRegs = 168, kOtherRegs = 72;
 static_assert(kReduceRegs + 2 * kComputeRegs + kOtherRegs <= 512, "sm100: registers of all threads, within those of the launch");
 
-// A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And as products
-// and tensor memory have it.
+// A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And
+// as products and tensor memory have it.
 FMHA_DEVICE constexpr int tile_dim(int dim) { return round_up(dim, 64); }
 FMHA_DEVICE constexpr int product_dim(int dim) { return round_up(dim, 32); }
 
@@ -42,8 +43,8 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
-// Tensor memory: lanes are keys, but for dQ's, which are queries. P lies over S in two parts, each over the columns that its
-// warpgroup has read; dQ lies over dP.
+// Columns of tensor memory. Lanes are keys; those of dQ are queries. P lies over S in two parts, each over the
+// columns that its warpgroup has read; dQ lies over dP.
 template <BwdSpec spec>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -54,8 +55,8 @@ struct TmemPlan {
   static_assert(dk + dim_qk <= columns && dim_qk <= kBlock, "tensor memory holds S, dP, dV and dK");
 };
 
-// Where a block's sums of dQ lie in memory: four columns of every query, then the next four, so that a warp's additions are side
-// by side.
+// Place of a block's sums of dQ in memory: four columns of every query, then the next four, so that a warp's
+// additions are side by side.
 template <BwdSpec spec>
 struct DqSums {
   static constexpr int rows = kBlock, dim = TmemPlan<spec>::dim_qk;
@@ -82,11 +83,11 @@ struct Smem {
   ValueTile dout[tile.stages_dout];
   DsTile ds;                             // keys, queries
   QueryStats<kBlock> stats[tile.stages_q];  // of Q's block
-  Barrier k_full;                        // the bytes of K, or the load role's word that rows behind the sequence are zeros
+  Barrier k_full;                        // the bytes of K, or the load role's arrival after it zeroed rows
   Barrier v_full;                        // the bytes of V
-  Barrier q_full[tile.stages_q];         // those of Q likewise, and of its rows' numbers
-  Barrier q_empty[tile.stages_q];        // the products that read Q are computed: and one arrival per compute warp, of the numbers
-  Barrier dout_full[tile.stages_dout];   // of dO, as of K
+  Barrier q_full[tile.stages_q];         // the same of Q, and the bytes of its rows' statistics
+  Barrier q_empty[tile.stages_q];        // Q's products are computed; one arrival per compute warp, for statistics
+  Barrier dout_full[tile.stages_dout];   // the same of dO
   Barrier dout_empty[tile.stages_dout];  // the products that read dO are computed
   Barrier raw;                           // the bytes of a tile of which rows are to be zeroed
   Barrier s_full;                        // S is computed

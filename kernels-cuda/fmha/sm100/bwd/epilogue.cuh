@@ -10,7 +10,8 @@
 
 namespace fmha::sm100::bwd {
 
-// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp. Whether it is finite.
+// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp.
+// Whether it is finite.
 template <BwdSpec spec, Sm100BwdTile tile, int dim>
 FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there) {
   constexpr int chunk = 32;
@@ -34,7 +35,7 @@ FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, boo
   return zero == 0.f;
 }
 
-// Rows that a hidden NaN or infinity has reached are computed again, pair by pair.
+// Stores a tile's dK or dV. Rows that a NaN or infinity behind the mask has reached are recomputed, pair by pair.
 template <BwdSpec spec, Sm100BwdTile tile>
 FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work, int32_t half) {
   using Tmem = TmemPlan<spec>;
@@ -61,7 +62,7 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t
     const uint32_t found = __ballot_sync(ptx::kAllLanes, there && !finite);
     if (threadIdx.x % 32 == 0) smem.found[half][warp] = found;
     ptx::bar_sync<32 * kComputeWarps>(kComputeBarrier);
-    // Of both gradients at once, by the warps of dV.
+    // The warps of dV recompute both gradients of rows where either is not finite.
     uint32_t rows = half == 0 ? smem.found[0][warp] | smem.found[1][warp] : 0;
 #pragma unroll 1
     for (; rows != 0; rows &= rows - 1)

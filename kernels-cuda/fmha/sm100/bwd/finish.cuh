@@ -8,8 +8,9 @@
 
 namespace fmha::sm100::bwd {
 
-// A CTA to a block of queries of a head, a warp to two rows at a time: eight lanes read four columns of both, which lie side by side,
-// so that a warp reads and writes whole 32 bytes. Rows that a hidden NaN or infinity has reached are computed again.
+// A CTA to a block of queries of a head, a warp to two rows at a time: eight lanes read four columns of both, which
+// lie side by side, so that a warp reads and writes whole 32 bytes. Rows that a hidden NaN or infinity has reached
+// are computed again.
 template <BwdSpec spec>
 FMHA_DEVICE void finish_dq(const BwdParams& p) {
   using Sums = DqSums<spec>;

@@ -3,11 +3,12 @@
 //   before:        S(0)  dP(0)
 //   of block i:    dV += P^T(i) dO(i)   S(i+1)   dQ(i) = dS(i) K   dK += dS^T(i) Q(i)   dP(i+1)
 //
-// So the exponentials of a block run under the products of dQ and dK of the one before. dP waits until dQ, over whose columns it is
-// written, has been read.
+// So the exponentials of a block run under the products of dQ and dK of the one before. dP waits until dQ, over whose
+// columns it is written, has been read.
 //
-// The products of one thread are computed in the order in which it issues them. So S may be written where P was read by the product
-// issued before, and nobody has to announce that a place in tensor memory, or dS, has been read by products.
+// The products of one thread are computed in the order in which it issues them. So S may be written where P was read
+// by the product issued before, and no barrier has to announce that a place in tensor memory, or dS, has been read by
+// products.
 #pragma once
 #include <fmha/ptx/elect.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -21,7 +22,8 @@ struct Issuer {
   using Tmem = TmemPlan<spec>;
   using Instruction = mma::sm100::Instruction;
   static constexpr DType dtype = spec.fwd.dtype_qk;
-  // Both operands along their rows, but a column-major V; then B across them; then both across, of dS's keys.
+  // Scores and dP read both operands along their rows, but a column-major V is read across; dV and dK read B across
+  // its rows; dQ reads both operands across.
   static constexpr Instruction scores = {dtype, kBlock, kBlock};
   static constexpr Instruction of_dp = {dtype, kBlock, kBlock, false, false, Shared::v_columns};
   static constexpr Instruction of_dv = {dtype, kBlock, Tmem::dim_v, false, true};
@@ -40,7 +42,7 @@ struct Issuer {
   FMHA_DEVICE void commit(Barrier& barrier) const {
     if (issues) ptx::tcgen05_commit(barrier);
   }
-  // Where other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
+  // Fence after other warps have read or written tensor memory. Tiles that TMA has brought need the barrier alone.
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) const {
     ptx::mbarrier_wait_parity(barrier, parity);
     ptx::tcgen05_fence_after_thread_sync();

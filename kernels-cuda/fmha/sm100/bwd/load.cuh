@@ -2,8 +2,9 @@
 //
 //   K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries
 //
-// Rows behind a sequence that has others or nothing known behind it may hold anything, and 0 times NaN is NaN: of a sequence's last
-// block the whole warp writes zeros there before the block is announced. V's need none: they reach the dP of their own keys alone.
+// Rows behind a sequence that has others or nothing known behind it may hold anything, and 0 times NaN is NaN: of a
+// sequence's last block the whole warp writes zeros there before the block is announced. V's need none: they reach
+// the dP of their own keys alone.
 #pragma once
 #include <fmha/common/rows_behind.cuh>
 #include <fmha/common/zero_rows.cuh>

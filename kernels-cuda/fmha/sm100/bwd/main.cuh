@@ -5,8 +5,8 @@
 //   compute   S to P, dP to dS; at the end stores dK and dV                compute.cuh, epilogue.cuh
 //   reduce    adds dQ to sums in memory                                    reduce.cuh
 //
-// Scores lie transposed, a key to a lane: so P is operand A of dV as it lies in tensor memory, and one dS in shared memory is
-// operand A of dK read along its rows and of dQ read across them.
+// Scores are transposed, a key to a lane. So P in tensor memory is operand A of dV as it is, and one dS in shared
+// memory is operand A of dK read along its rows and of dQ read across them.
 #pragma once
 #include <fmha/sm100/bwd/compute.cuh>
 #include <fmha/sm100/bwd/epilogue.cuh>

@@ -1,5 +1,5 @@
-// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch, the first keys
-// first. So a CTA waits for CTAs that were launched before it, and for none of another head.
+// The order in which blocks of keys add to dQ of a block of queries, where it is to have one: that of their launch,
+// the first keys first. So a CTA waits for CTAs that were launched before it, and for none of another head.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/flag.cuh>
@@ -7,8 +7,9 @@
 
 namespace fmha::sm100::bwd {
 
-// Of the blocks of keys before the CTA's own, how many add to a block of queries to which it adds. Those of sink columns do, and
-// of the band those from the first one on that reaches its first query: what `query_range` has, seen from the queries.
+// Number of key blocks before the CTA's own that add to the block of queries at `first_query`, to which the CTA adds
+// too. Key blocks of sink columns always add; key blocks of the band add from the first one on that reaches
+// `first_query`: `query_range`, seen from the queries.
 FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   const int32_t own = work.keys.begin / kBlock, sinks = ceil_div(work.band.sink_columns, kBlock);
   const int32_t first = max(first_query + work.band.lo, 0) / kBlock;
@@ -16,12 +17,12 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
-// By all threads of the reduce role: until it is the CTA's turn at a block of queries, and that it is the next one's.
+// Waits, in all threads of the reduce role, until the CTA may add to a block of queries; and releases the next CTA.
 struct Turn {
-  int32_t* const added;  // how many blocks of keys have
+  int32_t* const added;  // number of key blocks that have added
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
-  // Where there is an order: else there are no counts.
+  // Counter of a block of queries, where additions have an order: other calls have no counters.
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
     return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
   }

@@ -1,5 +1,5 @@
-// The reduce role: a warpgroup adds each block's dQ, a thread a query, from tensor memory to sums in memory: in no order, or in that
-// of the blocks of keys.
+// The reduce role: a warpgroup adds each block's dQ, a thread a query, from tensor memory to sums in memory: in no
+// order, or in that of the blocks of keys.
 #pragma once
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/tcgen05.cuh>

@@ -1,4 +1,5 @@
-// What a CTA computes: a block of keys of one kv head, and the blocks of queries that see it, of all its query heads.
+// Work of a CTA: a block of keys of one kv head, and the blocks of queries that see it, of all the kv head's query
+// heads.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/sm100/bwd/config.cuh>

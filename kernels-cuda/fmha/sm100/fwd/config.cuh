@@ -42,7 +42,8 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   return Role(int(Role::Issue) + warp % 4);
 }
 
-// Registers a thread after setmaxnreg; role by role they sum to those of the launch, 168 of each of 384 threads or 128 of 512.
+// Registers a thread after setmaxnreg; role by role they sum to those of the launch, 168 of each of 384 threads or
+// 128 of 512.
 struct Regs {
   int softmax, correct, others;
 };
@@ -51,8 +52,8 @@ FMHA_DEVICE consteval Regs regs(const Sm100Tile& tile) {
   return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
 
-// Who loads: one thread, which tells TMA; or the load and zero roles' warps, which copy. They copy zeros where the zero
-// role else writes them.
+// Threads that load by copies: the warps of the load and zero roles, which copy zeros where otherwise the zero role
+// writes them. With TMA one thread issues the loads.
 template <Sm100Tile tile>
 using CopyThreads = CopyWarps<num_q_tiles(tile) + 1, 0b1010>;
 template <Sm100Tile tile>
@@ -66,8 +67,8 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the softmax has
-// read by then. O after them.
+// Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the
+// softmax has read by then. O after them.
 template <FwdSpec spec, Sm100Tile tile>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -105,7 +106,7 @@ struct Smem {
   static constexpr int q_tiles = num_q_tiles(tile);
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
-  // Of a block each CTA of a pair has half of K's rows and half of V's columns.
+  // Each CTA of a pair holds half of K's rows and half of V's columns of a block.
   static constexpr int own_keys = tile.block_n / tile.cluster, own_dim_v = dim_v / tile.cluster;
   using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk, clustered>;
   using KTile = SmemTile<mma::Storage<spec.dtype_qk>, own_keys, dim_qk, clustered>;
@@ -122,10 +123,10 @@ struct Smem {
   QTile q[q_tiles];
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
-  // Of a pair, the leader's q_full, kv_full, p_full and p_last are used, with arrivals of either CTA.
-  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of those who copied them
-  Barrier q_empty[q_tiles];        // its last scores are computed
-  Barrier kv_full[tile.stages];    // likewise of a block, or the zero role's word for them
+  // A pair uses the leader's q_full, kv_full, p_full and p_last, at which both CTAs arrive.
+  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of the threads that copied them
+  Barrier q_empty[q_tiles];        // the tile's last scores are computed
+  Barrier kv_full[tile.stages];    // the same of a block, or the zero role's arrival
   Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed
   Barrier s_full[2];               // scores are computed, and every product issued before them
@@ -150,9 +151,9 @@ struct Smem {
   Barrier claimed_empty;           // and the second's schedule role has read it: one arrival
 };
 
-// Of a CTA's key blocks, those that a query tile sees: on the diagonal the first of two tiles lacks the CTA's first
-// blocks, in a window the second its last ones. A row's bits are the same with and without them: they add zeros. A pair's
-// CTAs compute what either sees.
+// Key blocks of a CTA that one query tile sees. On the diagonal the first of two tiles does not see the CTA's first
+// blocks; in a window the second does not see its last ones. A row's bits are the same with and without these blocks,
+// which add zeros. A pair's CTAs compute every block that either of them sees.
 struct BlockRange {
   int32_t begin, end;
   FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
@@ -173,7 +174,7 @@ FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_til
   return blocks;
 }
 
-// What FP8 scores are to be multiplied by besides the softmax scale.
+// Factor of FP8 scores besides the softmax scale.
 template <FwdSpec spec>
 FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
   if constexpr (!is_fp8(spec.dtype_qk)) return 1.f;
@@ -185,8 +186,8 @@ FMHA_DEVICE float descale_qk(const FwdParams& p, const Work& work) {
 template <FwdSpec spec>
 FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   if constexpr (modifies_score(spec)) return kLog2E;
-  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for 0. The
-  // smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
+  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for
+  // 0. The smallest normal number scales scores to nothing too (the host refuses the scales of bf16 that do not).
   return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)) * kLog2E, 1.17549435e-38f);
 }
 

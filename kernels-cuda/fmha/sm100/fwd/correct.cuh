@@ -1,7 +1,7 @@
 // The correct role: a warpgroup multiplies O where a row's maximum has grown, and stores it at a tile's end; a thread
 // has a row of each query tile.
 //
-// It is also who says that O may be written: a tile's first P V waits until the O before is stored.
+// The correction role also announces that O may be written: a tile's first P V waits until the O before is stored.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/ptx/f32x2.cuh>
@@ -31,7 +31,7 @@ struct CorrectRole {
   uint32_t stats_phase[q_tiles] = {};
   uint32_t o_phase[q_tiles] = {};
 
-  // What the softmax tells of this thread's row.
+  // Message of the softmax role about this thread's row.
   FMHA_DEVICE float take_stats(int q) {
     ptx::mbarrier_wait_parity(smem.stats_full[q], stats_phase[q]);
     stats_phase[q] ^= 1;
@@ -51,7 +51,7 @@ struct CorrectRole {
     arrive_at_leader_if<tile>(smem.p_full[q_tiles == 2 ? q : slot.index], signals);
   }
 
-  // Where no row of the warp has another maximum, O is left alone: times 1 it would be the same.
+  // O is left alone where no row of the warp has another maximum: a factor of 1 would not change it.
   FMHA_DEVICE void rescale(int q) {
     const float correction = take_stats(q);
     release_stats(q);

@@ -55,7 +55,8 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// Of a lane that its role has no use for: else it would wait at the cluster's barrier before the role's only lane comes.
+// Ends a lane that its role does not use. It would otherwise wait at the cluster's barrier before the role's only
+// active lane arrives.
 template <Sm100Tile tile>
 FMHA_DEVICE void leave() {
   if constexpr (is_pair(tile)) ptx::exit_thread();

@@ -7,9 +7,9 @@
 // have work while a softmax has a tile's last scores.
 //
 // The products of one thread are computed in the order in which it issues them. So S may be written where P was read
-// by the product issued before, and nobody has to announce that a score slot is free.
+// by the product issued before, and no barrier has to announce that a score slot is free.
 //
-// Of a pair of CTAs the leader's does all of it, for the query tiles of both.
+// In a pair of CTAs the leader issues all products, for the query tiles of both.
 #pragma once
 #include <fmha/ptx/elect.cuh>
 #include <fmha/ptx/tcgen05.cuh>

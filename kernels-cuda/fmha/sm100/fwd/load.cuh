@@ -14,7 +14,7 @@ struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile>::blocks_ahead;
 
-  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
     int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
     int32_t next, end;  // blocks of the tile
@@ -126,8 +126,8 @@ struct Loader {
     q_phase ^= 1;
   }
 
-  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row lie
-  // side by side, [dim, keys].
+  // A block of K or V whose first key is `row` and whose first element of each is `dim`. `columns`: the keys of a row
+  // lie side by side, [dim, keys].
   template <bool columns, class Tile, class Full>
   FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, const Full& full, const Keys& keys, int32_t row,
                               int32_t dim) {
@@ -150,7 +150,8 @@ struct Loader {
     k_work.advance();
     more = k.end > 0;
     if (!more) return;
-    // Some blocks before the end: earlier, the tile would be held while others idle; later, its planning would show.
+    // The next tile is taken some blocks before the end: earlier, the tile would be held while others idle; later,
+    // its planning would show.
     ask_at = max(k.end - 3, 1);
     load_q(work);
   }

@@ -1,8 +1,9 @@
-// A pair of CTAs whose tensor cores compute as one (cta_group::2): each has its own query tiles, and half of every block
-// of keys. So a block crosses each CTA's shared memory by halves.
+// A pair of CTAs whose tensor cores compute as one (cta_group::2): each has its own query tiles, and half of every
+// block of keys. So a block crosses each CTA's shared memory by halves.
 //
-// One CTA, the leader, issues the products of both. What a product waits for is announced at the leader's barriers,
-// whoever has made it ready; what a product has done is announced at both CTAs'. With one CTA the same calls are its own.
+// One CTA, the leader, issues the products of both. The leader's barriers announce what a product waits for,
+// whichever CTA has made it ready; both CTAs' barriers announce what a product has done. With one CTA the same calls
+// use its own barriers.
 #pragma once
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -16,7 +17,7 @@ constexpr uint32_t kLeader = 0;  // its rank
 template <Sm100Tile tile>
 FMHA_DEVICE bool is_leader() { return !is_pair(tile) || cluster_rank<tile>() == kLeader; }
 
-// One of the arrivals at the leader's barrier.
+// Arrives at the leader's barrier if `condition` holds.
 template <Sm100Tile tile>
 FMHA_DEVICE void arrive_at_leader_if(Barrier& barrier, bool condition) {
   if constexpr (is_pair(tile)) {
@@ -26,7 +27,7 @@ FMHA_DEVICE void arrive_at_leader_if(Barrier& barrier, bool condition) {
   }
 }
 
-// The same by who has written shared memory that the products read.
+// Arrives at the leader's barrier with release semantics, after writes to shared memory that the products read.
 template <Sm100Tile tile>
 FMHA_DEVICE void arrive_release_at_leader_if(Barrier& barrier, bool condition) {
   if constexpr (is_pair(tile)) {
@@ -56,7 +57,7 @@ FMHA_DEVICE void commit(Barrier& barrier) {
   }
 }
 
-// What TMA tells when a tile is there: the CTA's own barrier, or the leader's.
+// Barrier that TMA signals when a tile is there: the CTA's own, or the leader's.
 template <Sm100Tile tile, bool at_leader>
 struct LoadBarrier {
   static constexpr bool pair = is_pair(tile) && at_leader;

@@ -26,8 +26,8 @@ using ptx::F32x2;
 
 // exp2 of two numbers on the multiply-add pipe, for the share of a tile that the special-function unit has no time
 // for. Rounds x down to n + r by adding 1.5 * 2^23 rounding down, then a polynomial in r, and n into the exponent
-// (Cody and Waite, 1980). Of fifth degree: its relative error, 9e-8, is that unit's own, so that LSE is as exact with it;
-// a cubic's 9e-5 would do for P but not for the sums.
+// (Cody and Waite, 1980). Of fifth degree: its relative error, 9e-8, is that unit's own, so that LSE is as exact with
+// it; a cubic's 9e-5 would do for P but not for the sums.
 FMHA_DEVICE F32x2 exp2_polynomial(F32x2 x) {
   constexpr float magic = 12582912.f;
   const auto both = [](float c) { return F32x2{c, c}; };
@@ -277,7 +277,8 @@ struct SoftmaxRole {
       for (int e = 0; e < n; ++e) s[e] -= reference;
     }
     exponentiate(s, shift);
-    // Of all of P, before dropout; else behind P's handing over, which the products wait for.
+    // With dropout the row sums take all of P before any of it is dropped. Without dropout they follow the hand-over
+    // of P, which the products wait for.
     if constexpr (spec.dropout) row_sum = sum(s, row_sum * correction);
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {

@@ -1,8 +1,9 @@
-// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales and rounds them.
+// dQ in one pass: every CTA of keys adds its dS K to sums in memory, in no order, and a launch that follows scales
+// and rounds them.
 //
-// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner dimension are the
-// CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the order of the accumulators, so that
-// the lanes of an addition have 128 bytes side by side.
+// A block's dS lies in shared memory as [keys, queries] for that product, whose rows are queries and whose inner
+// dimension are the CTA's keys: its warps have sixteen queries each and a part of the columns. The sums lie in the
+// order of the accumulators, so that the lanes of an addition have 128 bytes side by side.
 #pragma once
 #include <fmha/common/finish_dq.cuh>
 #include <fmha/ptx/memory.cuh>
@@ -11,18 +12,18 @@
 
 namespace fmha::sm80::bwd {
 
-// What a warp has of a block's dQ.
+// Part of a block's dQ that one warp has.
 template <BwdSpec spec, Sm80BwdTile tile>
 struct DqShape {
   static constexpr int rows = tile.columns, dim = padded_dim(spec.fwd.head_dim_qk);
   static constexpr int row_groups = tile.columns / mma::kRows, parts = tile.warps / row_groups, n = dim / parts;
   static_assert(tile.warps % row_groups == 0 && dim % parts == 0 && n % 16 == 0, "sm80: all warps have whole products of dQ");
 
-  // Where a block's sums begin.
+  // Start of a block's sums.
   FMHA_DEVICE static float* block_of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first_query) {
     return p.dq_sums + stats_offset(p, span, i_head, first_query) * dim;
   }
-  // Where an element of a block lies from there on.
+  // Offset of an element of a block from there on.
   FMHA_DEVICE static int32_t index_of(int32_t row, int32_t column) {
     const int32_t warp = column / n * row_groups + row / mma::kRows, within = column % n;
     const int32_t e = within / 8 * 4 + row / 8 % 2 * 2 + within % 2, lane = row % 8 * 4 + within % 8 / 2;
@@ -41,7 +42,7 @@ FMHA_DEVICE void put_ds(const Tile& tile, int32_t warp_row, const Operand* ds) {
   }
 }
 
-// What the CTA's keys add to dQ of the block of queries whose dS is there.
+// Adds the CTA's keys' share of dQ of the block of queries whose dS is there.
 template <BwdSpec spec, Sm80BwdTile tile, class Gradients, class Keys>
 FMHA_DEVICE void add_dq(float* sums, const Gradients& ds, const Keys& keys) {
   using Shape = DqShape<spec, tile>;

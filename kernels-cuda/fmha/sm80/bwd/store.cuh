@@ -1,5 +1,5 @@
-// A warp's rows of a gradient, scaled, from registers to memory; rows that a hidden NaN or infinity has reached are computed
-// again, pair by pair.
+// A warp's rows of a gradient, scaled, from registers to memory; rows that a hidden NaN or infinity has reached are
+// computed again, pair by pair.
 #pragma once
 #include <fmha/common/store_rows.cuh>
 #include <fmha/simt/bwd.cuh>
@@ -16,8 +16,8 @@ FMHA_DEVICE constexpr FwdSpec as_output() {
   return output;
 }
 
-// `row_at(row)` is where a row of the fragment begins, `is_there(row)` whether its sequence has it. Returns whether a row of
-// the thread's two is not finite, a bit each.
+// `row_at(row)` is where a row of the fragment begins, `is_there(row)` whether its sequence has it. Returns whether a
+// row of the thread's two is not finite, a bit each.
 template <BwdSpec spec, Sm80BwdTile tile, int dim, int n, class RowAt, class IsThere>
 FMHA_DEVICE uint32_t store_gradient(const View& view, const mma::Accumulator<n>& x, float factor, RowAt row_at, IsThere is_there) {
   constexpr FwdSpec output = as_output<spec, dim>();

@@ -1,8 +1,9 @@
 // Loads by cp.async: every thread of the CTA copies its share of a tile, 16 bytes at a time where strides and addresses
 // allow it.
 //
-// Threads walk a tile in the order in which it lies in shared memory, so that eight neighbours write 128 bytes side by side:
-// no bank is written twice. A span of the swizzle, 32 to 128 bytes, is also what they read side by side of a row.
+// Threads walk a tile in the order in which it lies in shared memory, so that eight neighbours write 128 bytes side
+// by side: no bank is written twice. A span of the swizzle, 32 to 128 bytes, is also what they read side by side of a
+// row.
 #pragma once
 #include <fmha/common/widen.cuh>
 #include <fmha/mma/smem_tile.cuh>
@@ -81,8 +82,8 @@ FMHA_DEVICE void copy_rows(const Tile& tile, const void* any, RowOf row_of, Ther
   }
 }
 
-// A tile all of whose rows are there, `stride` elements from one to the next: no row is asked for, so that a copy takes an addition
-// and not a comparison and a product.
+// Copies a tile all of whose rows are there, `stride` elements apart. No row needs a check, so a copy takes an
+// addition and not a comparison and a product.
 template <int bytes, int threads, class Tile, class ThereOf>
 FMHA_DEVICE void copy_whole_tile(const Tile& tile, const typename Tile::Elem* first, int64_t stride, ThereOf there_of) {
   using Elem = typename Tile::Elem;
@@ -119,8 +120,9 @@ FMHA_DEVICE void copy_scattered_tile(const Tile& tile, const void* any, RowOf ro
   copy_tile<bytes, threads>(tile, any, [&](int32_t row) { return rows[(row - first_row) / step]; }, there_of);
 }
 
-// Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that neither lanes that
-// read eight neighbouring keys nor lanes that read every second one, as fragments want them, meet in a bank.
+// Rows of FP8 in shared memory, sixteen bytes after sixteen bytes as in memory, but exchanged within a row so that
+// neither lanes that read eight neighbouring keys nor lanes that read every second one, as fragments want them, meet
+// in a bank.
 template <int num_rows, int num_bytes>
 struct alignas(16) RawTile {
   static constexpr int rows = num_rows, row_bytes = num_bytes, words = num_bytes / 16;
@@ -128,8 +130,8 @@ struct alignas(16) RawTile {
   uint8_t elems[num_rows][num_bytes];
   FMHA_DEVICE uint32_t word_address(int32_t row, int32_t word) const {
     if constexpr (words == 4) {
-      // Two rows a line of 128 bytes. Eight rows' words of one column lie in different banks, and so do two columns' of four even
-      // rows, which are what products read at a time.
+      // Two rows a line of 128 bytes. Eight rows' words of one column lie in different banks, and so do two columns'
+      // of four even rows, which are what products read at a time.
       const int32_t line = row / 2, exchanged = (line & 3) | (line & 1) << 2;
       return ptx::shared_address(this) + line * 128 + ((row % 2 * 4 + word) ^ exchanged) * 16;
     }
@@ -138,8 +140,8 @@ struct alignas(16) RawTile {
   }
 };
 
-// Copies of `bytes` each of a raw tile, of whose rows `row_of(base, within, step)` says where the elements are (null: zeros), `dim` of
-// them. Not waited for.
+// Copies of `bytes` each of a raw tile, of whose rows `row_of(base, within, step)` says where the elements are (null:
+// zeros), `dim` of them. Not waited for.
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words, passes = ceil_div(all, threads);
@@ -203,8 +205,8 @@ FMHA_DEVICE void copy_whole_raw_tile(const Raw& tile, const uint8_t* first, int6
   }
 }
 
-// A raw tile's elements to a tile of 16-bit ones. Of a warp's stores at a time, half write the first and half the second of
-// their two words, which lie in different banks. `unit`: the factor is 1.
+// Widens a raw tile to a tile of 16-bit elements. In each pass half of a warp's lanes store the first of their two
+// words and half the second, so that the words lie in different banks. `unit`: the factor is 1.
 template <DType stored, DType wide, bool converts, int threads, bool unit, class Tile, class Raw>
 FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   static_assert(Tile::rows == Raw::rows && Tile::dim <= Raw::row_bytes, "the same elements");
@@ -226,7 +228,7 @@ FMHA_DEVICE void widen_tile(const Tile& tile, const Raw& raw, float descale) {
   }
 }
 
-// The same from memory, element by element, where rows begin on odd bytes.
+// Widens a tile straight from global memory, element by element, for rows that begin on odd bytes.
 template <DType stored, DType wide, bool converts, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, ThereOf there_of) {
   constexpr int words = Tile::dim / kWord;
@@ -244,7 +246,7 @@ FMHA_DEVICE void widen_odd_tile(const Tile& tile, float descale, RowOf row_of, T
   }
 }
 
-// Of the sixteen bytes of elements from `column` on, those that a row of `dim` has.
+// Number of elements that a row of `dim` has in the sixteen bytes from `column` on.
 template <int dim, class Elem = uint16_t>
 FMHA_DEVICE int32_t elems_there(int32_t column) {
   constexpr int all = kWordOf<Elem>;

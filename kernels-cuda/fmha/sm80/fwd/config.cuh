@@ -18,12 +18,13 @@ using mma::SmemTile;
 // Every warp consumes; all of them load, but where one more issues TMA.
 FMHA_DEVICE consteval int num_consumers(const Sm80Tile& tile) { return 32 * tile.warps; }
 FMHA_DEVICE consteval int num_threads(const Sm80Tile& tile) { return num_consumers(tile) + (tile.tma ? 32 : 0); }
-// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its part of O's
-// columns, where all of them would take more than a warp's registers.
+// 16 rows of a product, times which a warp has rows. `value_parts` warps have the same rows, S and P, and each its
+// part of O's columns, where all of them would take more than a warp's registers.
 FMHA_DEVICE consteval int m_tiles(const Sm80Tile& tile) { return tile.block_m * tile.value_parts / (mma::kRows * tile.warps); }
 FMHA_DEVICE consteval int warp_rows(const Sm80Tile& tile) { return mma::kRows * m_tiles(tile); }
 
-// A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the tensor lacks.
+// A head dimension as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what the
+// tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim, DType dtype) { return round_up(dim, 32 / size_bytes(dtype)); }
 
 // Head dim of K, V and Q in shared memory: whole spans of the swizzle, 128 bytes, where a warp's copies are to have
@@ -32,7 +33,8 @@ FMHA_DEVICE consteval int tile_dim(const Sm80Tile& tile, int dim, DType dtype) {
   return tile.whole_spans ? round_up(dim, 64) : padded_dim(dim, dtype);
 }
 
-// What headers read that know no architecture: the fields of this tile, and what others have and it has not.
+// Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
+// has not.
 struct SharedTile {
   int32_t block_m, block_n, split_keys, shares, shares_a_cta, lazy_rescale_log2;
   bool fixed_parts, pack_gqa, fast_softcap;
@@ -45,15 +47,15 @@ FMHA_DEVICE consteval SharedTile shared(const Sm80Tile& tile) {
           tile.lazy_rescale_log2, tile.fixed_parts, tile.pack_gqa,   tile.fast_softcap};
 }
 
-// P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by which a row's
-// maximum may be surpassed before it is raised.
+// P of bf16 is scaled in the exponent (range.h); that of 8 bits to their range, which leaves room for the factor by
+// which a row's maximum may be surpassed before it is raised.
 FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm80Tile& tile) {
   if (spec.dtype_v == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(spec.dtype_v)) return 0;
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// What dropout's generator has in common, of each warp.
+// Part of the dropout generator's work that rows have in common, one per warp.
 template <int warps>
 struct QuadsOfWarps {
   DropoutQuads quads[warps];
@@ -64,7 +66,8 @@ struct QuadsOfWarps<0> {};
 // Whether K and V are of an FP8 cache beside queries of 16 bits.
 FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm80Tile& tile) { return is_fp8(tile.stored) && !is_fp8(spec.dtype_qk); }
 
-// Whether its blocks come as they lie in memory, and are widened in shared memory, one at a time, for the products.
+// Whether blocks of an FP8 cache are loaded as they lie in memory, and widened in shared memory, one at a time, for
+// the products.
 FMHA_DEVICE consteval bool widens_blocks(const FwdSpec& spec, const Sm80Tile& tile) { return widens_cache(spec, tile) && tile.copy_bytes >= 4; }
 
 // Elements of O that a warp's registers hold beside fragments on their way.
@@ -102,7 +105,7 @@ struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Widened> {
   RawV raw_v[stages];
 };
 
-// Of rings that TMA fills.
+// Barriers of the rings that TMA fills.
 template <int stages>
 struct Rings {
   ptx::Barrier k_full[stages], v_full[stages];    // TMA's bytes of a block

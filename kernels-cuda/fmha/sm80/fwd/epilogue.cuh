@@ -22,7 +22,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   const float scale_log2 = consumer.scale_log2, offset_log2 = consumer.modifiers.offset_log2();
   const OutputPlace place = output_place<tile>(p, work);
   const int32_t quad_lane = threadIdx.x % 4, first_column = consumer.part * Consumer<spec, tile, Keys>::Output::columns;
-  // As the stores see it: a row that ends with the part's columns.
+  // Spec as the stores see it: a row ends with the part's columns.
   constexpr FwdSpec output = spec_of_part<spec, tile>();
   bool suspect[m_tiles(tile)][2];
 #pragma unroll
@@ -35,7 +35,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       const bool stored = i < work.seqlen_q;
       const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
-      // Where the two differ beyond rounding, the row is computed again.
+      // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
       const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
       RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
       if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
@@ -72,7 +72,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
   for (int m = 0; m < m_tiles(tile); ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Of the four lanes of a row any may have found it.
+      // Any of a row's four lanes may have found a non-finite value.
       const bool found = quad_reduce(suspect[m][r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
       if (__any_sync(ptx::kAllLanes, found))
         recompute_rows<spec, tile>(p, work, consumer.row(m) + 8 * r, found && quad_lane == 0, consumer.keys);

@@ -1,8 +1,10 @@
-// Products of a warp's sixteen rows, or two sixteens, with blocks of an FP8 cache as they lie in shared memory: elements are
-// widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is written or read.
+// Products of a warp's sixteen rows, or two sixteens, with blocks of an FP8 cache as they lie in shared memory:
+// elements are widened in registers, on their way into fragments, once for all rows, and no wide copy of a block is
+// written or read.
 //
-// Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column of B may be
-// any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows). `unit`: factors are 1.
+// Every product contracts what those of a widened block do, in the same order: the bits are the same. But any column
+// of B may be any of O's, to the end, where a lane has 32 or 16 of a row side by side (store_lane_rows). `unit`:
+// factors are 1.
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -10,8 +12,8 @@
 
 namespace fmha::sm80 {
 
-// Steps of a product that are unrolled: what widens 32 keys and 128 dimensions takes some 16 KB of code, and several warps of a
-// multiprocessor, each at a place of its own, are to find it in the instruction cache.
+// Steps of a product that are unrolled: what widens 32 keys and 128 dimensions takes some 16 KB of code, and several
+// warps of a multiprocessor, each at a place of its own, are to find it in the instruction cache.
 FMHA_DEVICE constexpr int unrolled_steps(int keys) { return keys > 32 ? 2 : 8; }
 
 // s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
@@ -41,8 +43,8 @@ FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile
 // Elements of V's rows that a warp's loads take at a time, an eighth of them a lane.
 FMHA_DEVICE constexpr int raw_span(int columns) { return columns % 128 == 0 ? 128 : 64; }
 
-// o += P V, V raw: lane l reads of every span, at its (l / 4)-th eighth, the four keys that fragments want of it. Column l / 4 of
-// the g-th eight of a span is element g of that eighth.
+// o += P V, V raw: lane l reads of every span, at its (l / 4)-th eighth, the four keys that fragments want of it.
+// Column l / 4 of the g-th eight of a span is element g of that eighth.
 template <FwdSpec spec, Sm80Tile tile, bool unit, class Raw, int n, int depth, int sixteens>
 FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::RegisterTile<uint16_t, depth> (&probs)[sixteens],
                                 const Raw& v, float descale) {
@@ -76,7 +78,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
       for (int quad = 0; quad < own / 4; ++quad) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // The same two elements of neighbouring keys.
+          // Selects the same two elements of two neighbouring keys.
           const uint32_t selector = half == 0 ? 0x5140 : 0x7362;
           const uint32_t low = ptx::prmt(bytes[0][quad], bytes[1][quad], selector);
           const uint32_t high = ptx::prmt(bytes[2][quad], bytes[3][quad], selector);

@@ -1,17 +1,19 @@
 // Attention forward on mma.sync, for every NVIDIA GPU from sm_80 on.
 //
-// The schedule is that of FlashAttention-2 (Dao, 2023): a CTA has a tile of queries, its warps 16 or 32 rows each, and all
-// warps load K and V by cp.async beside computing. K and V have rings of `stages` blocks; with s stages, of block i:
+// The schedule is that of FlashAttention-2 (Dao, 2023): a CTA has a tile of queries, its warps 16 or 32 rows each,
+// and all warps load K and V by cp.async beside computing. K and V have rings of `stages` blocks; with s stages, of
+// block i:
 //
 //   waits for             issues         computes
 //   K(i), all warps here  V(i + s - 1)   S = Q K(i)^T, softmax
 //   V(i), all warps here  K(i + s)       O += P V(i)
 //
-// Each barrier says two things: what every thread has copied is there, and the slot that is loaded next has been read by all.
-// Every issue is one group, an empty one at the tile's end, so that waits count the same throughout.
+// Each barrier says two things: what every thread has copied is there, and the slot that is loaded next has been read
+// by all. Every issue is one group, an empty one at the tile's end, so that waits count the same throughout.
 //
-// The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's loads and
-// exponentials. In shares (common/shares.cuh) it is as many CTAs as there is room for, and each walks pieces of tiles.
+// The grid is a CTA a tile, longest tiles first, of which an SM holds several: one's products run under another's
+// loads and exponentials. In shares (common/shares.cuh) it is as many CTAs as there is room for, and each walks
+// pieces of tiles.
 #pragma once
 #include <fmha/common/shares.cuh>
 #include <fmha/ptx/grid.cuh>
@@ -20,13 +22,14 @@
 
 namespace fmha::sm80 {
 
-// Keys of a part from which on K and V take turns.
+// Keys of a part from which on loads of K and V alternate.
 constexpr int32_t kLongPart = 1024;
 
-// Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's kernel is read
-// from memory once for some blocks, and so counts by its length. A slot is loaded again as soon as its product is computed, so that
-// all but one are under way; in a long part V comes behind K, since memory is full of loads then, and faster with one stream a CTA.
-// `unit`: the factors of a K and V that the products read as they lie are 1.
+// Walks the tile's blocks of keys with each load written once: the loop's first passes only load. A short query's
+// kernel is read from memory once for some blocks, and so counts by its length. A slot is loaded again as soon as its
+// product is computed, so that all but one are under way; in a long part V comes behind K, since memory is full of
+// loads then, and faster with one stream a CTA. `unit`: the factors of a K and V that the products read as they lie
+// are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
@@ -158,8 +161,9 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
   }
 }
 
-// The same over an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as it is widened,
-// before the products that read it: so all slots are under way but the one at work. Of block i, behind each barrier:
+// Walks an FP8 cache of which one block at a time is widened. A raw block's slot is free as soon as the block is
+// widened, before the products that read it, so loads fill all slots but the current one. Steps of block i, each
+// behind a barrier:
 //
 //   K(i) raw is there, the wide block is read   widen K(i)
 //   K(i) wide is there, its slot is free        load K(i + s), S = Q K(i)^T, softmax

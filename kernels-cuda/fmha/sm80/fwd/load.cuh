@@ -10,7 +10,8 @@ template <FwdSpec spec, Sm80Tile tile>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
-  // Few warps to a multiprocessor's scheduler, of which each issues the copies of many bytes: what a copy takes of it counts.
+  // Few warps to a multiprocessor's scheduler, of which each issues the copies of many bytes: what a copy takes of it
+  // counts.
   static constexpr bool has_few_warps = tile.warps == 1 || tile.split_keys > 0;
 
   const FwdParams& p;
@@ -30,8 +31,8 @@ struct Loader {
                               [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });
   }
 
-  // The key behind the last one that the i-th block of the tile has: beyond come zeros, and in the first block those that
-  // no query of the sequence sees, whose V may be NaN.
+  // The key behind the last one that the i-th block of the tile has: beyond come zeros, and in the first block those
+  // that no query of the sequence sees, whose V may be NaN.
   FMHA_DEVICE int32_t end_of_keys(int32_t i, int32_t first_key) const {
     return i == 0 ? min(work.seqlen_k, first_key + work.first_dirty) : work.seqlen_k;
   }
@@ -43,8 +44,9 @@ struct Loader {
 
   FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
 
-  // Where a block's keys lie: its first key, if one row follows another, as in memory without pages or in one page; else a lane has
-  // every 32nd key of the block. The block table is read a block ahead of its copies, which do not wait for it then.
+  // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
+  // otherwise a lane has every 32nd key of the block. The block table is read a block ahead of its copies, which then
+  // do not wait for it.
   static constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
   struct KeyRows {
     static constexpr int count = in_a_row ? 1 : ceil_div(tile.block_n, 32);
@@ -62,7 +64,8 @@ struct Loader {
     return found;
   }
 
-  // Rows of a [keys, dim] tile, of elements of `own` where they are of no cache; raw ones of an FP8 cache that is widened later.
+  // Rows of a [keys, dim] tile, of elements of `own` where they are of no cache; raw ones of an FP8 cache that is
+  // widened later.
   template <int dim, DType own, class Tile>
   FMHA_DEVICE void load_rows(const Tile& to, const View& view, const HeadScalars& descales, int32_t i, const KeyRows& keys) const {
     using Elem = mma::Storage<widens_cache(spec, tile) ? tile.stored : own>;
@@ -76,8 +79,8 @@ struct Loader {
       if (j < 0 || j >= end) return nullptr;
       return data + (in_a_row ? offsets[0] + row * view.row : offset_of(view, j));
     };
-    // Row `base` + `within`, which is below `step`; `base` and `step` are known when compiling, and so whose lane has it. All lanes
-    // of a warp call it together.
+    // Row `base` + `within`, which is below `step`; `base` and `step` are known when compiling, and so whose lane has
+    // it. All lanes of a warp call it together.
     const auto scattered_row_of = [&](int32_t base, int32_t within, int32_t step) -> const Elem* {
       const int32_t row = base + within, j = first_key + row;
       int64_t offset = 0;

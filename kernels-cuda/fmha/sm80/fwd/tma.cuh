@@ -1,11 +1,12 @@
-// The same forward where K and V come by TMA, which one warp beside the consumers issues: sm_90 and later, GeForce among them, whose
-// tensor cores are those of mma.sync. Consumers spend no instruction on addresses of K and V, and meet at no barrier of the CTA.
+// The forward of fwd.cuh with K and V loaded by TMA, which one warp beside the consumers issues. It runs on sm_90 and
+// later, GeForce among them, whose tensor cores take mma.sync. Consumers spend no instruction on addresses of K and
+// V, and wait at no barrier of the CTA.
 //
 //   warp that loads   K(i): waits for k_empty    V(i): waits for v_empty
 //   consumers         k_full: S = Q K(i)^T, softmax, k_empty    v_full: O += P V(i), v_empty
 //
-// A ring has `stages` slots; with one, K(i + 1) comes under the exponentials and P V of block i. Q, once a tile, is copied by the
-// consumers, so that no shape of it needs a map.
+// A ring has `stages` slots; with one, K(i + 1) arrives during the exponentials and P V of block i. The consumers
+// copy Q, once a tile, so that no shape of Q needs a map.
 #pragma once
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/ptx/barrier.cuh>
@@ -14,7 +15,8 @@
 
 namespace fmha::sm80 {
 
-// As the host has them: K and V `(dim, row, head, batch)`, a column-major V `(row, dim, head, batch)`.
+// Tensor maps as the host encodes them: K and V `(dim, row, head, batch)`, a column-major V `(row, dim, head,
+// batch)`.
 struct Maps {
   ptx::TensorMap unread_q, k, v;
 };
@@ -36,7 +38,7 @@ FMHA_DEVICE void load_block(const Tile& to, const ptx::TensorMap& map, ptx::Barr
   }
 }
 
-// What the warp that loads does.
+// Work of the warp that loads.
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile>& smem) {
 #pragma unroll 1
@@ -59,7 +61,7 @@ FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   } else {
     zero_rows(smem.blocks.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
   }
-  // Before the TMA that writes the slot next.
+  // Fence before the TMA that writes the slot next.
   ptx::fence_proxy_async();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
 }

@@ -18,7 +18,7 @@ using fmha::mma::Storage;
 using ptx::Barrier;
 using ptx::TensorMap;
 
-// What follows from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
+// Properties that follow from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
 FMHA_DEVICE consteval bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
 FMHA_DEVICE consteval bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
 FMHA_DEVICE consteval bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
@@ -34,11 +34,12 @@ FMHA_DEVICE consteval bool adds_from_registers(const Sm90BwdTile& tile) {
 FMHA_DEVICE consteval bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
 FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
-// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have been read.
+// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have
+// been read.
 FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
 
-// One warpgroup loads and stores, the others have 64 keys each of the block; or all of its 64 keys, and each 32 of the
-// queries of S and a part of the dimension of dQ, dK and dV, or of these two one each.
+// One warpgroup loads and stores, the others consume. A consumer has 64 keys of the block; or all of its 64 keys, and
+// 32 of the queries of S with a part of the dimension of dQ, dK and dV, or one of dK and dV.
 constexpr int kSplitQueries = 32;
 FMHA_DEVICE consteval int num_consumers(const Sm90BwdTile& tile) {
   return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
@@ -65,7 +66,7 @@ FMHA_DEVICE consteval int consume_regs(const Sm90BwdTile& tile) {
   return (504 - tile.load_registers) / num_consumers(tile);
 }
 
-// Both head dimensions as the tiles have them: TMA fills with zeros what the tensors lack.
+// Head dimension of Q, K and V in the tiles: TMA fills with zeros what the tensors lack.
 FMHA_DEVICE consteval int padded_dim(const FwdSpec& spec) {
   const int dim = max(spec.head_dim_qk, spec.head_dim_v);
   return round_up(dim, 64);
@@ -102,19 +103,20 @@ struct Shape {
   static constexpr DType dtype = spec.fwd.dtype_qk;
   static constexpr int dim = padded_dim(spec.fwd);
   static constexpr int consumers = num_consumers(tile);
-  // What of the dimensions their padding leaves to be multiplied: products take 16 at a time.
+  // Head dimensions that products compute: rounded up to their steps of 16.
   static constexpr int dim_qk = round_up(spec.fwd.head_dim_qk, 16), dim_v = round_up(spec.fwd.head_dim_v, 16);
-  // V's dimension in shared memory: where there is no room for that of Q and K, its own.
+  // Columns of V in shared memory: those of Q and K, or V's own where there is no room for these.
   static constexpr int v_columns = halves_blocks(tile) ? round_up(spec.fwd.head_dim_v, 64) : dim;
-  // Of dK and dV, of a consumer; where it has one of them, of that, as dK's.
+  // Columns of dK and dV of one consumer. Where a consumer has only one of the two gradients, `dk_columns` counts
+  // that gradient's.
   static constexpr bool gradient_each = has_gradient_each(tile);
   static constexpr int dk_columns = gradient_each ? max(dim_qk, dim_v) : splits_dims(tile) ? dim / consumers : dim_qk;
   static constexpr int dv_columns = gradient_each ? 0 : splits_dims(tile) ? dim / consumers : dim_v;
-  // dQ's dimension among its sums.
+  // Columns of dQ in its sums.
   static constexpr int dq_dim = halves_blocks(tile) ? dim_qk : dim;
-  // dQ of a query block is shared out to the consumers: by its dimension, 64 of it each as the transpose of dQ or half
-  // of it, or by its rows. Of three chunks of 64 two CTAs have one each, by their first consumers, and by their second
-  // ones half each of the third, which both multiply whole.
+  // Consumers share out dQ of a query block by its columns (64 each, as the transpose of dQ, or half each) or by its
+  // rows. With three chunks of 64 columns, the first consumers of two CTAs have one chunk each; the second consumers
+  // of both multiply the whole third chunk, and each adds half of it.
   static constexpr bool transposes_dq = dim == kTransposedDqDim;
   static constexpr bool dq_by_columns = splits_dims(tile) || halves_blocks(tile);
   static constexpr int dq_columns = gradient_each   ? mma::kRows
@@ -123,7 +125,7 @@ struct Shape {
   static constexpr int dq_rows = transposes_dq ? dim : dq_by_columns ? tile.block_m * consumers : tile.block_m;
   // f32 numbers of one consumer's share, and of the block.
   static constexpr int dq_share = mma::kRows * dq_columns;
-  // Of its share what a consumer adds: of the third chunk the CTA's half.
+  // Numbers of its share that a consumer adds: of the third chunk half, the CTA's own.
   FMHA_DEVICE static constexpr int dq_added(int32_t consumer) { return gradient_each && consumer == 1 ? dq_share / 2 : dq_share; }
   FMHA_DEVICE static int32_t share_of(int32_t consumer) {
     if constexpr (gradient_each) return consumer == 0 ? cluster_rank<tile>() : dq_shares - 1;
@@ -135,7 +137,7 @@ struct Shape {
   using Chunks = ThreeChunks<dq_dim>;
   static_assert(!halves_blocks(tile) || (dq_columns == Chunks::whole + Chunks::half && Chunks::half > 0),
                 "in parts, three chunks of dQ");
-  // Where a consumer's columns of dK and dV begin.
+  // First column of a consumer's dK and dV.
   FMHA_DEVICE static int32_t first_column(int32_t consumer) {
     return splits_dims(tile) && !gradient_each ? consumer * dk_columns : 0;
   }
@@ -153,7 +155,7 @@ struct Shape {
   using OtherKTile = Tile<tile.block_n, cluster_columns>;
 };
 
-// What a CTA holds of the other one of its cluster.
+// Data of the cluster's other CTA that a CTA holds.
 template <BwdSpec spec, Sm90BwdTile tile, bool = in_clusters(tile)>
 struct ClusterSmem {};
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -163,9 +165,10 @@ struct ClusterSmem<spec, tile, true> {
   typename S::DsTile other_ds[tile.stages_ds];
 };
 
-// What dropout's generator has of a warp's sixteen keys for every query of a head, and of a block's queries for every
-// key: a warp's own, in shared memory. At D 64, 128 queries a block, causal 292 to 299 TFLOP/s; at D 128, whose
-// products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part alone 400.
+// Parts of the dropout generator's work that a warp's sixteen keys have in common for every query of a head, and a
+// block's queries for every key: one per warp, in shared memory. At D 64, 128 queries a block, causal 292 to 299
+// TFLOP/s; at D 128, whose products leave less of shared memory's bandwidth, 410 to 391, and with the keys' part
+// alone 400.
 template <int queries>
 struct alignas(16) DropoutParts {
   Array<uint32_t, 4> quads[4];
@@ -211,7 +214,7 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   typename S::VTile v;
   typename S::QTile q[tile.stages_q];
   typename S::DoutTile dout[tile.stages_dout];
-  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) && !has_one_probs(tile) ? 2 : 1];  // dS; and P, where consumers need each other's
+  typename S::DsTile ds[tile.stages_ds][splits_dims(tile) && !has_one_probs(tile) ? 2 : 1];  // dS; and P where shared
   FMHA_DEVICE const typename S::DsTile& probs(int32_t slot) const {
     if constexpr (has_one_probs(tile)) {
       return this->one_probs;
@@ -219,7 +222,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
       return ds[slot][1];
     }
   }
-  // In the order of the accumulators: [element / 4][thread][4]. Nothing, where consumers add to memory themselves.
+  // Sums of dQ in the order of the accumulators: [element / 4][thread][4]. Empty where consumers add to memory
+  // themselves.
   alignas(1024) float dq[adds_from_registers(tile) ? 1 : (S::consumers - 1) * S::dq_share + S::dq_added(S::consumers - 1)];
   alignas(1024) float lse_log2[tile.stages_q][tile.block_m];
   float delta[tile.stages_dout][tile.block_m];
@@ -243,8 +247,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
   Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
   Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
-  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the other's load
-  // role, when all of these have arrived there.
+  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the
+  // other's load role, when all of these have arrived there.
   Barrier tile_index_empty[kTileIndexSlots];
   int32_t tile_index[kTileIndexSlots];
   int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet

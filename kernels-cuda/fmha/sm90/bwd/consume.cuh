@@ -29,7 +29,7 @@ FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
   }
 }
 
-// What lies behind the sequence in the other CTA's keys becomes zeros, as `walk_tile` does with this one's.
+// Zeros the rows behind the sequence in the other CTA's keys, as `walk_tile` does for this one's.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void zero_others_keys(const Consumer<spec, tile>& c, const Work& work) {
   const int32_t there = work.cluster_keys.end - first_key_of_other<tile>(work);

@@ -44,8 +44,8 @@ FMHA_DEVICE BiasBlock bias_block(const BwdParams& p, const Sm90BwdSchedule& sche
   return block;
 }
 
-// What a role does of all blocks of this CTA: begins each, takes a step for each sequence and head that add to it,
-// finishes it.
+// A role's loop over all blocks of this CTA: it begins each block, takes a step for each sequence and head that add
+// to it, and finishes it.
 template <BwdSpec spec, Sm90BwdTile tile, class Role>
 FMHA_DEVICE void walk_bias_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, Role& role) {
   for (int32_t index = blockIdx.x; index < schedule.num_bias_blocks; index += gridDim.x) {

@@ -36,7 +36,7 @@ FMHA_DEVICE void store_elems(const mma::Accumulator<n>& grad, const View& view, 
   __syncwarp();
 }
 
-// Eight columns of a row, of which there are `columns`: 16 bytes at a time where `vector`.
+// Stores eight columns of a row, of which `columns` exist; with `vector` 16 bytes at a time.
 template <DType dtype, bool vector>
 FMHA_DEVICE void store_eight(void* data, int64_t at, int32_t columns, const float (&values)[8]) {
   if constexpr (vector && dtype != DType::F32) {
@@ -52,11 +52,12 @@ FMHA_DEVICE void store_eight(void* data, int64_t at, int32_t columns, const floa
   }
 }
 
-// Columns that `store_rows` takes at a time, and the shared memory that it wants of a warp for them.
+// Columns that `store_rows` takes at a time, and the bytes of shared memory that it needs per warp for them.
 constexpr int kStagedColumns = 64, kStagingBytes = 16 * kStagedColumns * 2;
 
-// The same 16 bytes at a time: a warp's 16 rows go through shared memory of its own at `staging`, since exchanging them
-// between lanes takes more instructions. Of a row there, the pieces of 16 bytes are swapped by its last three bits.
+// Stores rows of a gradient 16 bytes at a time. A warp's 16 rows go through its own shared memory at `staging`, since
+// exchanging them between lanes takes more instructions. A 16-byte piece's index in its row there is XORed with the
+// row's last three bits.
 template <DType dtype, int dim, int n>
 FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, const Work& work, int32_t row,
                             int32_t first_column, float factor, uint32_t staging) {
@@ -80,7 +81,7 @@ FMHA_DEVICE void store_rows(const mma::Accumulator<n>& grad, const View& view, c
     for (int i = 0; i < pieces / 2; ++i) {
       const int32_t r = lane / pieces + i * (32 / pieces);
       uint32_t words[4] = {};
-      // A fragment may end amid the staged columns.
+      // A fragment may end within the staged columns.
       if (part + kStagedColumns <= n || part + 8 * piece < n)
         ptx::ld_shared_v4_b32(words, staging + r * row_bytes + (piece ^ r % 8) * 16);
       const int64_t at = row_offset(view, work.span.i_batch, int64_t(work.span.k_row) + first_row + r, work.i_head_kv);

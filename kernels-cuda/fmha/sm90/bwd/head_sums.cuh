@@ -1,7 +1,7 @@
-// dK and dV of a kv head whose queries several tiles share (`head_parts`): the tiles of a key block add to the same f32
-// sums, which begin as the zeros that preprocess has written, and a launch of its own rounds these. In deterministic
-// calls additions have an order. Of packed sequences each warp waits until those of the parts before have added its keys,
-// and the first one stores; of equal lengths each part leaves sums of its own, and the launch adds them.
+// dK and dV of a kv head whose queries several tiles share (`head_parts`). The tiles of a key block add to the same
+// f32 sums, which begin as zeros that preprocess has written; a launch of its own rounds them. In deterministic calls
+// additions have an order. With packed sequences each warp waits until the warps of the parts before have added to
+// its keys, and the first part stores; with equal lengths each part leaves sums of its own, and the launch adds them.
 #pragma once
 #include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>
@@ -9,8 +9,8 @@
 
 namespace fmha::sm90::bwd {
 
-// Key blocks of all kv heads, of which each has as many as the longest sequence; and the place of a tile's among them, or
-// of a part's where each has its own.
+// Key blocks of all kv heads, each with as many as the longest sequence; and a tile's place among them, or a part's
+// place where each part has sums of its own.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_summed_blocks(const Sm90BwdSchedule& schedule) {
   return schedule.num_tiles / num_parts<tile>(schedule);
@@ -21,19 +21,19 @@ FMHA_DEVICE int64_t place_of_sums(const BwdParams& p, const Sm90BwdSchedule& sch
   const int64_t of_part = keeps_head_sums_apart<spec, tile>() ? work.i_part * int64_t(num_summed_blocks<tile>(schedule)) : 0;
   return of_part + head * schedule.num_key_blocks + work.keys.begin / tile.block_n;
 }
-// Its sums are accumulators, consumer after consumer: dV and then dK, four numbers of each thread of the warpgroup side
-// by side.
+// Start of a place's sums of dV and dK. They are accumulators, consumer after consumer: dV, then dK, with four
+// numbers of each thread of the warpgroup side by side.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE float* head_sums_of(const Sm90BwdSchedule& schedule, int64_t place) {
   return schedule.head_sums + place * tile.block_n * kHeadSumsRow<spec, tile>;
 }
-// Of packed sequences in an order: how many parts' warps have added what this one has.
+// Counter of the parts whose warps have added to this warp's keys, for ordered sums of packed sequences.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* added_parts(const Sm90BwdSchedule& schedule, int64_t place) {
   return reinterpret_cast<int32_t*>(schedule.head_sums + num_head_sums<spec, tile>(schedule)) +
          place * num_consumer_warps(tile) + threadIdx.x / 32 - 4;
 }
-// Waits until those before have. `signals`: in one lane of a warp.
+// Waits until the parts before have added. `signals` is true in one lane of the warp.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_parts_before(const Sm90BwdSchedule& schedule, const Work& work, int64_t place, bool signals) {
   if (signals) {
@@ -60,8 +60,8 @@ FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, fl
 }
 
 // `kHeadSumsCtas` CTAs to a key block of a kv head. A thread takes eight columns of two keys eight apart, which four
-// threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were idle:
-// 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
+// threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were
+// idle: 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   using S = Shape<spec, tile>;

@@ -18,7 +18,7 @@ FMHA_DEVICE void load_rows(const Tile& to, const TensorMap& map, Barrier& full, 
                                  row, i_head, i_batch, hint);
   }
 }
-// The same rows for both CTAs of a cluster, of which each loads half.
+// Loads the same rows into both CTAs of a cluster; each CTA loads half of them, by multicast.
 template <class Tile>
 FMHA_DEVICE void load_rows_together(const Tile& to, const TensorMap& map, Barrier& full, int32_t i_batch, int32_t row,
                                     int32_t i_head, ptx::CacheHint hint, int32_t rank) {
@@ -128,8 +128,9 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
   if constexpr (!tile.persistent) {
     load_tile(blockIdx.x);
   } else if (cluster_rank<tile>() > 0) {
-    // The first CTA of a cluster claims for both. That all of this one have read a slot, which it writes next, it is told by
-    // one thread, since an arrival that orders reads here before writes from there makes who arrives wait for its stores.
+    // The first CTA of a cluster takes the tile index for both. One thread tells it that all of this CTA have read a
+    // slot, which it writes next: an arrival that orders reads here before writes from there makes the arriving
+    // thread wait for its stores.
     Slot<kTileIndexSlots> slot;
     for (int32_t round = 0;; ++round, slot.advance()) {
       if (round >= kTileIndexSlots) {
@@ -143,8 +144,8 @@ FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     }
   } else {
     Slot<kTileIndexSlots> slot;
-    // Where warps wait for a head's tiles (dq/finish.cuh), a CTA's first index comes from the counter too: else a tile
-    // would belong to a CTA that may not run yet.
+    // A CTA's first index comes from the counter too where warps wait for a head's tiles (dq/finish.cuh): otherwise a
+    // tile would belong to a CTA that may not run yet.
     constexpr bool counts_all = finishes_dq(tile);
     int32_t index = counts_all ? atomicAdd(p.schedulers + kNextTile, 1) : int32_t(blockIdx.x);
     while (true) {

@@ -1,10 +1,10 @@
 // Attention backward on Hopper, its main kernel: dK and dV of a key block, and its share of dQ.
 //
-// The design of FlashAttention-3's backward (Shah et al., 2024): a CTA keeps a key block's K and V and walks the query
-// blocks; dK and dV stay in registers, dQ leaves at each step as a sum in memory. Of the first warpgroup one thread
-// loads (load.cuh), one may store dQ (dq/store.cuh), one or two may poll and release dQ's semaphores
+// The design is that of FlashAttention-3's backward (Shah et al., 2024). A CTA keeps a key block's K and V and walks
+// the query blocks; dK and dV stay in registers, dQ is added to sums in memory at each step. One thread of the first
+// warpgroup loads (load.cuh), one may store dQ (dq/store.cuh), one or two may poll and release dQ's semaphores
 // (dq/semaphore.cuh), and a warp may make delta (make_delta.cuh) and finish dQ (dq/finish.cuh); the others consume
-// (consume.cuh). Before it preprocess.cuh, after it postprocess.cuh.
+// (consume.cuh). The launch before is preprocess.cuh, the one after postprocess.cuh.
 #pragma once
 #include <fmha/sm90/bwd/consume.cuh>
 #include <fmha/sm90/bwd/dq/finish.cuh>

@@ -1,8 +1,8 @@
-// With DqFinish::BesideWithDelta: LSE in log2 and delta of the rows of all heads but the first, beside the products,
-// by the warp that finishes dQ when no dQ waits for it. To read O and dO takes a tenth of a short call's time, and in
-// a launch of its own the tensor cores have nothing to do meanwhile.
+// LSE in log2 and delta of the rows of all heads but the first, for DqFinish::BesideWithDelta: the warp that finishes
+// dQ makes them beside the products while no dQ is ready. Reading O and dO takes a tenth of a short call's time, and
+// in a launch of its own the tensor cores have nothing to do meanwhile.
 //
-// On the diagonal of `mma.sync`, eight rows at a time, a row's dO . O takes a third of the instructions and more
+// A row's dO . O on the diagonal of `mma.sync`, eight rows at a time, takes a third of the instructions and more
 // time. With fewer than 40 registers ptxas gives up `setmaxnreg` beside one (C7507).
 #pragma once
 #include <fmha/ptx/shared.cuh>
@@ -64,7 +64,7 @@ struct DeltaMaker {
     const int32_t index = head * schedule.num_q_blocks + block.first / tile.block_m;
     ptx::red_release_gpu_add(far_queries<spec, tile>(p, schedule, index), 1);
   }
-  // dO . O of a row. Eight lanes beside each other have the same columns of eight rows, which lie in different banks.
+  // dO . O of a row. Eight neighbouring lanes have the same columns of eight rows, which lie in different banks.
   FMHA_DEVICE float dot_of_row(int32_t row) const {
     const uint32_t first = fmha::mma::word_offset<Rows>(row, 0);
     const uint32_t o = smem.rows_of_o.address() + first, dout = smem.rows_of_dout.address() + first;

@@ -16,8 +16,8 @@ namespace fmha::sm90::bwd {
 // Which elements of a thread's fragment dropout keeps, a bit to each.
 //
 // One call of the generator decides four keys of a query, which four lanes hold. They hold two queries of an 8-column
-// group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common, and so
-// what the generator's first rounds leave of those.
+// group in two rows each: four calls, one a lane, whose bits they exchange. A lane's calls have four keys in common,
+// and so what the generator's first rounds leave of those.
 //
 // The bits lie in the order of the elements, so that ptxas can test them without shifts.
 template <int n>
@@ -36,22 +36,22 @@ struct KeptBits {
     return kept;
   }
 
-  // Part `part` of `parts`, one after the other: they are whole when the last has been asked for. `first_key`: of the
-  // warpgroup's rows; `first_query`: of the columns.
+  // Decides part `part` of `parts`, one after the other; the bits are complete after the last part. `first_key`: of
+  // the warpgroup's rows; `first_query`: of the columns.
   template <int part, int parts>
   FMHA_DEVICE void decide(const FwdParams& p, int32_t batch_head, int32_t first_key, int32_t first_query) {
     constexpr int begin = num_groups * part / parts, end = num_groups * (part + 1) / parts;
     static_assert(begin % kCalls == 0 && end % kCalls == 0, "calls are made several at a time");
-    // Of the four lanes whose keys one call decides, this lane's number is its key and the call that it makes: for the
-    // query of bit 0 and the row of bit 1.
+    // Index of this lane among the four lanes whose keys one call decides. It selects the lane's key, and the call
+    // that the lane makes: bit 0 the query, bit 1 the row.
     const int32_t own = threadIdx.x / 4 % 4;
     const int32_t quad = (first_key + mma::fragment_row() + (own & 2 ? 8 : 0)) / 4;
     const int32_t query = first_query + mma::fragment_column() + (own & 1);
     call<begin, end>(p, dropout_quad(p, batch_head, quad), [&](int g) { return dropout_row(p, batch_head, query + 8 * g); });
     if constexpr (part + 1 == parts) exchange(own);
   }
-  // The same of all columns, with what `begin_head` has left of the warp's keys, and each lane making its share of what the
-  // columns have: with 128 of them 244 products a thread in place of 262.
+  // Decides all columns at once, from what `begin_head` has kept of the warp's keys. Each lane computes its share of
+  // what the columns have in common: with 128 columns 244 products a thread in place of 262.
   template <class Parts>
   FMHA_DEVICE void decide(const FwdParams& p, Parts& warp, int32_t batch_head, int32_t first_query) {
     const int32_t lane = threadIdx.x % 32, own = lane / 4 % 4;
@@ -96,8 +96,8 @@ struct KeptBits {
     }
   }
 
-  // The bits of the calls that four lanes made, to whom they belong: the lane that calls for an element has those of four
-  // keys, and gives each lane its key's. A matrix of four lanes by four bits is transposed, all groups' at once.
+  // Exchanges the bits of the calls that four lanes made: a lane's call has the bits of four keys, and each lane gets
+  // its own key's. A matrix of four lanes by four bits is transposed, for all groups at once.
   FMHA_DEVICE void exchange(int32_t own) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
@@ -132,7 +132,8 @@ struct Modifiers {
 
   using Modified = BwdScore<spec, tile>;
   static constexpr bool has_biases = Modified::reads;
-  // Elements of an elementwise bias, a register each: asked for before the scores are waited for, since memory answers late.
+  // Elements of an elementwise bias, a register each: loaded before the wait for the scores, since memory answers
+  // late.
   struct Biases {
     uint32_t bits[has_biases ? num_columns(tile) / 2 : 1];
 
@@ -177,8 +178,8 @@ struct Modifiers {
     }
     return biases;
   }
-  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses of all
-  // would take the registers of as many scores.
+  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses
+  // of all would take the registers of as many scores.
   template <bool whole>
   FMHA_DEVICE void fetch(Biases& biases) const {
     constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);
@@ -204,7 +205,7 @@ struct Modifiers {
     }
   }
 
-  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: each is asked by one lane of a warp.
+  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: one lane of a warp checks each query.
   FMHA_DEVICE static bool any_far(const float* lse_log2) {
     bool any = false;
 #pragma unroll

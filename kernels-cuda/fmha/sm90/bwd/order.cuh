@@ -28,7 +28,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
     nth_block = place.nth_block;
     is_upward = place.is_upward;
   }
-  // Of a kv head, if it has several.
+  // `head` counts the parts of kv heads where a kv head has several parts.
   if constexpr (tile.head_parts) {
     const int32_t part = head;
     head = part / num_parts<tile>(schedule);
@@ -88,7 +88,8 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
   int32_t start = work.q_blocks.begin;
-  // Else all key blocks would meet at the first query block, and wait for one of them.
+  // Key blocks start apart from each other. Otherwise all of them would meet at the first query block, and wait for
+  // one of them.
   if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
     if (!none) {
       const Stagger stagger = stagger_of<spec, tile>(schedule, work);

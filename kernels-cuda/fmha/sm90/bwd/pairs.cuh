@@ -1,4 +1,4 @@
-// What becomes of a fragment of S^T and of dP^T: a key to a row, queries along it.
+// Steps from a fragment of S^T and of dP^T to P and dS: a key to a row, queries along it.
 #pragma once
 #include <fmha/ptx/num.cuh>
 #include <fmha/ptx/shared.cuh>
@@ -36,7 +36,7 @@ struct Pairs {
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
-  // What the mask hides becomes 0.
+  // Sets to 0 what the mask hides.
   FMHA_DEVICE void mask(Scores& x, const Work& work, int32_t first_query) const {
     const int32_t query = first_query + mma::fragment_column();
 #pragma unroll
@@ -61,8 +61,8 @@ struct Pairs {
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
-  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first block on the
-  // diagonal.
+  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first
+  // block on the diagonal.
   FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
     const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
     return first > last || mask_of(work).skips(first_query, first_query + columns - 1, {first, last + 1});
@@ -73,7 +73,7 @@ struct Pairs {
   }
   FMHA_DEVICE Biases biases(const Work& work, const QueryTile& at) const { return modifier_of(work, at).biases(); }
 
-  // What P are exponentials of, and the slopes of scores that are mapped.
+  // Computes the exponents of P, and the slopes of scores that are mapped.
   FMHA_DEVICE Scores exponents(const Scores& s, const float (&lse_log2)[tile.block_m], const Work& work,
                                const QueryTile& at, const Biases& biases, Slopes& slopes) const {
     Scores x;
@@ -103,7 +103,7 @@ struct Pairs {
     return x;
   }
 
-  // They become P.
+  // Turns the exponents into P.
   template <Edges edges = Edges::Some>
   FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
 #pragma unroll
@@ -118,7 +118,7 @@ struct Pairs {
     }
   }
 
-  // Which elements dropout keeps, or a part of that: asked while products are under way that have nothing else beside them.
+  // Decides which elements dropout keeps, or a part of them, during products that have nothing else beside them.
   template <int part = 0, int parts = 1>
   FMHA_DEVICE void decide(Kept& kept, const Work& work, const QueryTile& at) const {
     const int32_t batch_head = head_of_whole(p.fwd, work.span.i_batch, at.i_head);

@@ -1,7 +1,6 @@
-// What the main kernel wants of each query row: LSE in log2, what scores are measured from, and
-// delta = dO . O - dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With
-// DqFinish::BesideWithDelta of the first heads' rows alone: the others' are made beside the products
-// (make_delta.cuh).
+// Prepares what the main kernel needs of each query row: LSE in log2, the origin of scores, and delta = dO . O -
+// dLSE; and zeros where it sums dQ, or in the semaphore that a block of dQ has. With DqFinish::BesideWithDelta it
+// prepares the first heads' rows alone; the others' are made beside the products (make_delta.cuh).
 //
 // Rows behind a sequence in its last block get LSE = +infinity, so that their P are 0 and add nothing; so do rows that
 // see no key, whose LSE is -infinity, and far ones that are left to the launch behind (repair.cuh).
@@ -29,8 +28,8 @@ FMHA_DEVICE QueryBlock resolve_query_block(const BwdParams& p, const Sm90BwdSche
           (index - head * schedule.num_q_blocks) * tile.block_m};
 }
 
-// Whether some query of a block, of which the sequence has one, may see a key: of a block that sees none dQ has no sums,
-// neither zeros before nor any read behind. B3 H40/8 of 11611 queries over 192 keys, D 248: 1417 us with them.
+// Whether some query of a block, of which the sequence has one, may see a key: of a block that sees none dQ has no
+// sums, neither zeros before nor any read behind. B3 H40/8 of 11611 queries over 192 keys, D 248: 1417 us with them.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool sees_keys(const BwdParams& p, const QueryBlock& block) {
   if constexpr (spec.fwd.mask == MaskKind::Full) return true;
@@ -58,7 +57,7 @@ FMHA_DEVICE float plus_dot8(float dot, const uint32_t (&xs)[4], const uint32_t (
   }
   return dot;
 }
-// What becomes of a row whose dO . O is known: `there` is whether the sequence has it.
+// Stores the numbers of a row whose dO . O is known; `there`: the sequence has the row.
 template <BwdSpec spec>
 FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, int32_t i, bool there, float lse, float dot) {
   float lse_log2 = infinity(), delta = 0.f;
@@ -103,8 +102,8 @@ FMHA_DEVICE void clear_head_sums(const BwdParams& p, const Sm90BwdSchedule& sche
   }
 }
 
-// Zeros in the counters (dq/sums.cuh), in the tiles' flags of what is not finite, and in sums of dK and dV (head_sums.cuh),
-// or where additions to these have an order in how many there are, by all CTAs of the launch.
+// Zeros the counters (dq/sums.cuh), the tiles' flags of non-finite values, and the sums of dK and dV (head_sums.cuh)
+// or, where additions to these have an order, their counters. All CTAs of the launch share the work.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t thread = blockIdx.x * kRowThreads + threadIdx.x, threads = gridDim.x * kRowThreads;
@@ -132,15 +131,15 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
     }
   }
   if constexpr (makes_delta(tile)) {
-    // Of blocks whose rows the main kernel looks at.
+    // Flags of the query blocks whose rows the main kernel looks at.
     const int32_t end = num_q_blocks_of_all(p, schedule);
     for (int32_t i = schedule.num_first_q_blocks + thread; i < end; i += threads)
       *far_queries<spec, tile>(p, schedule, i) = 0;
   }
 }
 
-// A lane's share of dO . O of a row, eight columns of each 8 * `lanes`; `ask` asks memory for it, so that several rows' are under
-// way at a time.
+// A lane's share of a row's dO . O, eight columns of each 8 * `lanes`. `ask` issues the loads, so that those of
+// several rows are under way at a time.
 template <BwdSpec spec, Sm90BwdTile tile, int lanes>
 struct DotOfRow {
   static constexpr DType dtype = spec.fwd.dtype_o;
@@ -158,7 +157,7 @@ struct DotOfRow {
         dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
     }
   }
-  // Of all lanes.
+  // Sum over all lanes of the row.
   FMHA_DEVICE float sum() {
     if constexpr (tile.vector_load) dot = plus_dot8<dtype>(0.f, os, douts);
 #pragma unroll

@@ -1,6 +1,6 @@
-// What the launches before leave wrong, computed pair by pair as fmha/row_bwd.h has it: rows of any gradient that are
-// not finite where a mask may have let a hidden infinity through, and what far queries add (`leaves_far_queries`). A
-// launch of its own, since its registers would slow down the conversion of dQ.
+// Recomputes what the launches before leave wrong, pair by pair as in fmha/row_bwd.h: rows of any gradient with a
+// non-finite value, where a mask may have let a hidden infinity through, and what far queries add
+// (`leaves_far_queries`). A launch of its own, since its registers would slow down the conversion of dQ.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
@@ -27,7 +27,7 @@ struct FarQueries {
   const Sm90BwdSchedule& schedule;
   const SeqSpan span;
 
-  // What preprocess, or the warp that makes delta, found in a query block.
+  // Flag that preprocess, or the warp that makes delta, left for a query block.
   FMHA_DEVICE bool in_block(int32_t i_head, int32_t block) const {
     const int32_t head = span.i_batch * p.fwd.num_heads_q + i_head;
     return *far_queries<spec, tile>(p, schedule, head * schedule.num_q_blocks + block) != 0;
@@ -66,9 +66,9 @@ FMHA_DEVICE Range query_heads_of(const BwdParams& p, int32_t i_head_kv) {
   return {i_head_kv * p.fwd.gqa_ratio, (i_head_kv + 1) * p.fwd.gqa_ratio};
 }
 
-// Of a kv head with far queries the whole: their origins and dQ, then what they add to each key's dK and dV; and rows
-// that are not finite, since those are made of these origins too. One CTA to a head, however many such queries there
-// are: 4096 of them, and as many keys, take it seconds.
+// Recomputes one kv head that has far queries: their origins and dQ, then their share of every key's dK and dV. It
+// also recomputes rows with a non-finite value, which depend on these origins too. One CTA takes a head, however many
+// such queries there are: 4096 of them, with as many keys, take seconds.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_kv) {
   const BwdParams& p = far.p;
@@ -111,7 +111,7 @@ FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_k
   }
 }
 
-// What far queries of all sequences add to dSink of a head, in one order.
+// Share of far queries of all sequences in dSink of a head, in one order.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_sink(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_head) {
   __shared__ float sums[kRowWarps];
@@ -150,7 +150,7 @@ FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule,
 
 // ---- Rows that are not finite.
 
-// Whether `repair_head` computes these rows anew, by a warp.
+// Whether `repair_head` recomputes these rows, by a warp.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span,
                                       int32_t i_head_kv) {

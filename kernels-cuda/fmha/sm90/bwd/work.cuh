@@ -21,7 +21,7 @@ struct Work {
   Range uncut;         // first queries of a consumer's columns that see all keys of a whole block
 };
 
-// Of the keys of the cluster's other CTA, in the sequence.
+// First key, in the sequence, of the cluster's other CTA.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
   return work.keys.begin + (cluster_rank<tile>() == 0 ? tile.block_n : -tile.block_n);
@@ -78,15 +78,16 @@ FMHA_DEVICE constexpr bool repairs() {
   return spec.fwd.mask != MaskKind::Full;
 }
 
-// Whether queries of a large LSE are left to the launch behind (repair.cuh), and have P of 0 before: a branch for them in
-// the loop over query blocks costs 2 to 10 %. Where scores are modified, preprocess measures such queries and the loop
-// finds them.
+// Whether queries of a large LSE are left to the launch behind (repair.cuh), and have P of 0 before: a branch for
+// them in the loop over query blocks costs 2 to 10 %. Where scores are modified, preprocess measures such queries and
+// the loop finds them.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool leaves_far_queries() {
   return !modifies_score(spec.fwd);
 }
-// From which LSE on a query is measured from an origin. Where scores are products alone, the rounding of their sums is as
-// much of them as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is gained.
+// LSE from which on a query's scores are measured from an origin. Where scores are products alone, the rounding of
+// their sums is as large as that of LSE: below 2^17, where half of LSE's last place is a hundredth of P, nothing is
+// gained.
 template <BwdSpec spec>
 FMHA_DEVICE bool has_origin(float lse) {
   return is_far(lse) && (modifies_score(spec.fwd) || abs_of(lse) >= 131072.f);
@@ -102,8 +103,8 @@ FMHA_DEVICE int32_t num_q_blocks_of_all(const BwdParams& p, const Sm90BwdSchedul
   return schedule.num_q_blocks * p.fwd.num_heads_q * p.fwd.batch;
 }
 
-// With `head_parts` a kv head's queries are shared out to `num_parts` tiles: by query heads, and each of these parts by
-// query blocks.
+// Parts of a kv head's queries, shared out to `num_parts` tiles with `head_parts`: by query heads, and each of these
+// parts by query blocks.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
   return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;
@@ -138,7 +139,7 @@ FMHA_DEVICE int32_t num_head_parts(const Sm90BwdSchedule& schedule, const SeqSpa
   const int32_t key_blocks = ceil_div(span.seqlen_k, tile.block_n);
   int32_t parts = schedule.num_head_parts;
   while (parts > 1) {
-    // Where a sequence has many tiles, a part is to have four times as many.
+    // A part has four times as many queries where a sequence has many tiles.
     const int32_t rows = key_blocks * parts <= schedule.few_tiles_of_head ? parts : 4 * parts;
     if (span.seqlen_q >= int64_t(schedule.least_queries_of_part) * rows) break;
     parts = parts % 2 == 0 ? parts / 2 : 1;

@@ -12,7 +12,8 @@
 
 namespace fmha {
 
-// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that know no architecture ask for it.
+// A block's P V of 8-bit operands is added to O before the next block's S is started. Beside the tile: headers that
+// know no architecture ask for it.
 FMHA_DEVICE consteval bool sums_output_first(const Sm90Tile& tile) { return tile.pv == ValueProduct::FlushedFirst; }
 
 }  // namespace fmha
@@ -51,22 +52,23 @@ FMHA_DEVICE consteval bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
 FMHA_DEVICE consteval DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }
-// Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and those
-// of V have to be along the keys (turn_values.cuh).
+// Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and
+// those of V have to be along the keys (turn_values.cuh).
 FMHA_DEVICE consteval bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
 }
 // Whether V comes from the workspace in the form that the products take, once for all tiles (prepare_values.cuh).
 FMHA_DEVICE consteval bool takes_prepared_v(const Sm90Tile& tile) { return tile.prepare_v != PrepareV::InTile; }
-// Else whether V passes through shared memory twice: as it comes, and as the products take it (value_role.cuh).
+// Whether V, not prepared in the workspace, passes through shared memory twice: as it comes, and as the products take
+// it (value_role.cuh).
 FMHA_DEVICE consteval bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
 }
-constexpr int kValueWarps = 2;  // that bring it from one to the other: of the load role's warpgroup, the last two
+constexpr int kValueWarps = 2;  // warps that convert V: the last two of the load role's warpgroup
 
 FMHA_DEVICE consteval int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
-  // That prepare V, or zero rows of it.
+  // Warps that prepare V, or zero rows of it.
   const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
@@ -84,39 +86,42 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   }
 }
 
-// A head dimension as the tiles have it, in 8 bits and along columns: TMA fills with zeros what the tensor lacks.
+// A head dimension as tiles have it, for 8-bit elements and along columns; TMA fills with zeros what the tensor
+// lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
-// The same of rows in shared memory. Those of 16 bits are whole swizzles of 128 bytes beyond 128, and where rows in memory begin amid
-// the L2's sectors of 32 bytes: of two heads, one's pieces of 64 bytes are three sectors each, in two lines as often as not. D 136 causal
-// at 11456 queries 880 us in 160 columns, 620 in 192, D 144, whose rows begin on sectors, 618 and 578 (an H200).
+// Columns of a row in shared memory. A 16-bit row is whole swizzles of 128 bytes beyond 128 columns, and where rows
+// in memory begin within one of the L2's sectors of 32 bytes: pieces of 64 bytes of every second head would then span
+// three sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160 columns and 620 with 192; D
+// 144, whose rows begin on sectors, takes 618 and 578 (H200).
 FMHA_DEVICE constexpr int tile_dim(int dim, DType dtype) {
   const bool whole = dim > 128 || (dim > 64 && dim % 16 != 0);
   return size_bytes(dtype) == 2 && whole ? round_up(dim, 64) : padded_dim(dim);
 }
-// The same in products: of 16 bits whole steps of the head dimension's own, whatever rows have beside it.
+// Columns that products compute: for 16-bit types whole steps of the head dimension, whatever padding rows have.
 FMHA_DEVICE constexpr int product_dim(int dim, DType dtype) {
   return size_bytes(dtype) == 2 ? round_up(dim, mma::kDepth<uint16_t>) : padded_dim(dim);
 }
 
-// Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias
-// `(key, query, head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the
-// workspace `(column, row, block, sequence and kv head)`, of the tiles that it has in shared memory.
+// Four maps: Q `(dim, head in group, row, kv head, batch)`, K and V `(dim, row, head, batch)`, the bias `(key, query,
+// head, batch)`, which has one head or one batch where it is the same for all. A V that is prepared in the workspace
+// `(column, row, block, sequence and kv head)`, of the tiles that it has in shared memory.
 struct Maps {
   TensorMap q, k, v, bias;
 };
 
-// P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the factor
-// by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest number
-// (448 = 2^8.8). That of bf16 to less (range.h).
+// P is scaled in the exponent, which costs nothing. That of 8 bits to their range: by as much as leaves room for the
+// factor by which a row's maximum may be surpassed before it is raised. Both together stay below the type's largest
+// number (448 = 2^8.8). That of bf16 to less (range.h).
 FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   if (operand_v(spec, tile) == DType::Bf16) return offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2);
   if (!is_fp8(operand_v(spec, tile))) return 0;
   return log2_of_power(p_scale(spec.dtype_v)) - tile.lazy_rescale_log2;
 }
 
-// How far, in log2, a row's scores may pass the running maximum in blocks that take no maxima of their own, before it is raised. A P of
-// bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again. A row's largest P is 1 where its maximum
-// was raised, and else rounded: of an O in f32, which rounds nothing itself, that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
+// Most, in log2, that a row's scores may pass the running maximum in blocks that take no maxima of their own, before
+// it is raised. A P of bf16 has f32's range, and under a mask no offset; what of O then leaves f32 is computed again.
+// A row's largest P is 1 where its maximum was raised, and else rounded: of an O in f32, which rounds nothing itself,
+// that is most of the error (`rare/rising`, RMSE 1.1e-3 for 4e-4).
 FMHA_DEVICE consteval int raise_beyond_log2(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool has_room = operand_v(spec, tile) == DType::Bf16 && spec.mask != MaskKind::Full && spec.dtype_o == DType::Bf16;
   return has_room ? 40 : tile.lazy_rescale_log2;
@@ -127,7 +132,7 @@ FMHA_DEVICE consteval int output_columns(const FwdSpec& spec, const Sm90Tile& ti
   return tile.output_columns > 0 ? tile.output_columns : product_dim(spec.head_dim_v, spec.dtype_v);
 }
 
-// What a V that is prepared comes in.
+// Data type of a prepared V.
 template <class Tile, int stages, bool prepares>
 struct RawValues {};
 template <class Tile, int stages>
@@ -152,7 +157,7 @@ template <FwdSpec spec, Sm90Tile tile>
 using RawTile = SmemTile<Storage<spec.dtype_v>, spec.v_layout == VLayout::ColMajor ? padded_dim(spec.head_dim_v) : tile.block_n,
                          spec.v_layout == VLayout::ColMajor ? tile.block_n : padded_dim(spec.head_dim_v)>;
 
-// What dropout's generator has in common, of each consumer warp.
+// Part of the dropout generator's work that rows have in common, one per consumer warp.
 template <int warps>
 struct QuadsOfWarps {
   DropoutQuads quads[warps];
@@ -178,12 +183,12 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
   QTile q[q_buffers];
   KTile k[tile.stages];
   VTile v[tile.stages];
-  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of those who copied them
+  Barrier q_full[q_buffers];     // the bytes of Q, or the arrivals of the threads that copied them
   Barrier q_empty[q_buffers];    // one arrival per warp that reads it
-  Barrier k_full[tile.stages];   // likewise of one K block
+  Barrier k_full[tile.stages];   // the same of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
-  Barrier v_full[tile.stages];   // likewise of one V block; or the zero role's arrival, or those of the value role, after v_raw
-  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared, or some of whose rows are to be zeroed
+  Barrier v_full[tile.stages];   // the same of one V block; after v_raw the arrivals of the zero or value role
+  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared or zeroed in part
   Barrier v_raw_empty[tile.stages];  // one arrival per warp that prepares V
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier bias_full[max(num_bias_slots(tile), 1)];   // the bytes of a warpgroup's bias for one block

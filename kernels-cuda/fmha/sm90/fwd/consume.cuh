@@ -5,20 +5,21 @@
 //            O += P V(i-1)                    mask, row maxima, P = exp2(S - row maximum)
 //            -                                P to 16 or 8 bits; above D 128 O *= correction here, before the next turn
 //
-// Where no mask cuts a block, the row-max reduction is skipped (`step_reusing_row_max`): P is computed with the
+// The row-max reduction is skipped where no mask cuts a block (`step_reusing_row_max`): P is computed with the
 // running maximum of the blocks before, and the block's row sums tell afterwards whether that was too low.
 //
-// With `ping_pong` two or three warpgroups issue their products in turn, so that one's products run
-// under another's exponentials. With `lookahead` the next tile's first S is started together with
-// this tile's last P V, so that the tensor cores do not wait at a tile's end either.
+// Two or three warpgroups issue their products in turn (`ping_pong`), so that one's products run under another's
+// exponentials. With `lookahead` the next tile's first S is started together with this tile's last P V, so that the
+// tensor cores do not wait at a tile's end either.
 //
-// Products of 8-bit elements are summed in some 14 bits. Where they are flushed those of P V go to accumulators of their own
-// (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second one, a part of its
-// columns at a time (`output_columns`). Of ValueProduct::FlushedFirst that is over before the next block's S begins:
+// Products of 8-bit elements are summed in some 14 bits. Flushed products of P V go to accumulators of their own
+// (`recent`), which are added to O in f32 with every block; where O leaves no registers for a second accumulator, a
+// part of the columns at a time (`output_columns`). With ValueProduct::FlushedFirst that is over before the next
+// block's S begins:
 //
 //   step i   O += P V(i-1), part by part, one summed while the one before is added; S = Q K(i); P
 //
-// The parts and S have the same registers then, so that blocks can be larger; a warpgroup's exponentials run under the
+// The parts and S then share registers, so that blocks can be larger; a warpgroup's exponentials run under the
 // products of the others alone.
 #pragma once
 #include <fmha/common/scheduler.cuh>
@@ -42,28 +43,28 @@ struct Consumer {
   using ScoreSums = mma::Accumulator<n>;  // as the product leaves them
   static constexpr int dim_qk = product_dim(spec.head_dim_qk, spec.dtype_qk), dim_v = product_dim(spec.head_dim_v, spec.dtype_v);
   static constexpr DType type_v = operand_v(spec, tile);
-  // Of a first block whose later keys the mask hides from the warpgroup, as on the diagonal from the upper one,
-  // only so many are computed.
+  // Keys computed of a first block whose later keys the mask hides from the warpgroup, as the diagonal hides them
+  // from the upper warpgroup.
   static constexpr int half_n = round_up(tile.block_n / 2, mma::kDepth<Storage<type_v>>);
   static constexpr int consumers = num_consumers(tile);
   static constexpr bool passes_after_max = tile.ping_pong == PingPong::AfterMax;
   static constexpr bool takes_turns = tile.ping_pong != PingPong::Off && consumers > 1;
-  // Exact maxima rescale O before the next turn, else in it, under the product of S. Beside sums of FP8, which have
-  // registers of their own, D 192 would spill 2 KB.
+  // O is rescaled before the warpgroup's next ping-pong turn, with exact maxima; otherwise in that turn, under the
+  // product of S. Beside sums of FP8, which have registers of their own, D 192 would spill 2 KB.
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
-  // Where these two were timed, and gained (TFLOP/s, H200).
+  // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
   static constexpr bool of_three = consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
-  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096 rows. Full 583
-  // and 600, causal 520 and 536.
+  // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
+  // rows. Full 583 and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
-  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498 and 534.
-  // Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
+  // A raised maximum ends the blocks that skip the row-max reduction. Full, scores that grow from block to block: 498
+  // and 534. Causal 536 and 530 where they do not grow; D 128 causal 720 and 709, growing 635 and 639.
   static constexpr bool marks_raised = of_three && takes_turns && !has_hi;
 
-  // Where scores lie far apart, maxima are taken of three scores at a time in a loop of their own. Causal, x64 and normal: packed D 128 1.015 and
-  // 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and 0.997; of three warpgroups D 80 1.019 and 1.014, D 64
-  // 1.006 and 1.001, and at 512 keys 0.98 (an H200).
+  // Scores that lie far apart: maxima are taken of three scores at a time in a loop of their own. Causal, x64 and
+  // normal: packed D 128 1.015 and 1.015. Not in clusters, x64 0.982; without a mask 1.043 and 0.993; D 256 1.000 and
+  // 0.997; of three warpgroups D 80 1.019 and 1.014, D 64 1.006 and 1.001, and at 512 keys 0.98 (an H200).
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);
 
   using Modifiers = fmha::Modifiers<spec, tile>;
@@ -89,7 +90,7 @@ struct Consumer {
   Slot<max(tile.bias_stages, 1)> bias_slot;
   Slot<kWorkSlots> work_slot;
 
-  // What a tile's rows see, in this thread's terms.
+  // Keys that a tile's rows see, for this thread's rows.
   struct Rows {
     int32_t row;           // the thread's first, of the sequence's (packed) rows
     Range inside;          // the keys that all of the warpgroup's rows see
@@ -159,14 +160,15 @@ struct Consumer {
       next_q();
     }
   }
-  // Of the warpgroup, in its piece of Q.
+  // The warpgroup's first row in its piece of Q.
   FMHA_DEVICE int32_t q_row() const { return Shared::q_pieces > 1 ? 0 : index * mma::kRows; }
   template <class Sums>
   FMHA_DEVICE void start_scores(Sums& s) {
     constexpr int sign = spec.negative_scale ? -1 : 1;
     int32_t q_index = q_slot.index;
-    // Else Q's descriptors, sixteen at D 256, are worked out before the loop, and as uniform registers have no room for
-    // them, brought back from ordinary ones between the turn's products: 25 moves a block.
+    // Hides the index from the compiler, which would compute Q's descriptors, sixteen at D 256, before the loop.
+    // Uniform registers have no room for them: 25 moves a block would bring them back from ordinary registers between
+    // the products.
     if constexpr (dim_qk > 128 && !is_fp8(spec.dtype_qk)) ptx::unknown_here(q_index);
     ptx::mbarrier_wait_parity(smem.k_full[k_slot.index], k_slot.phase);
     if constexpr (!sums_output_first(tile)) wait_ping_pong();
@@ -205,8 +207,9 @@ struct Consumer {
     release_k();
     if constexpr (release_q_early) release_q(last);
   }
-  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; else it has
-  // been since its last product. `passes_turn`: else the softmax does, once it has the maxima.
+  // A block's S, and O += P V of the block before. `rescales`: O is rescaled here, under the product of S; otherwise
+  // it has been rescaled since its last product. `passes_turn`: the turn is passed here; otherwise the softmax passes
+  // it, once it has the maxima.
   template <class Sums>
   FMHA_DEVICE void overlap_products(Sums& scores, bool rescales, bool last, const Work& work, int32_t block, bool passes_turn = true) {
     if constexpr (sums_output_first(tile)) {
@@ -224,7 +227,7 @@ struct Consumer {
     prepare_scores<Sums::columns>(work, block);
     finish_scores(last);
   }
-  // Of the products that were started together.
+  // Finishes the O of products that were started together with the scores.
   FMHA_DEVICE void finish_overlapped_output() {
     if constexpr (!sums_output_first(tile)) finish_output();
   }
@@ -255,8 +258,8 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
-  // With Q in pieces, another warpgroup's next piece takes the place of this one's, which is therefore released with
-  // the tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
+  // Pieces of Q: another warpgroup's next piece takes the place of this one's, which is therefore released with the
+  // tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
   static constexpr bool release_q_early = Shared::q_pieces > 1 && !tile.q_in_registers;
   FMHA_DEVICE void release_q(bool last) const { ptx::mbarrier_arrive_if(smem.q_empty[q_slot.index], signals && last); }
   FMHA_DEVICE void next_q() {
@@ -296,8 +299,8 @@ struct Consumer {
   FMHA_DEVICE uint32_t zero() const { return uint32_t(work().num_blocks) >> 31; }
   FMHA_DEVICE uint32_t never() const { return ptx::shared_address(&smem.work[0]); }
 
-  // What can be had before a block's scores are there, under their product: a bias from memory, which of them dropout
-  // zeros.
+  // Work that does not need a block's scores, done during their product: a bias from memory, and the decision which
+  // scores dropout zeros.
   template <int n>
   FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
@@ -314,7 +317,7 @@ struct Consumer {
       batch_head[r] = head_of_whole(p, work.i_batch, i_head);
     }
     dropped.template decide<n, !tile.pack_gqa>(p, smem.quads[(threadIdx.x / 32) % (4 * consumers)], i, batch_head, block * tile.block_n);
-    // A store to a word that nobody reads, and that the wait for S may not pass: without it ptxas moves the generator
+    // A store to a word that no thread reads, which the wait for S may not pass: without it ptxas moves the generator
     // behind that wait.
     bool some = false;
 #pragma unroll
@@ -412,7 +415,8 @@ struct Consumer {
     skip_v(first_of(w));
   }
 
-  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup. `nonnegative`: as of the softmax.
+  // One block, with the row-max reduction. `edge` and `last` are uniform over the warpgroup. `nonnegative`: as of the
+  // softmax.
   template <bool nonnegative = false>
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
@@ -468,12 +472,12 @@ struct Consumer {
     return true;
   }
 
-  // With `marks_raised`, blocks that skip the reduction are walked in pieces, which end with a tile's third,
-  // fifth, ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the
-  // two words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
-  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for together:
-  // the marks of the octave before it were written by then, and until the warps have met for another turn, new ones go
-  // to the other word. All four read the same. To read in every block cost D 64 5 %.
+  // With `marks_raised`, blocks that skip the reduction are walked in pieces, which end with a tile's third, fifth,
+  // ninth block and so on: the further a tile is, the less another block is likely to raise a maximum. Of the two
+  // words of `raised`, one is of the blocks of this octave, from such a last block up to the next, and the other of
+  // those of the last. It is read after the block that begins the next octave, whose turn the warps waited for
+  // together: the marks of the octave before it were written by then, and until the warps have met for another turn,
+  // new ones go to the other word. All four read the same. To read in every block cost D 64 5 %.
   FMHA_DEVICE uint8_t& mark(int32_t octave) const {
     return reinterpret_cast<uint8_t*>(&smem.raised[index][octave & 1])[threadIdx.x / 32 % 4];
   }
@@ -482,21 +486,23 @@ struct Consumer {
   FMHA_DEVICE int32_t last_of_piece(int32_t block) const {
     return work().last_block - (1 << (32 - __clz(max(work().last_block - block - 1, 1))));
   }
-  // After the last block of a piece: whether a warp of the warpgroup has raised running maxima in the octave before it.
+  // Whether, after the last block of a piece, a warp of the warpgroup has raised running maxima in the octave before
+  // it.
   FMHA_DEVICE bool has_raised(int32_t last_of_piece) const {
     return __any_sync(ptx::kAllLanes, smem.raised[index][(octave_of(last_of_piece) & 1) ^ 1] != 0);
   }
-  // Whether this warp has: the vote is of all four.
+  // Whether this warp has raised a maximum; all four warps vote.
   FMHA_DEVICE bool sees_mark() const { return signals && (mark(0) | mark(1)) != 0; }
-  // Before a tile's first vote, which all four warps come to before one raises a maximum.
+  // Clears the flags before a tile's first vote, which all four warps reach before one raises a maximum.
   FMHA_DEVICE void forget_raised() const {
     if (signals) mark(0) = mark(1) = 0;
   }
 
-  // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would raise
-  // its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the row's
-  // maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many keys may
-  // raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one to each.
+  // Whether the scores of a row of the thread lie so far apart, in the blocks above `block`, that later ones would
+  // raise its running maximum often. The four lanes that share a row see a quarter of its keys each; how far the
+  // row's maximum is above a lane's own, which the lane's share of the row sum tells, is how far four times as many
+  // keys may raise it. A share may be 0 since it is so small, or since the lane has seen no key; eight keys show one
+  // to each.
   FMHA_DEVICE bool far_apart(int32_t block) const {
     constexpr float kSmallShare = power_of_two(p_offset_log2(spec, tile) - tile.exact_max_spread_log2);
     bool apart = false;
@@ -510,7 +516,8 @@ struct Consumer {
     return apart;
   }
 
-  // Whether a running maximum of the sequence's rows is negative. Else none will be, and maxima are taken of three scores at a time.
+  // Whether a running maximum of the sequence's rows is negative. Else none will be, and maxima are taken of three
+  // scores at a time.
   FMHA_DEVICE bool has_negative_max() const {
     return (is_row(0) && softmax.rows[0].row_max < 0.f) || (is_row(1) && softmax.rows[1].row_max < 0.f);
   }
@@ -550,10 +557,11 @@ struct Consumer {
   }
 
   // Blocks that the mask cuts, and the next, whose rows need not have seen a key before, take exact maxima. Whether
-  // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks, after
-  // three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores of its
-  // rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so costs more
-  // than twenty row-max reductions. With `marks_raised` a raised maximum brings the vote about at the end of a piece.
+  // the others skip the row-max reduction depends on this tile alone: before them, then after `vote_after` blocks,
+  // after three times as many as before, and so on, the warpgroup votes. It takes exact maxima from then on if scores
+  // of its rows lie far apart, or if one of its warps has had to raise running maxima since the last vote: to do so
+  // costs more than twenty row-max reductions. With `marks_raised` a raised maximum brings the vote about at the end
+  // of a piece.
   FMHA_DEVICE void walk_skipping_row_max() {
     static_assert(!has_lo, "without a lower bound the blocks go down to 0");
     int32_t block = work().last_block - first_of(work()) - 1;
@@ -564,7 +572,7 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
-      // The vote of a warp is the same in each lane, as ptxas can tell: else slot indices leave the uniform registers.
+      // The vote of a warp is uniform, and ptxas can prove it: otherwise slot indices leave the uniform registers.
       if constexpr (marks_raised) raised = sees_mark();
       if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
         if constexpr (takes_three) {

@@ -8,8 +8,8 @@
 
 namespace fmha::sm90 {
 
-// Computes those of a warp's 16 rows again that any lane suspects. `row` is the thread's first in its tile. The rows have
-// been stored, as they were, before the warp's last synchronisation.
+// Recomputes those of a warp's 16 rows that any lane has flagged as non-finite. `row` is the thread's first in its
+// tile. The rows have been stored, as they were, before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2]) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;
@@ -48,7 +48,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const bool stored = i < work.seqlen_q && (!whole_groups<tile>() || packed_row - work.first_row < rows_of_tile<tile>(p));
     const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    // Where the two differ beyond rounding, the row is computed again.
+    // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2;
     RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
     if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);

@@ -1,9 +1,9 @@
 // Attention forward on Hopper: one warpgroup loads, one to three consume.
 //
-// The schedule is that of FlashAttention-3 (Shah et al., 2024). Of the first warpgroup's warps one loads
-// (load.cuh), one claims and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the
-// sequence's (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh), or prepare it in the workspace once
-// for all tiles (prepare_values.cuh).
+// The schedule is that of FlashAttention-3 (Shah et al., 2024). In the first warpgroup one warp loads (load.cuh), one
+// takes tile indices and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the sequence's
+// (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh), or prepare it in the workspace once for
+// all tiles (prepare_values.cuh).
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
@@ -71,7 +71,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   if (threadIdx.x == 0) {
-    // Before the grid before is over: the maps are arguments.
+    // Prefetches the maps before the previous grid ends: they are arguments.
     if constexpr (tile.copy_bytes == 0) {
       ptx::prefetch_tensormap(maps.q);
       ptx::prefetch_tensormap(maps.k);
@@ -100,7 +100,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   } else {
     consume<spec, tile>(p, smem);
   }
-  // A CTA stays until the others have received what it loads for them, and it what they load for it.
+  // A CTA exits only when the others have received what it loads for them, and it has received what they load for it.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 

@@ -68,7 +68,7 @@ struct Loader {
     q_slot.advance();
   }
 
-  // Where a tile's key blocks are; in registers, so that a load follows its slot's release at once.
+  // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
     int32_t i_batch, i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
 
@@ -101,7 +101,7 @@ struct Loader {
     load_box(smem.v, maps.v, smem.v_full[v_slot.index], smem.v_empty, v_slot, {0, 0, block, head});
   }
 
-  // Where a block begins in its map.
+  // Start of a block in its map.
   struct Place {
     int32_t c0, c1, c2, c3;
   };
@@ -200,8 +200,8 @@ struct Loader {
       if constexpr (copies) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
       work_slot.advance();
-      // Some blocks before the end: earlier, this CTA would hold a tile that an idle one could take; later, the time
-      // to resolve it would show.
+      // The next tile is taken some blocks before the end: earlier, this CTA would hold a tile that an idle one could
+      // take; later, the time to resolve it would show.
       const int32_t ask_at = max(num_blocks - 3, 0);
 #pragma unroll 1
       for (int32_t i = 0; i < num_blocks - 1; ++i) {

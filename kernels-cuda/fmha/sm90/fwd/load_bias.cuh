@@ -1,5 +1,5 @@
-// The bias role: one thread brings the bias of 16 bits by TMA, each warpgroup's 64 rows of a block in a slot of their own,
-// `bias_stages` blocks ahead, across a tile's end too.
+// The bias role: one thread brings the bias of 16 bits by TMA, each warpgroup's 64 rows of a block in a slot of their
+// own, `bias_stages` blocks ahead, across a tile's end too.
 #pragma once
 #include <fmha/common/work.cuh>
 #include <fmha/sm90/fwd/config.cuh>

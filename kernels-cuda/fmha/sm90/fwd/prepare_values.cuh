@@ -1,14 +1,14 @@
-// A row-major V of 8 bits brought to the form that the products take once for all tiles, in the workspace: widened to f16 or
-// turned, as value_role.cuh does block by block for each tile, to the same bits. A launch before the main kernel does so, or
-// two spare warps of each of its CTAs beside the tiles at work.
+// Preparation of a row-major V of 8 bits in the workspace, once for all tiles, in the form that the products take:
+// widened to f16 or transposed, as value_role.cuh does block by block for each tile, to the same bits. A launch
+// before the main kernel does so, or two spare warps of each of its CTAs beside the tiles at work.
 //
 // A block of keys lies in one piece, [rows, columns] of its tile in shared memory, to which TMA adds the swizzle:
 // [sequence, kv head, block][rows][columns]. Packed sequences have as many blocks each as the longest may. Keys that no
 // query sees are zeros up to the end of the last block that is loaded, and of a block behind it nothing is written.
 //
-// Beside the tiles warps claim units of work from a counter, in the order in which the tiles want them, and wait for nobody:
-// so every unit that was claimed is finished, and the load role, which waits for a block's units, waits for running warps
-// alone, however few CTAs run at a time.
+// Warps beside the tiles take units of work from a counter, in the order in which the tiles need them, and wait for
+// no other warp. So every unit that was taken is finished, and the load role, which waits for a block's units, waits
+// only for running warps, however few CTAs run at a time.
 #pragma once
 #include <fmha/common/work.cuh>
 #include <fmha/mma/fp8_operand.cuh>
@@ -24,8 +24,8 @@ namespace fmha::sm90 {
 
 constexpr int kPrepareThreads = 256;
 
-// A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for their first
-// blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
+// A warp's unit of work is a part of a block of a kv head: some 2 KB that are read, since the first tiles wait for
+// their first blocks. Widened are sixteen keys of all dimensions (of few, 32), turned 32 keys of 64 dimensions.
 FMHA_DEVICE consteval int unit_keys(const FwdSpec& spec, const Sm90Tile& tile) {
   const bool wide = !widens_v(spec, tile) || padded_dim(spec.head_dim_v) <= 64;
   return wide && tile.block_n % 32 == 0 ? 32 : 16;
@@ -38,8 +38,8 @@ FMHA_DEVICE consteval int units_per_block(const FwdSpec& spec, const Sm90Tile& t
   return tile.block_n / unit_keys(spec, tile) * units_of_keys(spec, tile);
 }
 
-// Units in order: kv heads whose tiles run together; their blocks, from the last, as tiles walk them; of a block each of
-// those heads; its parts.
+// Units in order: kv heads whose tiles run together; their blocks, from the last, as tiles walk them; of a block each
+// of those heads; its parts.
 struct Unit {
   int32_t head, block, part;  // sequence and kv head; block of the sequence; unit of the block
 };
@@ -72,15 +72,15 @@ FMHA_DEVICE void load_bytes(uint32_t (&words)[count / 4], const uint8_t* row, in
   }
 }
 
-// Of `number`, up to `most`.
+// Largest divisor of `number` that is at most `most`.
 FMHA_DEVICE constexpr int largest_divisor(int number, int most) {
   while (number % most != 0) --most;
   return most;
 }
 
-// Keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the first key's
-// row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: loads before their
-// stores, for the registers of the threads.
+// Keys of a block to f16, eight elements to a lane at a time, so that a warp stores whole lines. `from` is the first
+// key's row in memory, `num_there` how many keys are seen, `to` the first key's in the workspace. `batch`: loads
+// before their stores, for the registers of the threads.
 template <FwdSpec spec, Sm90Tile tile, int batch>
 FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint16_t* to) {
   constexpr int words = padded_dim(spec.head_dim_v) / 8, steps = unit_keys(spec, tile) * words / 32;
@@ -109,9 +109,9 @@ FMHA_DEVICE void widen_unit(const uint8_t* from, int64_t row_stride, int32_t num
   }
 }
 
-// 32 keys of a block and 64 dimensions turned, as turn_values.cuh stores them: a lane has four dimensions of sixteen keys, its
-// neighbour the same dimensions of the next sixteen, so that two store 32 bytes. `to` is where the keys begin in the block's
-// first row, `dim0` the first dimension.
+// 32 keys of a block and 64 dimensions turned, as turn_values.cuh stores them: a lane has four dimensions of sixteen
+// keys, its neighbour the same dimensions of the next sixteen, so that two store 32 bytes. `to` is where the keys
+// begin in the block's first row, `dim0` the first dimension.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void turn_unit(const uint8_t* from, int64_t row_stride, int32_t num_there, uint8_t* to, int32_t dim0) {
   constexpr int rows = padded_dim(spec.head_dim_v);
@@ -138,7 +138,7 @@ FMHA_DEVICE void turn_unit(const uint8_t* from, int64_t row_stride, int32_t num_
     ptx::st_global_v4_b32_if(to + column_of(dim + e) * tile.block_n + half, turned[e], rows % 64 == 0 || dim < rows);
 }
 
-// By a warp. Returns whether the block has a key that is seen, and was written.
+// Prepares a block, by one warp. Returns whether the block has a key that is seen, and was written.
 template <FwdSpec spec, Sm90Tile tile, int batch>
 FMHA_DEVICE bool prepare_unit(const FwdParams& p, const PreparedValues& values, const Unit& unit) {
   using Tile = typename Smem<spec, tile>::VTile;
@@ -168,7 +168,8 @@ FMHA_DEVICE void prepare_values(const FwdParams& p, const PreparedValues& values
   if (index < values.num_units) prepare_unit<spec, tile, 8>(p, values, unit_at<spec, tile>(values, index));
 }
 
-// Beside the tiles: `counts` has first the number of units claimed, then of each block how many are finished.
+// Preparation beside the tiles: `counts` holds the number of units taken, then the number of finished units of each
+// block.
 FMHA_DEVICE int32_t claim_unit(const PreparedValues& values) {
   int32_t index = 0;
   if (threadIdx.x % 32 == 0) index = atomicAdd(values.counts, 1);
@@ -180,7 +181,7 @@ FMHA_DEVICE int32_t* finished_units(const PreparedValues& values, int32_t head, 
 
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void prepare_beside(const FwdParams& p, const PreparedValues& values) {
-  // Beside three consumers a thread has few registers.
+  // A thread beside three consumers has few registers.
   constexpr int batch = num_consumers(tile) > 2 ? 4 : 8;
   int32_t index = claim_unit(values);
   while (index < values.num_units) {
@@ -194,7 +195,8 @@ FMHA_DEVICE void prepare_beside(const FwdParams& p, const PreparedValues& values
   }
 }
 
-// By the thread that is to load the block by TMA, which is another proxy. A tile without keys has block -1.
+// Waits for a block's units, in the thread that is to load the block by TMA, which is another proxy. A tile without
+// keys has block -1.
 template <FwdSpec spec, Sm90Tile tile>
 FMHA_DEVICE void wait_until_prepared(const PreparedValues& values, int32_t head, int32_t block) {
   if (block < 0) return;

@@ -1,11 +1,11 @@
 // A row-major V of 8-bit elements from [keys, dim] to [dim, keys], in which wgmma reads it.
 //
-// Sixteen keys of 32 dimensions at a time. A transposing ldmatrix moves pairs of bytes: lane 4 p + t receives dimensions 2 p
-// and 2 p + 1 of the keys 2 t and 2 t + 1 of an 8 x 16 matrix. Two prmt of the registers of keys 0..7 and 8..15 part the
-// dimensions: dimension 2 p of keys {2 t, 2 t + 1, 8 + 2 t, 9 + 2 t}, and 2 p + 1 of the same. Stored as four bytes of a row
-// the keys have the order that P has in its registers (mma/fp8_operand.cuh), so P needs no exchange. The even
-// dimensions of sixteen become the first eight rows, the odd ones the others: stored in their own places, two apart, eight
-// rows would lie in half of the banks. The epilogue knows (`dim_at`).
+// Sixteen keys of 32 dimensions at a time. A transposing ldmatrix moves pairs of bytes: lane 4 p + t receives
+// dimensions 2 p and 2 p + 1 of the keys 2 t and 2 t + 1 of an 8 x 16 matrix. Two prmt of the registers of keys 0..7
+// and 8..15 part the dimensions: dimension 2 p of keys {2 t, 2 t + 1, 8 + 2 t, 9 + 2 t}, and 2 p + 1 of the same.
+// Stored as four bytes of a row the keys have the order that P has in its registers (mma/fp8_operand.cuh), so P needs
+// no exchange. The even dimensions of sixteen become the first eight rows, the odd ones the others: stored in their
+// own places, two apart, eight rows would lie in half of the banks. The epilogue knows (`dim_at`).
 #pragma once
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/matrix.cuh>
@@ -14,9 +14,9 @@
 
 namespace fmha::sm90 {
 
-// The dimension that stands in column `column` of O, of a V that was turned.
+// Dimension in column `column` of O, for a V that was transposed.
 FMHA_DEVICE constexpr int dim_at(int column) { return column / 16 * 16 + column % 8 * 2 + column / 8 % 2; }
-// And the column in which a dimension stands.
+// Column of O in which a dimension stands.
 FMHA_DEVICE constexpr int column_of(int dim) { return dim / 16 * 16 + dim % 2 * 8 + dim % 16 / 2; }
 
 // Each warp takes sixteen of 32 keys. A few loads come before their stores, or each store would wait for its load, and

@@ -1,5 +1,6 @@
-// The value role: two warps bring a V of 8 bits from one ring of shared memory to another, in the form that the products
-// take: widened to f16, or turned. V rows that are not the sequence's are zeroed first, as zero_values.cuh does for other types.
+// The value role: two warps bring a V of 8 bits from one ring of shared memory to another, in the form that the
+// products take: widened to f16, or turned. V rows that are not the sequence's are zeroed first, as zero_values.cuh
+// does for other types.
 #pragma once
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/ptx/barrier.cuh>

@@ -1,9 +1,9 @@
-// A V of 8-bit elements to f16, which holds every one of them: P V is then a product of f16, whose sums the tensor cores keep
-// in f32, where those of 8-bit products have some 14 bits.
+// A V of 8-bit elements to f16, which holds every one of them: P V is then a product of f16, whose sums the tensor
+// cores keep in f32, where those of 8-bit products have some 14 bits.
 //
-// A lane takes 16 elements at a time, a warp 8 rows of 64 (or, where a row is no multiple of that, 16 of 32), at places that
-// make its eight lanes of a pass read and write all banks: rows r and r ^ 5, so that what a lane reads lies apart by the
-// swizzle's third bit, and what it writes, every other word of a span, by its first.
+// A lane takes 16 elements at a time, a warp 8 rows of 64 (or, where a row is no multiple of that, 16 of 32), at
+// places that make its eight lanes of a pass read and write all banks: rows r and r ^ 5, so that what a lane reads
+// lies apart by the swizzle's third bit, and what it writes, every other word of a span, by its first.
 #pragma once
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/fp8.cuh>

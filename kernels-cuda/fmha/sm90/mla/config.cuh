@@ -21,16 +21,16 @@ constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
 
-// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and twice 208,
-// which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
+// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and
+// twice 208, which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
 constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
 struct Regs {
   int load, consume;
 };
 FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
-// Whether threads copy every row from where it lies. Barriers count such copies as they land, and whoever waits for one puts the
-// fence between them and the tensor cores' reads.
+// Whether threads copy every row from where it lies. Barriers count such copies as they land, and the thread that
+// waits for one puts the fence between them and the tensor cores' reads.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
@@ -38,8 +38,8 @@ constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
 constexpr int kBothGroups = 2 * kWarpgroup;
 
-// What headers read that know no architecture: the fields of this tile, and what others have and it has not. With
-// `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
+// Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
+// has not. With `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
 struct SharedTile {
   int32_t block_m, block_n, lazy_rescale_log2;
   static constexpr int cluster = 1, bias_stages = 1, wait_anchor = 0;
@@ -53,21 +53,22 @@ FMHA_DEVICE consteval int p_offset_log2(const FwdSpec& spec, const Sm90MlaTile& 
   return spec.dtype_v == DType::Bf16 ? offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2) : 0;
 }
 
-// 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns dealt out:
-// each warpgroup has a half of V's chunks.
+// 64 rows or keys by 64 columns. Rows of Q, K and V are chunks, zeros behind their last element; so are O's columns
+// dealt out: each warpgroup has a half of V's chunks.
 template <bool clustered>
 using ChunkOf = mma::SmemTile<uint16_t, kRows, kSpan, clustered>;
 static_assert(kRows == kKeys, "queries and keys lie alike");
 
 // A block of keys comes in parts, each with barriers of its own.
 //
-// Where V is the first columns of K (`v_in_k`), two blocks are in shared memory at a time: an even one in slot 0, whose scores
-// warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one warpgroup multiplies P by: a half of V's
-// chunks. Once a block's scores are there its last chunk, the tail, is read no more, and takes its probabilities; it comes
-// with the part of the warpgroup that reads the other's probabilities there.
+// Latent attention, where V is the first columns of K (`v_in_k`): two blocks are in shared memory at a time: an even
+// one in slot 0, whose scores warpgroup 0 computes, and an odd one in slot 1, of warpgroup 1. A part is what one
+// warpgroup multiplies P by: a half of V's chunks. Once a block's scores are there its last chunk, the tail, is read
+// no more, and takes its probabilities; it comes with the part of the warpgroup that reads the other's probabilities
+// there.
 //
-// Else there is one slot of K and one of V: the next K comes beneath the exponentials and the products of V, the next V
-// beneath the scores. Parts are K, and the halves of V.
+// V apart from K: there is one slot of K and one of V: the next K arrives during the exponentials and the products of
+// V, the next V during the scores. The parts are K and the two halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Plan {
   using Chunk = ChunkOf<(tile.cluster > 1)>;
@@ -104,10 +105,10 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
   Chunk k[P::slots][P::chunks_k];
   float row_max[2][kRows];  // the running maxima after the last block of either warpgroup
   float row_sum[2][kRows];  // each warpgroup's part
-  uint32_t suspect[kRows];  // rows that warpgroup 1 has found not finite
+  uint32_t suspect[kRows];  // rows that warpgroup 1 has found non-finite
   Barrier q_full;           // one arrival per thread of the load role
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
-  Barrier empty[P::parts];  // one arrival per warp of the cluster that reads it: the warpgroup's of V's half, or of K's block
+  Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {
@@ -116,7 +117,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
       return this->v + half * P::chunks_half;
     }
   }
-  // Where the probabilities of a slot's block lie.
+  // Place of the probabilities of a slot's block.
   FMHA_DEVICE const Chunk& probs_of(int slot) const {
     if constexpr (P::v_in_k) {
       return k[slot][2 * P::chunks_half];
@@ -130,7 +131,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
 template <Sm90MlaTile tile>
 FMHA_DEVICE uint32_t rank_in() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
-// Of K and V: (dim, row, head, batch or page).
+// Tensor maps of K and V: (dim, row, head, batch or page).
 struct Maps {
   ptx::TensorMap k, v;
 };

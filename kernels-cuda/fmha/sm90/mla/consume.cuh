@@ -1,12 +1,12 @@
-// The consume role: two warpgroups, 64 rows together. Of O each has half of the columns; of the blocks warpgroup 0 has the even ones
-// and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and probabilities, once, multiplies
-// them by its half of V, and leaves them in shared memory for the other half.
+// The consume role: two warpgroups, 64 rows together. Of O each has half of the columns; of the blocks warpgroup 0
+// has the even ones and warpgroup 1 the odd ones, counted as the tile walks them: it computes their scores and
+// probabilities, once, multiplies them by its half of V, and leaves them in shared memory for the other half.
 //
 //   warpgroup 0   S0  softmax 0  P0 Vl                     P1 Vl  S2  softmax 2  P2 Vl
 //   warpgroup 1                  P0 Vr  S1  softmax 1      P1 Vr                 P2 Vr  S3
 //
-// Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the sums of both
-// follow them, so that the result is that of one warpgroup that walks all blocks.
+// Running maxima go from block to block, and so from one warpgroup to the other with the probabilities; O and the
+// sums of both follow them, so that the result is that of one warpgroup that walks all blocks.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
@@ -39,7 +39,7 @@ struct Consumer {
 
   FMHA_DEVICE int32_t key_of(int32_t i) const { return (work.last_block - i) * kKeys; }
 
-  // Until what the load role brings is there, for the tensor cores to read.
+  // Waits until the data that the load role brings is there, for the tensor cores to read.
   FMHA_DEVICE static void wait_full(ptx::Barrier& full, uint32_t phase) {
     ptx::mbarrier_wait_parity(full, phase);
     if constexpr (gathers(tile)) ptx::fence_proxy_async();
@@ -66,7 +66,7 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // What scores are besides products of Q and K.
+  // Modifiers of scores besides the products of Q and K.
   FMHA_DEVICE void modify(int32_t i) {
     if constexpr (modifies_score(spec)) {
       fmha::Work tile_work;
@@ -96,7 +96,8 @@ struct Consumer {
     ptx::written_here(s.elems);
   }
 
-  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has it.
+  // The running maxima with a block's scores, and what O and the sums so far are multiplied by; as Softmax::step has
+  // it.
   FMHA_DEVICE void raise_maxima(float (&shift)[2]) {
     float new_max[2] = {softmax.rows[0].row_max, softmax.rows[1].row_max};
     softmax.raise(new_max, s);
@@ -136,8 +137,8 @@ struct Consumer {
   }
   // P to shared memory, and with the running maxima to the other warpgroup.
   FMHA_DEVICE void hand_over() {
-    // Where V is in K every warp's products of scores have read the tail that takes P; else its products with the other
-    // warpgroup's P have read the chunk that takes this one.
+    // All warps have read the memory that takes P: the tail, by products of scores, where V is in K; otherwise the
+    // chunk, by products with the other warpgroup's P.
     ptx::bar_sync<kWarpgroup>(kScoresRead + group);
     store_probs(smem.probs_of(group), probs);
     if (threadIdx.x % 4 == 0) {
@@ -185,12 +186,12 @@ struct Consumer {
       ptx::mbarrier_arrive_if(smem.empty[part], threadIdx.x % 32 == 0);
     }
   }
-  // Of a V of its own the half is waited for.
+  // Waits for this warpgroup's half of V where V does not lie in K.
   FMHA_DEVICE void wait_for_values(int32_t i) {
     if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], P::phase_of(i));
   }
 
-  // Its own i-th block: scores, probabilities, products with its half of V.
+  // Computes this warpgroup's own i-th block: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i) {
     start_scores(i);
     wait_for_scores();
@@ -219,8 +220,8 @@ struct Consumer {
     finish_and_release(other);
   }
 
-  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block have read
-  // is released before the scores of the next one are waited for.
+  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block
+  // have read is released before the scores of the next one are waited for.
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();

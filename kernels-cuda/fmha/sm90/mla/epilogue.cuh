@@ -7,8 +7,8 @@
 
 namespace fmha::mla {
 
-// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first, odd ones
-// the second.
+// A row's part of f32, the first `columns`, 16 bytes at a time: of two 8-column groups even lanes store the first,
+// odd ones the second.
 template <int columns, class Output>
 FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, bool stored) {
   const int32_t quad_lane = threadIdx.x % 4;
@@ -28,7 +28,7 @@ FMHA_DEVICE void store_quads(float* out, const Output& o, int r, float factor, b
   }
 }
 
-// As the stores see it: a row that ends with the warpgroup's columns.
+// Spec as the stores see it: a row ends with the warpgroup's columns.
 template <FwdSpec spec, Sm90MlaTile tile, int group>
 FMHA_DEVICE constexpr FwdSpec half_of() {
   constexpr int columns = Plan<spec, tile>::columns_half;
@@ -50,8 +50,8 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
   const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
   const int32_t o_row = in_parts ? 0 : work.span.q_row;
 
-  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16 bits, where it
-  // is not far from K's; else rows are computed again.
+  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
+  // bits, where it is not far from K's; else rows are computed again.
   float to_descale_v = 1.f;
   bool is_far = false;
   if constexpr (is_fp8(tile.stored) && tile.v_in_k) {
@@ -75,7 +75,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
     const int32_t i_head = work.head_of(p, packed_row, i);
     const bool stored = i < work.span.seqlen_q;
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
-    // Where the two differ beyond rounding, the row is computed again.
+    // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
     RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
     result.factor *= to_descale_v;

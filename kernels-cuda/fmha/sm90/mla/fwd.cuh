@@ -1,9 +1,10 @@
-// Wide heads on Hopper, whose O takes the registers of two warpgroups: rows of Q and K of up to 576 elements and of V of up to
-// 512; among them latent attention (DeepSeek's MLA, absorbed), whose values are the first 512 elements of its keys, of few kv
-// heads, in most models one, with 16 to 128 query heads each.
+// Wide heads on Hopper, whose O takes the registers of two warpgroups: rows of Q and K of up to 576 elements and of V
+// of up to 512; among them latent attention (DeepSeek's MLA, absorbed), whose values are the first 512 elements of
+// its keys, of few kv heads, in most models one, with 16 to 128 query heads each.
 //
-// A CTA has 64 rows, (query, head) pairs, and one part of the keys, which are read into shared memory once. That two warpgroups
-// share the rows, and each computes every second block's scores for both, is the idea of FlashMLA (DeepSeek, 2025): consume.cuh.
+// A CTA has 64 rows, (query, head) pairs, and one part of the keys, which are read into shared memory once. That two
+// warpgroups share the rows, and each computes every second block's scores for both, is the idea of FlashMLA
+// (DeepSeek, 2025): consume.cuh.
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/mla/epilogue.cuh>

@@ -1,10 +1,10 @@
 // The load role, a warpgroup: Q, and the blocks of K and V, in parts as their places are released.
 //
-// Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is copied, and
-// these are zeros: memory there may hold NaN, of V too.
+// Whole blocks come by TMA, in boxes that lie in one page each. A block that ends with keys that no row sees is
+// copied, and these are zeros: memory there may hold NaN, of V too.
 //
-// Or every row is copied from where it lies, as where pages are not whole boxes, and barriers count the copies. The block table is
-// read a block ahead.
+// Otherwise threads copy every row from where it lies, as where pages are not whole boxes, and barriers count the
+// copies. The block table is read a block ahead.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
@@ -37,8 +37,9 @@ struct Loader {
   // Whether the halves of V have no more chunks than its rows.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
 
-  // Rows that a warp copies: four of every sixteen. Lane l finds where the (l % 16)-th of them lies (null: zeros), and is told of
-  // four, sixteen apart, which lie alike in the swizzle: of a chunk of each it copies 16 bytes, eight lanes the whole.
+  // Rows that a warp copies: four of every sixteen. Lane l finds the address of the (l % 16)-th of them (null:
+  // zeros), and receives those of four rows, sixteen apart, which have the same swizzle. It copies 16 bytes of a
+  // chunk of each row; eight lanes copy the whole chunk.
   static constexpr int kRowsOfLane = 4, kRowsApart = kRows / kRowsOfLane;
   const int32_t found_row = 4 * warp + lane % 4 + lane / 4 % kRowsOfLane * kRowsApart;
   struct Rows {
@@ -61,7 +62,7 @@ struct Loader {
     if (spec.kv_layout != KvKind::Paged || j < 0 || j >= work.end) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + j / p.page_size];
   }
-  // Where key `j` lies, whose entry that is; null: zeros.
+  // Address of key `j`, whose block-table entry is `entry`; null: zeros.
   template <class Pointer>
   FMHA_DEVICE Pointer row_of(const View& view, int32_t j, int32_t entry) const {
     if (j >= work.end) return nullptr;
@@ -79,7 +80,7 @@ struct Loader {
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k)
       from[k] = rows.of_lane[k] ? rows.of_lane[k] + first_column : static_cast<Row>(any);
-    // Row by row, so that neighbouring lines of memory are asked for one after another.
+    // Copies row by row, so that neighbouring lines of memory are requested one after another.
 #pragma unroll
     for (int k = 0; k < kRowsOfLane; ++k) {
 #pragma unroll
@@ -92,8 +93,8 @@ struct Loader {
       }
     }
   }
-  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second chunk, for
-  // both.
+  // A part's chunks, a box each, dealt out to the lanes of one warp. Of a cluster's two CTAs each brings every second
+  // chunk, for both.
   template <int count>
   FMHA_DEVICE void bring_chunks(const ptx::TensorMap& map, Barrier& full, const Chunk* to, int32_t first, int32_t first_key) const {
     static_assert(count <= 32, "a lane brings one");
@@ -111,10 +112,10 @@ struct Loader {
     }
   }
 
-  // Caches in FP8, copied as they are. The bytes of a part's chunks lie in the upper half of where these will, and are widened from
-  // its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before it. The tail's lie in its own
-  // upper half. A thread widens what it has copied, and a warp's bytes lie in the sixteen rows of the chunks that are its own
-  // here, so that no warp waits for another one.
+  // FP8 caches are copied as they are. The bytes of a part's chunks lie in the upper half of the chunks' memory, and
+  // are widened from its first chunk upwards: what a chunk overwrites are its own bytes, or those of chunks before
+  // it. The tail's lie in its own upper half. A thread widens what it has copied, and a warp's bytes lie in the
+  // sixteen rows of the chunks that are its own here, so that no warp waits for another one.
   static constexpr int kRowsOfWarp = kRows / 4;
   struct Part {
     uint32_t address;  // of its first chunk
@@ -138,8 +139,9 @@ struct Loader {
       return {smem.v[first].address(), first, 0, P::part_of(0, at - 1), phase, true};
     }
   }
-  // Of a chunk a lane has sixteen elements of each of two rows, eight apart. Eight lanes, of two neighbouring rows, have words in
-  // different banks both as bytes, of which odd rows have their halves exchanged, and as 16 bits.
+  // A lane's part of a chunk: sixteen elements of each of two rows, eight rows apart. The words of eight lanes, which
+  // hold two neighbouring rows, lie in different banks both as bytes (odd rows have their halves exchanged) and as 16
+  // bits.
   struct Narrow {
     uint32_t bytes[2][4];
   };
@@ -148,14 +150,14 @@ struct Loader {
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
   const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
 
-  // Where the lane's bytes of chunk `at` of a part of so many lie; beyond them the tail's.
+  // Address of the lane's bytes of chunk `at` of a part of so many chunks; beyond them, of the tail.
   template <int count>
   FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
     const int32_t half = count + at;
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Of the lane's two rows of a block, entries as above, and where they lie; null: zeros.
+  // Looks up the entries of the lane's two rows of a block; `find_rows` finds where these rows lie, null for zeros.
   FMHA_DEVICE void look_up(int32_t first_key, int32_t (&entries)[2]) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) entries[word] = entry_of(first_key + lane_row + 8 * word);
@@ -181,7 +183,7 @@ struct Loader {
     if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
-  // To where the lane's elements of a chunk lie in 16 bits; a factor of 1 is left out.
+  // Widens the lane's elements of a chunk to their places in 16 bits; a factor of 1 is left out.
   template <bool scales>
   FMHA_DEVICE void store_wide(uint32_t to, const Narrow& narrow, float descale) const {
 #pragma unroll
@@ -241,9 +243,9 @@ struct Loader {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
   }
-  // All parts of all blocks. Those whose places are free are under way while one is widened. Only the one that is next is waited
-  // for, since who frees the places of later ones may itself wait for it; and of a V in K the other half of a block, which is freed
-  // soon after the first.
+  // Widens all parts of all blocks. Parts whose places are free are under way while one is widened. Only the next
+  // part is waited for, since the warps that free the places of later parts may themselves wait for it; and, for a V
+  // in K, the other half of a block, which is freed soon after the first.
   FMHA_DEVICE void widen_all() {
     constexpr int kAhead = 3, kChunksOfK = P::v_in_k ? P::chunks_half : P::chunks_k;
     const float descale_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
@@ -315,7 +317,7 @@ struct Loader {
     constexpr int tail = 2 * P::chunks_half;
     Barrier& full = smem.full[part];
     copier.wait(smem.empty[part], phase ^ 1);
-    // What follows the last key that some row sees is to be zeros.
+    // Rows behind the last key that some row sees are set to zeros.
     if (first_key + kKeys > work.end) {
       const int32_t j = first_key + found_row;
       const Rows rows = told(row_of<Row>(view, j, entry_of(j)));
@@ -324,7 +326,7 @@ struct Loader {
       copier.finish(full);
       return;
     }
-    // What was copied before is needed first.
+    // Earlier copies are needed first.
     copier.flush();
     if (warp > 0) return ptx::mbarrier_arrive_if(full, true);
     if (lane == 0) {
@@ -350,7 +352,8 @@ struct Loader {
       copy_all();
     }
   }
-  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits for them.
+  // Chunks of a block as above, row by row. Its barrier counts the copies as they land, so that nothing here waits
+  // for them.
   template <int dim, int count, bool whole = dim % kSpan == 0>
   FMHA_DEVICE void gather_part(int32_t part, const Chunk* block, int32_t first, bool with_tail, const Rows& rows, const void* any,
                                uint32_t phase) const {
@@ -368,7 +371,7 @@ struct Loader {
       const int32_t slot = P::slot_of(i);
       const uint32_t phase = P::phase_of(i);
       const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
-      // Of the next block, whose entries arrive beneath this one's copies.
+      // Entry of the next block; it arrives during this block's copies.
       entry = entry_of(j - kKeys);
       if constexpr (P::v_in_k) {
         const Rows rows = told(found);

@@ -24,8 +24,8 @@ struct Work {
   }
 };
 
-// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of a cluster
-// in shared memory: these walk the blocks that any of their rows sees.
+// Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
+// a cluster in shared memory: these walk the blocks that any of their rows sees.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t index) {
   constexpr bool in_parts = tile.split_keys > 0;
@@ -33,7 +33,7 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   Work work;
   const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
   const int32_t clusters = schedule.num_m_blocks / tile.cluster, i_cluster = i_m / tile.cluster;
-  // Those that see most keys start first.
+  // Tiles that see most keys start first.
   const int32_t cluster_row = (spec.mask == MaskKind::Full ? i_cluster : clusters - 1 - i_cluster) * cluster_rows;
   const int32_t sequence_and_head = in_parts ? heads_and_parts / schedule.num_parts : heads_and_parts;
   work.part = heads_and_parts - sequence_and_head * (in_parts ? schedule.num_parts : 1);

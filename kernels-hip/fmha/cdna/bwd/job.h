@@ -1,4 +1,4 @@
-// What the backward kernels on MFMA and on WMMA have in common around their products: what a launch sums, what a
+// Code that the backward kernels on MFMA and on WMMA share around their products: what a launch sums, what a
 // workgroup owns and walks, and where it lies in memory and in LDS.
 //
 // A wave owns rows, to which nothing else adds: queries, whose dQ it sums, or keys of a KV head, whose dK and dV it
@@ -10,9 +10,9 @@
 //   dQ       Q, dO                  K, V           S^T, dP^T            dQ^T += K^T dS^T
 //   dK, dV   K, V                   Q, dO          S, dP                dV^T += dO^T P, dK^T += Q^T dS
 //
-// Either way an accumulator of scores has an own row in each lane and the walked rows along its registers, so that P
-// and dS, packed, are the B operand of the sums: neither goes through LDS. The walked rows lie in LDS twice, as they
-// are for scores and dP, and transposed for the sums.
+// In both kinds of kernels an accumulator of scores has an own row in each lane and the walked rows along its
+// registers, so that P and dS, packed, are the B operand of the sums: neither goes through LDS. The walked rows lie
+// in LDS twice, as they are for scores and dP, and transposed for the sums.
 //
 // `U` is the matrix unit: OnMfma (main.h) or OnWmma (fmha/rdna/bwd/main.h), with the kernel's `spec`, `tile` and `C`,
 // the numbers and matrices that follow from them.
@@ -88,7 +88,7 @@ struct TensorRows {
   }
 };
 
-// What one workgroup works on.
+// Work of one workgroup.
 struct Job {
   SeqSpan span;
   MaskBand band;

@@ -5,7 +5,7 @@
 
 namespace fmha::cdna::bwd {
 
-// What loads read through: 16 bytes at (row, byte), 0 outside.
+// Reader of rows: 16 bytes at (row, byte), 0 outside.
 template <LoadPath load>
 class Reader {
  public:

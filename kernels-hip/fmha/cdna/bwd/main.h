@@ -60,7 +60,7 @@ struct OnMfma {
 
   static FMHA_DEVICE int lane_col(int thread) { return fmha::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return fmha::lane_half(thread); }
-  // Of a block, the row of register `i`.
+  // Row of register `i` within a walked block.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) { return acc_row(i, half); }
 
   // An accumulator of sums as runs of four adjacent elements, and where they lie.

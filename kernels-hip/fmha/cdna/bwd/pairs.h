@@ -1,4 +1,4 @@
-// What becomes of a block of scores and of dP: walked rows along the registers, an own row in each lane.
+// Steps from a block of scores and of dP to P and dS: walked rows along the registers, an own row in each lane.
 #pragma once
 #include <fmha/amd/score.h>
 #include <fmha/cdna/bwd/job.h>
@@ -8,7 +8,7 @@
 
 namespace fmha::cdna::bwd {
 
-// Where a block of pairs lies.
+// Place of a block of pairs.
 struct PairPlace {
   int32_t own, walked;  // the lane's own row; the walked row of its register 0
 };
@@ -36,7 +36,7 @@ struct Pairs {
   }
   // Pairs that the mask hides or the lengths end before become 0. A select, since they may be NaN.
   FMHA_DEVICE void hide(PairValues& x, PairPlace at) const {
-    // Who is seen is asked anew each time: the answers would fill scalar registers from S to dS.
+    // Visibility is computed again each time: kept answers would fill scalar registers from S to dS.
     opaque_in_vgpr(at.own);
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;

@@ -44,8 +44,8 @@ FMHA_DEVICE float zero_if_finite(const Array<typename U::Acc, blocks>& sums) {
   return zero;
 }
 
-// Which of the wave's own rows, of which `first` is the first, have a sum that is not finite, a bit to each: it may come
-// of a hidden NaN, for hidden pairs are multiplied too, by 0. The launch behind computes those rows again (rest.h).
+// Bits of the wave's own rows, from row `first` on, that have a non-finite sum. It may come from a hidden NaN, for
+// hidden pairs are multiplied too, by 0. The launch behind computes those rows again (rest.h).
 template <class U>
 FMHA_DEVICE void store_nonfinite(int32_t* word, int32_t first, float zero) {
   const uint64_t lanes = v_cmp_ballot(is_nan(zero));

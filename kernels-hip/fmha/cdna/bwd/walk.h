@@ -53,7 +53,7 @@ class Walk {
   }
 
  private:
-  // Behind the walk's end the last block is loaded again, for nobody: no branch.
+  // The last block is loaded once more behind the walk's end, unread, which saves a branch.
   FMHA_DEVICE Place after(const Place& place) const {
     Place next = place;
     next.advance(job_.blocks);
@@ -91,7 +91,7 @@ class Walk {
     at_ = after(at_);
   }
 
-  // How the walked rows `walked` ... stand to the wave's.
+  // Class of the block of the wave's rows and the walked rows from `walked` on.
   FMHA_DEVICE BlockClass class_of(int32_t walked) const {
     const Range own = {first_of_wave_, first_of_wave_ + U::edge}, other = {walked, walked + kBlockRows};
     const Range queries = C::queries_own ? own : other, keys = C::queries_own ? other : own;
@@ -150,14 +150,14 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
     if constexpr (C::makes_dv) {
       const View& view = then.bwd.dv;
-      // In f32: P times it would be rounded once more, every P of 1 by the same share.
+      // The factor is applied in f32: P times it would be rounded once more, every P of 1 by the same share.
       const float dropout_scale = U::spec.dropout ? then.bwd.fwd.dropout_scale : 1.f;
       store_row<U>(view, row_offset(view, job.span.i_batch, job.span.k_row + row, job.i_head_kv), owner.dvalue,
                    dropout_scale / U::p_scale, then.head_dim_v);
     }
   }
   if constexpr (U::spec.mask != MaskKind::Full) {
-    // Of a word that two waves share one may have no row: it leaves zeros.
+    // One of two waves that share a word may have no row: it leaves zeros.
     const int32_t first_of_word = U::edge == kRowsOfWord ? first : first / kRowsOfWord * kRowsOfWord;
     if (first_of_word >= end) return;
     float zero = 0.f;

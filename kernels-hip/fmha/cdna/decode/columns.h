@@ -1,7 +1,8 @@
-// Waves that share the columns of their rows: each multiplies its columns of Q and K, and the products are added through
-// LDS, so that every wave has all scores of the tile, computes P for itself and adds P V to its own columns of O.
+// Waves that share the columns of their rows: each multiplies its columns of Q and K, and the products are added
+// through LDS, so that every wave has all scores of the tile, computes P for itself and adds P V to its own columns
+// of O.
 //
-// Where V lies in K (latent attention) a wave's columns of V are its columns of K. They come from memory once, as V's
+// Latent attention, where V lies in K: a wave's columns of V are its columns of K. They come from memory once, as V's
 // operands want them, and go through the wave's own part of LDS to become K's:
 //
 //   wave w            LDS                                  registers
@@ -14,7 +15,7 @@
 
 namespace fmha::cdna::decode {
 
-// Of a wave that has all columns.
+// Replacement for SharedColumns in a wave that has all columns: nothing is shared.
 struct AllColumns {
   template <class V>
   FMHA_DEVICE void put_latent(const V&) {}
@@ -81,7 +82,7 @@ class SharedColumns {
     s_barrier();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      // Else all twelve reads are under way together, in 48 registers, and a tile's spill.
+      // Splits the twelve reads: all together would take 48 registers, and a tile's would spill.
       if (r == 2) opaque_in_vgpr(s), opaque_in_vgpr(lane);
       const Frag mate = lds_.of_waves[i_wave_ ^ 1].sums[r][lane], first = lds_.of_waves[i_wave_ ^ 2].sums[r][lane],
                  second = lds_.of_waves[i_wave_ ^ 3].sums[r][lane];

@@ -1,9 +1,10 @@
 // The decode kernel's work and numbers.
 //
-// A wave has 32 rows, which are (query, head of a KV head's group) pairs, query by query, and one part of the keys of their
-// sequence. Up to head dimension 256 it shares nothing with other waves. Above, O of 32 rows does not fit a wave's registers
-// beside Q and a tile: the four waves of a workgroup have the same rows and keys, and a quarter of the columns each
-// (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges the parts (merge.h).
+// A wave has 32 rows, which are (query, head of a KV head's group) pairs, query by query, and one part of the keys of
+// their sequence. Up to head dimension 256 it shares nothing with other waves. Above, O of 32 rows does not fit a
+// wave's registers beside Q and a tile: the four waves of a workgroup have the same rows and keys, and a quarter of
+// the columns each (columns.h). O and the statistics of the softmax go to the workspace, and a second launch merges
+// the parts (merge.h).
 #pragma once
 #include <fmha/cdna/config.h>
 #include <fmha/cdna/decode/work.h>
@@ -20,18 +21,19 @@ struct Config {
   static constexpr int stored_bytes = size_bytes(spec.stored);
   // Waves that share the columns of their rows.
   static constexpr int column_waves = spec.column_waves;
-  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a load of a lane serves: of 16 bytes, and of
-  // one-byte columns that waves share of 8, since a wave may have an odd number of steps.
+  // Steps of K Q over a wave's columns of a padded row, 16 elements each, and those that a load of a lane serves: of
+  // 16 bytes, and of one-byte columns that waves share of 8, since a wave may have an odd number of steps.
   static constexpr int qk_steps = spec.head_dim_qk / column_waves / 16;
   static constexpr int steps_of_load = column_waves == 1 ? 2 / stored_bytes : 1;
-  // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is two
-  // whole rows. Column n of each lane makes block n of O.
+  // V's columns are dealt out to the 32 lanes of half a wave: adjacent ones to a lane, so that a load of all lanes is
+  // two whole rows. Column n of each lane makes block n of O.
   static constexpr int columns = spec.head_dim_v / column_waves / kEdge;
   static constexpr int wave_columns = columns * kEdge;
   static constexpr int pv_steps = kTileKeys / 16;
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
-  // Steps whose columns of K are those of V in latent rows, however they are read, and those of them that are read once for both.
+  // Steps whose columns of K are those of V in latent rows, however they are read, and those of them that are read
+  // once for both.
   static constexpr int steps_of_v = column_waves > 1 && spec.head_dim_qk == spec.head_dim_v + 64 ? wave_columns / 16 : 0;
   static constexpr int latent_steps = spec.v_in_k ? steps_of_v : 0;
   static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
@@ -43,9 +45,9 @@ struct Config {
 };
 
 // The first element of a row that a lane has in step `step` of K Q. A lane's elements of two steps are adjacent: of a
-// cache of one byte an element they are one load. Any order would do, since K and Q have the same; it is one for all types of the
-// cache, so that a quantised one has the bits of its 16-bit twin. Of waves that share columns, each has a run of them; of latent
-// rows the run that it has of V, and then its part of what lies behind.
+// cache of one byte an element they are one load. Any order would do, since K and Q have the same; it is one for all
+// types of the cache, so that a quantised one has the bits of its 16-bit twin. Of waves that share columns, each has
+// a run of them; of latent rows the run that it has of V, and then its part of what lies behind.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
   using C = Config<spec>;

@@ -1,8 +1,8 @@
 // Q, K and V from memory straight to the operands of matrix instructions: nothing goes through LDS.
 //
-// K: lane l has key l % 32, 16 bytes of its row at a time. V: half a wave has one key's row, a run of adjacent columns in
-// each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's run is then column
-// m of the n-th block of O: the blocks interleave, and a lane ends with adjacent columns of O.
+// K: lane l has key l % 32, 16 bytes of its row at a time. V: half a wave has one key's row, a run of adjacent
+// columns in each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's
+// run is then column m of the n-th block of O: the blocks interleave, and a lane ends with adjacent columns of O.
 #pragma once
 #include <fmha/cdna/decode/config.h>
 #include <fmha/isa/num.h>
@@ -27,8 +27,8 @@ FMHA_DEVICE uint32_t load_code(const uint8_t* from) {
   return load_global<uint16_t>(from);
 }
 
-// Elements `first` ... of a row, so many words of them; what lies behind the row's end is 0. `ends_early`: the row ends before
-// it is padded to.
+// Elements `first` ... of a row, so many words of them; what lies behind the row's end is 0. `ends_early`: the row
+// ends before it is padded to.
 template <LoadPath load, int bytes, bool ends_early, int words = 4>
 FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, int32_t dim) {
   if constexpr (load == LoadPath::Element) {
@@ -45,8 +45,8 @@ FMHA_DEVICE Vec<uint32_t, words> load_chunk(const uint8_t* row, int32_t first, i
   } else {
     const Vec<uint32_t, words> chunk = load_global<Words<words>>(row + (!ends_early || first < dim ? first : 0) * bytes);
     if constexpr (!ends_early) return chunk;
-    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first was read in its place.
-    // The mask is opaque: as selects of the compiler's, a row's chunks would fill the scalar registers.
+    // A row is whole chunks, so that one begins within it or lies behind it: there, the row's first was read in its
+    // place. The mask is opaque: as selects of the compiler's, a row's chunks would fill the scalar registers.
     uint32_t is_there = first < dim ? 0xffffffff : 0;
     opaque_in_vgpr(is_there);
     return chunk & is_there;
@@ -95,7 +95,7 @@ struct KTile {
   static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
   Vec<uint32_t, words> chunks[loads];
 
-  // From step `latent_steps` on: columns before come with V.
+  // Columns from step `latent_steps` on; those before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
     const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
@@ -140,7 +140,7 @@ struct VTile {
         const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
         load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
       }
-      // Else the addresses of both halves are there together, in registers that rows of 512 do not leave.
+      // Keeps the addresses of both halves from being live together: rows of 512 leave no registers for that.
       if constexpr (C::column_waves > 1) sched_barrier();
     }
   }

@@ -3,8 +3,8 @@
 //
 //   step n    S^T = K(n) Q^T    K(n + 1) is issued    P(n) = exp2(S(n) - max)    O^T += V(n)^T P(n)^T    V(n + 1) is issued
 //
-// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one of V
-// and are filled again as soon as they have been read: one of the two, or both, is always on its way.
+// The matrix work of a step is a tenth of the time that its bytes take, so that registers hold one tile of K and one
+// of V and are filled again as soon as they have been read: one of the two, or both, is always on its way.
 #pragma once
 #include <fmha/cdna/decode/columns.h>
 #include <fmha/cdna/decode/load.h>
@@ -35,8 +35,8 @@ struct Wave {
     descale_v = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
   }
 
-  // Where P's largest number lies, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the
-  // number of keys, so that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
+  // Scale of P, in log2. For bf16, whose V may reach f32's largest number, P lies below 1 by the number of keys, so
+  // that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
   FMHA_DEVICE int p_scale_log2() const {
     if constexpr (spec.dtype == DType::Bf16) return __builtin_clz(job.span.seqlen_k | 1) - 32;
     return kArch == Arch::Gfx90a ? 12 : 0;
@@ -53,12 +53,12 @@ struct Wave {
     }
   }
 
-  // By length and band.
+  // Mask by length and band.
   FMHA_DEVICE bool sees_in_band(int32_t key) const {
     return key < job.span.seqlen_k && visible(job.band, query, key);
   }
 
-  // By the tree mask, which is of the last keys, as many as there are queries.
+  // Mask by the tree mask, which covers the last keys, as many as there are queries.
   FMHA_DEVICE bool sees_in_tree(const CdnaDecodeParams& params, int32_t key) const {
     const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
     if (bit < 0 || bit >= job.span.seqlen_q) return bit < 0;
@@ -167,8 +167,8 @@ struct Wave {
     return zeroed;
   }
 
-  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked out here
-  // would be registers that rows of 512 do not leave.
+  // Whether the lane's row is not behind the last. Opaque, as in row_of_parts: kept across the loop, what is worked
+  // out here would be registers that rows of 512 do not leave.
   FMHA_DEVICE bool is_a_row() const { return job.first_row + lane_col(opaque_thread_idx()) < job.num_rows; }
 
   FMHA_DEVICE int64_t row_of_parts(const FwdParams& p) const {
@@ -203,8 +203,8 @@ struct Wave {
     }
   }
 
-  // What add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
-  // that it has stored itself.
+  // Adds what add_values took for 0, element by element; only inputs with NaN or infinity get here. A lane adds to
+  // elements that it has stored itself.
   FMHA_DEVICE void add_back_nonfinite(const CdnaDecodeParams& params, int32_t first_key) const {
     if (!is_a_row()) return;
     const FwdParams& p = params.call.fwd;
@@ -227,7 +227,7 @@ struct Wave {
   }
 };
 
-// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+// Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
 // `columns`: how waves that share columns meet (columns.h).
@@ -255,8 +255,9 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
-      // On the last step the last tile once more, here and below, for nobody: behind a branch the compiler does not know how
-      // many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n) before K(n).
+      // The last step loads the last tile once more, here and below, unread: behind a branch the compiler does not
+      // know how many loads are younger than a tile's, and waits for them too, K(n + 1) before V(n) is used and V(n)
+      // before K(n).
       at = places.row(again().call.fwd, job);
       k.issue(again(), job, at);
       places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)) + lane_col());
@@ -284,7 +285,8 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
-    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has the keys.
+    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has
+    // the keys.
     const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;

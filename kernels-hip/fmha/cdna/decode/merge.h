@@ -1,5 +1,5 @@
-// The second launch of decode: the parts of a row become O and LSE. The learnable sink, which no part has taken in, joins
-// here.
+// The second launch of decode: the parts of a row become O and LSE. The learnable sink, which no part has taken in,
+// joins here.
 //
 // A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
 // through LDS in one order.

@@ -1,9 +1,9 @@
 // Which keys a piece of a decode kernel's work has: a part of one sequence's, or an equal share of all sequences' keys.
 //
-// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits that
-// depend on nothing else. Of sequences whose lengths the device alone knows each piece has an equal share. The tiles of
-// keys that a sequence's queries see lie in one row, sequence after sequence; the row is cut into equal stretches, and
-// a stretch is walked by a piece for each block of rows of each KV head.
+// A part has a fixed number of keys, counted from its sequence's first: for sequences of one length, and for bits
+// that depend on nothing else. For sequences whose lengths the device alone knows, each piece has an equal share. The
+// tiles of keys that a sequence's queries see lie in one row, sequence after sequence; the row is cut into equal
+// stretches, and a stretch is walked by a piece for each block of rows of each KV head.
 //
 //   row       |---- sequence 0 ----|-1-|-2-|-------- sequence 3 --------|
 //   stretch   0           |1          |2          |3          |4
@@ -19,12 +19,12 @@
 
 namespace fmha::cdna::decode {
 
-constexpr int kShareKeys = 32;    // of a tile of the row
-constexpr int kSharesHeader = 2;  // words before the sequences'
-constexpr int kLeastRounds = 4;   // of which whole ones are made: four waves keep enough bytes of a compute unit on their way
-constexpr int kMostParts = 128;   // of the longest sequence, about: what a wave of 32 of the merging launch reads in four turns
+constexpr int kShareKeys = 32;    // keys of a tile of the row
+constexpr int kSharesHeader = 2;  // words before those of the sequences
+constexpr int kLeastRounds = 4;   // least rounds of which whole ones are made: four waves keep enough bytes under way
+constexpr int kMostParts = 128;   // of the longest sequence, about: a merging wave of 32 reads them in four loads
 
-// Tiles of a sequence's keys that some query of it sees, those of sink columns before the others.
+// Tiles of a sequence's keys that some query of the sequence sees, those of sink columns before the others.
 struct SeenTiles {
   int32_t sinks, first, count;  // `sinks` from the first key on, and the others from `first` on; `count` of both
 
@@ -34,7 +34,7 @@ struct SeenTiles {
     const Range rows = {0, span.seqlen_q};
     const Range seen = k_range(band, rows, span.seqlen_k);
     const int32_t sinks = ceil_div(sink_range(band, rows, span.seqlen_k).end, kShareKeys), first = seen.begin / kShareKeys;
-    // Sink columns that meet the others are one run with them.
+    // Sink columns that meet the other keys are one run with them.
     const bool meet = sinks >= first;
     const int32_t begin = meet ? 0 : first, before = meet ? 0 : sinks;
     // Rows that see nothing have a tile, in which they learn it.
@@ -97,7 +97,7 @@ class Piece {
     if (at_ < end_ || leaves) find(params, leaves);
   }
 
-  // In lanes of one register: as scalars they would have no room beside those of the walk.
+  // Values in lanes of one register: as scalars they would have no room beside those of the walk.
   FMHA_DEVICE int parked() const {
     const int lane = opaque_thread_idx() % kWaveSize;
     int lanes = i_rows_;
@@ -158,8 +158,8 @@ class Piece {
     return {v_readfirstlane_b32(all.sum), v_readfirstlane_b32(all.most)};
   }
 
-  // As many stretches as there are keys for, up to those of the launch. Fewer, if compute units have several pieces
-  // each, are whole rounds of units: of a round that is begun some units have a piece more than others.
+  // Number of stretches: as many as there are keys for, up to the launch's. If there are fewer and compute units have
+  // several pieces each, they are whole rounds of units: in a partial round some units have a piece more than others.
   static FMHA_DEVICE int32_t stretches_of(const CdnaDecodeParams& params, const SumAndMost& tiles) {
     const int32_t least = max(params.part_keys / kShareKeys, ceil_div(tiles.most, kMostParts));
     const int32_t stretches = max(tiles.sum / least, 1);
@@ -196,8 +196,8 @@ class Piece {
     seq_end_ = begin + SeenTiles::of(params, span_of(params.call.fwd, i_batch)).count;
   }
 
-  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that nobody
-  // waits for.
+  // Tiles `from` to `to` of the sequence that the piece stands in; false where it has no rows, or keys that no row
+  // sees.
   FMHA_DEVICE bool fill(const CdnaDecodeParams& params, Job& job, int32_t from, int32_t to) const {
     const FwdParams& p = params.call.fwd;
     job.i_head_kv = i_head_kv_;
@@ -229,7 +229,7 @@ class Piece {
   static FMHA_DEVICE int32_t lane() { return thread_idx() % kWaveSize; }
 };
 
-// Where the parts of a row lie: from part `first` on every `step`-th, so many.
+// Places of a row's parts: so many, every `step`-th from part `first` on.
 struct PartsOfRow {
   int32_t first, step, count;
 

@@ -1,4 +1,4 @@
-// What a decode kernel's pieces of work are, of any tile: rows of a group, a part of their sequence's keys, where keys lie.
+// Pieces of work of a decode kernel, for any tile: rows of a group, a part of their sequence's keys, where keys lie.
 #pragma once
 #include <fmha/cdna/decode/tile.h>
 #include <fmha/cdna/span.h>
@@ -6,7 +6,7 @@
 
 namespace fmha::cdna::decode {
 
-// Some rows of a group, and some of their sequence's keys.
+// Piece of work: some rows of a group, and some of their sequence's keys.
 struct Job {
   SeqSpan span;
   KvKind layout;
@@ -29,14 +29,14 @@ FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
 
 FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) { return uniform(seq_of(p, i_batch)); }
 
-// A tree mask alone says who sees whom: its band hides nothing.
+// A tree mask alone decides which keys a query sees: its band hides nothing.
 FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {
   MaskParams mask = params.call.fwd.mask;
   if (params.tree_mask) mask = {kUnboundedLo, kUnboundedHi, 0, 0};
   return resolve_band(mask, span.seqlen_q, span.seqlen_k);
 }
 
-// Where the keys of a tile lie: a key to each lane that has one.
+// Places of a tile's keys: a key to each lane that has one.
 struct KeyPlaces {
   int32_t key;   // clamped to the sequence
   int32_t page;  // its page, as the block table has it
@@ -53,7 +53,7 @@ struct KeyPlaces {
     return places;
   }
 
-  // As kv_row has it.
+  // Row of a key as kv_row gives it.
   FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) const {
     if (job.layout != KvKind::Paged) return {job.span.i_batch, job.span.k_row + key};
     return {clamp(page, 0, p.num_pages - 1), int32_t(uint32_t(key) % uint32_t(p.page_size))};

@@ -39,8 +39,8 @@ struct Config {
   static constexpr int score_blocks = makes_ds ? spec.head_dim_qk / kEdge : 0;
   static constexpr int value_blocks = makes_dv ? spec.head_dim_v / kEdge : 0;
 
-  // Own rows stay in registers where they and the sums leave enough of a lane's 256 to the pairs and to operands; else
-  // they are read anew for each block.
+  // Own rows stay in registers where they and the sums leave enough of a lane's 256 to the pairs and to operands;
+  // otherwise they are read again for each block.
   static constexpr int most_kept = spec.modifies ? 128 : 160, sums = (score_blocks + value_blocks) * kAccElems;
   static constexpr bool keeps_score = sums + spec.head_dim_qk / 4 <= most_kept;
   static constexpr bool keeps_value = sums + keeps_score * spec.head_dim_qk / 4 + spec.head_dim_v / 4 <= most_kept;
@@ -100,7 +100,7 @@ struct OnWmma {
 
   static FMHA_DEVICE int lane_col(int thread) { return rdna::lane_col(thread); }
   static FMHA_DEVICE int lane_half(int thread) { return rdna::lane_half(thread); }
-  // Of a block, the row of register `i`.
+  // Row of register `i` within a walked block.
   static FMHA_DEVICE constexpr int walked_row(int i, int half) {
     return i / kAccElems * kEdge + acc_row(i % kAccElems, half);
   }
@@ -126,7 +126,7 @@ struct OnWmma {
     FMHA_DEVICE Nothing value() const { return {}; }
   };
 
-  // How the forward's text reads `elems` elements of an own row, so many words of an operand a lane.
+  // Reader of the forward's text for `elems` elements of an own row, so many words of an operand a lane.
   template <int elems, int words>
   struct OwnRead : rdna::Config<kRowsSpec<spec.dtype, elems>, kRowsTile<tile>> {
     static constexpr int q_words = words;
@@ -150,8 +150,8 @@ struct OnWmma {
     FMHA_DEVICE void load(const Rows& from) { rows = from; }
     FMHA_DEVICE Operand<spec.dtype> operand(int c) const {
       Array<Operand<spec.dtype>, 1> x;
-      // Whether the row has ended, and where an element lies, are asked anew each time: the answers would fill scalar
-      // registers across the walk.
+      // Whether the row has ended, and where an element lies, are computed again each time: kept answers would fill
+      // scalar registers across the walk.
       uint32_t num_elems = rows.num_elems, low = uint32_t(rows.elem_bytes), high = uint32_t(rows.elem_bytes >> 32);
       opaque_in_sgpr(num_elems);
       if constexpr (tile.load == LoadPath::Element) opaque_in_sgpr(low), opaque_in_sgpr(high);
@@ -182,7 +182,7 @@ struct OnWmma {
       // Products without effects would be moved behind the branches of the next loads, or on the mask, and all operands
       // kept until then.
       if (!keeps || c == dim / kEdge - 1) opaque_in_vgpr(x[0]), opaque_in_vgpr(x[1]);
-      // Else all operands are read ahead, into registers that are not there.
+      // Keeps the compiler from reading all operands ahead, for which there are no registers.
       if (!keeps || c % 2 == 1) sched_barrier();
     }
     return __builtin_shufflevector(x[0], x[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

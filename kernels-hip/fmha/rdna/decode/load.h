@@ -21,8 +21,8 @@ FMHA_DEVICE uint32_t pair_of(float a, float b) {
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
 
-// Where the keys of a tile begin, in bytes, in an order in which neither the lanes that have neighbouring keys (of K) nor
-// those that have the first or the second keys of neighbouring words of V^T meet in a bank.
+// Start of each key of a tile, in bytes, in an order in which neither the lanes that have neighbouring keys (of K)
+// nor those that have the first or the second keys of neighbouring words of V^T meet in a bank.
 template <int block_n>
 struct Places {
   static constexpr int odd = block_n / 2 | 8;  // where the second keys of words lie: half of the banks away
@@ -36,12 +36,13 @@ struct Places {
   FMHA_DEVICE int64_t of(int32_t key) const { return at[slot(key)]; }
 };
 
-// Words of codes, at any address: global memory takes them whole (LLVM's unaligned-access-mode, which AMD's runtime sets).
+// Words of codes, at any address: global memory takes them whole (LLVM's unaligned-access-mode, which AMD's runtime
+// sets).
 template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
-// As `Rows`; row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times its descale in f32, rounded
-// once, to the bits of a cache that was widened before.
+// Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times
+// its descale in f32, rounded once, to the bits of a cache that was widened before.
 template <DType dtype, DType stored, int block_n>
 struct CacheRows {
   const uint8_t* data;

@@ -1,11 +1,11 @@
-// The RDNA decode kernel: a workgroup has `block_m` rows, (query, head of a KV head's group) pairs, query by query, and one
-// part of the keys of their sequence. Tiles go through LDS as the forward's do (tile_step.h); O and the statistics of the
-// softmax go to the workspace, and a second launch merges the parts (cdna/decode/merge.h).
+// The RDNA decode kernel: a workgroup has `block_m` rows, (query, head of a KV head's group) pairs, query by query,
+// and one part of the keys of their sequence. Tiles go through LDS as the forward's do (tile_step.h); O and the
+// statistics of the softmax go to the workspace, and a second launch merges the parts (cdna/decode/merge.h).
 //
 //   step n    barrier    K(n), V(n) to LDS    barrier    entry(n + 1) of the table    tile_step    places of n + 1 to LDS
 //
-// Of rows of more than 256 elements, O of 16 does not fit a wave's registers beside Q: four waves have a quarter of the
-// columns each, and add their products through LDS (SharedColumns).
+// Rows of more than 256 elements: O of 16 rows does not fit a wave's registers beside Q, so four waves have a quarter
+// of the columns each, and add their products through LDS (SharedColumns).
 #pragma once
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/rdna/decode/load.h>
@@ -17,14 +17,15 @@ namespace fmha::rdna::decode {
 using cdna::CdnaDecodeParams;
 using cdna::decode::KeyPlaces;
 
-// Parameters are read anew for each piece of work: kept from one to the next, they would fill the scalar registers.
+// Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
 
 struct Job : cdna::decode::Job {
   float scale;    // of raw scores
   bool has_tree;  // a tree mask, which is of the last keys, as many as there are queries
 
-  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; those behind, nobody asks for.
+  // Word `i` of the query's row of the tree mask. All keys before the mask's are seen; keys behind are never
+  // requested.
   FMHA_DEVICE uint32_t tree_word(int32_t query, int32_t i) const {
     if (i < 0) return ~0u;
     if (i * 32 >= span.seqlen_q) return 0;
@@ -53,8 +54,8 @@ struct Lds {
   f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
 };
 
-// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all four
-// get the same bits. The barriers between tiles keep the next tile's sums from these.
+// Adds the products of the waves that share columns: sums of two waves first, then those of both pairs, so that all
+// four get the same bits. The barriers between tiles keep the next tile's sums from these.
 template <CdnaSpec spec, RdnaTile tile>
 struct SharedColumns {
   using C = Config<spec, tile>;
@@ -110,7 +111,7 @@ FMHA_DEVICE bool is_a_row(const Job& job) {
   return job.first_row + i_rows * kEdge + lane_col(thread) < job.num_rows;
 }
 
-// Of the workspace, where the lane's row of the part lies.
+// Row of the workspace where the lane's row of the part lies.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE int64_t row_of_parts(const FwdParams& p, const Wave<spec, tile>& wave, const Job& job) {
   return cdna::decode::row_of_part(p, job.part, wave.i_head, wave.query);
@@ -152,8 +153,8 @@ FMHA_DEVICE void store(Wave<spec, tile>& wave, const Job& job) {
   }
 }
 
-// What went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements that it
-// has stored itself.
+// Adds what went to LDS as 0, element by element; only inputs with NaN or infinity get here. A lane adds to elements
+// that it has stored itself.
 template <CdnaSpec spec, RdnaTile tile, DType stored>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job, int32_t first_key) {
   if (!is_a_row<spec, tile>(job)) return;
@@ -219,10 +220,11 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
           !needs_no_mask<spec, tile>(job, job.queries, first_key));
       s_barrier();  // all waves have copied the tile, and may read it
-      // On the last step the last tile's once more, for nobody.
+      // These are, on the last step, the last tile's places again, which nothing reads.
       const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
-      // Else the products are moved behind the branch in `put`, and all operands of V kept until then: 442 spills at D 256.
+      // Keeps the products before the branch in `put`. Behind it, all operands of V would be kept until then: 442
+      // spills at D 256.
 #pragma unroll
       for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
       put(next);

@@ -1,5 +1,5 @@
-//! How users' tensors lie: lengths used in part, packed with padding between sequences and rows behind the last one, slices of a
-//! larger tensor, heads and sequences that share their rows.
+//! Layouts of users' tensors: lengths used in part, packed with padding between sequences and rows behind the
+//! last one, slices of a larger tensor, heads and sequences that share their rows.
 
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, Dims, ElementwiseBias, Extents, FwdProblem, KvLayout, QLayout,
@@ -13,7 +13,7 @@ use crate::tensors::{Lengths, padded};
 struct Side {
     /// Rows of all sequences, where they are packed.
     total: Option<u32>,
-    /// Where each begins, and the last ends; empty where they are not packed.
+    /// Offsets at which each sequence begins, and the last one ends; empty where they are not packed.
     offsets: Vec<i32>,
     /// Rows in use of each; empty where all are.
     used: Vec<i32>,
@@ -113,7 +113,7 @@ impl Draw {
         }
     }
 
-    /// The same of a tensor that is read alone: its sequences or its heads may share their rows.
+    /// Strides of a tensor that is only read: its sequences or its heads may share their rows.
     fn strides_of_input(&mut self, shape: Shape, dims: Dims) -> Strides {
         let strides = self.strides(shape, dims);
         match self.below(24) {
@@ -130,7 +130,7 @@ impl Draw {
         let dims = problem.dims;
         let alike = self.one_in(2);
         if alike {
-            // The same choices for each of them.
+            // All four tensors draw the same choices.
             let stream = self.word();
             let of = |shape| Draw(stream).strides(shape, dims);
             (problem.strides.q, problem.strides.k, problem.strides.v, problem.strides.o) =

@@ -1,4 +1,4 @@
-//! What a launch did, counted.
+//! Counters of a launch.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -31,12 +31,12 @@ pub struct Counters {
     pub vmem_lines_min: u64,
     /// Each workgroup's number in the grid, and how many lines it has read: one that it reads again counts once.
     pub lines_of_groups: Vec<(u64, u64)>,
-    /// Those that the present workgroup has read.
+    /// Lines that the present workgroup has read.
     lines_read: HashSet<u64>,
 }
 
 impl Counters {
-    /// All instructions.
+    /// Number of all instructions.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.executed.iter().sum()

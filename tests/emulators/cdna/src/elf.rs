@@ -24,11 +24,11 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// All of them, oldest first.
+    /// All architectures, oldest first.
     pub const ALL: [Self; 5] = [Self::Gfx90a, Self::Gfx942, Self::Gfx950, Self::Gfx1100, Self::Gfx1201];
-    /// With MFMA and waves of 64.
+    /// Architectures with MFMA and waves of 64.
     pub const CDNA: [Self; 3] = [Self::Gfx90a, Self::Gfx942, Self::Gfx950];
-    /// With WMMA and waves of 32.
+    /// Architectures with WMMA and waves of 32.
     pub const RDNA: [Self; 2] = [Self::Gfx1100, Self::Gfx1201];
 
     /// LLVM's name, such as `gfx942`.
@@ -89,7 +89,7 @@ impl fmt::Display for Arch {
     }
 }
 
-/// What one kernel asks for, from its descriptor and from the code object's metadata note.
+/// Requirements of one kernel, from its descriptor and from the code object's metadata note.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelInfo {
     /// The symbol without `.kd`.
@@ -125,13 +125,14 @@ pub struct KernelInfo {
 pub struct KernelArg {
     /// Bytes from the start of the argument segment.
     pub offset: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u32,
     /// `by_value`, `global_buffer`, `hidden_block_count_x`, …
     pub kind: String,
 }
 
-/// The 64-byte kernel descriptor (LLVM, "User Guide for AMDGPU Backend", Kernel Descriptor), as far as execution needs it.
+/// The 64-byte kernel descriptor (LLVM, "User Guide for AMDGPU Backend", Kernel Descriptor), as far as
+/// execution needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptor {
     pub(crate) rsrc1: u32,
@@ -146,11 +147,11 @@ pub(crate) struct Descriptor {
 pub struct Instruction {
     /// Address inside the code object.
     pub pc: u64,
-    /// Where its bytes are in the ELF file.
+    /// Offset of the instruction's bytes in the ELF file.
     pub file_offset: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub size: usize,
-    /// Without operands, encoding suffix or modifiers.
+    /// Mnemonic, without operands, encoding suffix or modifiers.
     pub mnemonic: String,
     /// Registers and constants, destination first.
     pub operands: Vec<String>,
@@ -160,7 +161,7 @@ pub struct Instruction {
 
 /// A loaded code object: its image, kernels and line table.
 pub struct CodeObject {
-    /// What it was compiled for.
+    /// Architecture that the code object was compiled for.
     pub arch: Arch,
     /// The kernels, in the metadata's order.
     pub kernels: Vec<KernelInfo>,
@@ -168,7 +169,7 @@ pub struct CodeObject {
     pub(crate) image: Vec<u8>,
     /// Executable range, addresses inside the image.
     pub(crate) text: std::ops::Range<u64>,
-    /// Where the text section begins in the file.
+    /// Offset of the text section in the file.
     text_offset: usize,
     pub(crate) lines: crate::line::LineTable,
     /// Symbols of data objects: name, address, size.

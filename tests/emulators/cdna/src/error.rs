@@ -1,4 +1,4 @@
-//! What can go wrong: a code object that cannot be loaded, a launch that is refused, a kernel that faults.
+//! Errors: a code object that cannot be loaded, a launch that is refused, a kernel that faults.
 
 use std::fmt;
 
@@ -19,9 +19,9 @@ pub enum LoadError {
     /// The code object is for another architecture than the device's.
     #[error("the code object is for {object}, the device is {device}")]
     OtherArch {
-        /// What it was compiled for.
+        /// Architecture of the code object.
         object: crate::elf::Arch,
-        /// What the device is.
+        /// Architecture of the device.
         device: crate::elf::Arch,
     },
     /// A part every code object has is absent.
@@ -75,9 +75,9 @@ pub enum FaultKind {
 /// A fault, and where it happened.
 #[derive(Clone, Debug)]
 pub struct Fault {
-    /// What kind.
+    /// Kind of the fault.
     pub kind: FaultKind,
-    /// In which kernel.
+    /// Name of the kernel.
     pub kernel: String,
     /// Address of the instruction inside the code object.
     pub pc: u64,
@@ -91,7 +91,7 @@ pub struct Fault {
     pub wave: u32,
     /// The first lane concerned, where one is.
     pub lane: Option<u32>,
-    /// What exactly.
+    /// Details of the fault.
     pub detail: String,
 }
 

@@ -69,7 +69,7 @@ impl Class {
     ];
 }
 
-/// What an element of an operand is: it decides the width and what sign, absolute value and clamp mean.
+/// Type of an operand's element: it decides the width and what sign, absolute value and clamp mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ty {
     F16,
@@ -151,10 +151,10 @@ pub(crate) enum Space {
     ScalarBuffer,
 }
 
-/// Where a 16-bit value goes.
+/// Place of a 16-bit value in a register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Half {
-    /// It fills the register.
+    /// The value fills the register.
     Whole,
     Lo,
     Hi,
@@ -183,7 +183,7 @@ pub(crate) enum AtomicOp {
     PkAddBf16,
 }
 
-/// What a memory instruction does.
+/// Kinds of memory instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemKind {
     Load {
@@ -294,8 +294,8 @@ pub(crate) struct Inst {
     pub(crate) plain: bool,
     /// A pure copy: undefined registers may pass through it.
     pub(crate) copies: bool,
-    /// The halves of its 64-bit sources may be undefined one by one: compilers widen a value without defining the half
-    /// whose result nobody reads. The low half of the result is defined by the low halves.
+    /// The halves of its 64-bit sources may be undefined one by one: compilers widen a value without defining
+    /// the half whose result is not read. The low half of the result is defined by the low halves.
     pub(crate) halves: bool,
     pub(crate) words: [u32; 4],
     /// RDNA's VOPD: a second operation, whose sources are read before the first's result is written.

@@ -15,16 +15,16 @@ use crate::memory::{DeviceMemory, View};
 use crate::order;
 use crate::wave::{LANES, State, Wave};
 
-/// How a device executes.
+/// Options of a device's execution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// What is checked.
+    /// Checks to make.
     pub checks: Checks,
     /// Whether LDS bank conflicts and cache lines are counted.
     pub profile: bool,
     /// Run workgroups one after the other on the calling thread: the same order of float atomics every time.
     pub sequential: bool,
-    /// Run workgroups likewise, but in an order that this seed draws.
+    /// Run workgroups one after the other on the calling thread, in an order that this seed draws.
     pub order: Option<u64>,
     /// LDS and private memory begin with finite garbage that this seed decides; `None`: with NaN.
     pub garbage: Option<u64>,
@@ -33,7 +33,7 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// All checks, no profile, all cores, ten thousand million instructions a wave.
+    /// Default options: all checks, no profile, all cores, ten thousand million instructions a wave.
     fn default() -> Self {
         Self {
             checks: Checks::ALL,
@@ -48,11 +48,11 @@ impl Default for Options {
 
 /// An emulated GPU.
 pub struct Device {
-    /// What it executes.
+    /// Architecture whose code the device executes.
     pub arch: Arch,
-    /// Its memory.
+    /// Memory of the device.
     pub memory: DeviceMemory,
-    /// How it executes.
+    /// Options of the execution.
     pub options: Options,
 }
 
@@ -87,7 +87,7 @@ impl Module {
     }
 }
 
-/// What to launch a kernel with.
+/// Arguments of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch<'a> {
     /// Workgroups in x, y, z.
@@ -207,7 +207,7 @@ fn explicit_bytes(info: &KernelInfo) -> u32 {
     explicit.map(|a| a.offset + a.size).max().unwrap_or(0)
 }
 
-/// The argument segment: explicit arguments, then what the kernel asks for beyond them.
+/// The argument segment: explicit arguments, then the hidden ones that the kernel requires.
 fn kernarg(info: &KernelInfo, launch: &Launch<'_>) -> Vec<u8> {
     let mut bytes = vec![0; info.kernarg_bytes.max(1) as usize];
     bytes[..launch.args.len()].copy_from_slice(launch.args);
@@ -286,7 +286,7 @@ struct Run<'l> {
 /// The first trap register's number as an operand.
 const TTMP: u8 = 108;
 
-/// What a thread keeps between workgroups.
+/// State that a thread keeps between workgroups.
 struct Room {
     waves: Vec<Wave>,
     lds: Lds,
@@ -369,7 +369,7 @@ impl Run<'_> {
         }
     }
 
-    /// All waves have run to a barrier or their end.
+    /// Ends a phase: all waves have run to a barrier or their end.
     fn meet(&self, waves: &mut [Wave], group: &mut Group<'_>, id: [u32; 3]) -> Result<(), LaunchError> {
         if group.checks.barriers {
             let first = waves.iter().position(|w| w.state == State::AtBarrier).unwrap_or(0);

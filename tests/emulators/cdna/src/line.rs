@@ -44,7 +44,7 @@ impl LineTable {
                         |attr| Some(dwarf.attr_string(&unit, attr).ok()?.to_string_lossy().into_owned());
                     let file = header.file(i);
                     let name = file.and_then(|f| text(f.path_name())).unwrap_or_default();
-                    // As it was included. An absolute folder is the compiler's own business.
+                    // Path as it was included. An absolute folder depends on the compiler's machine.
                     let folder = file.and_then(|f| text(f.directory(header)?)).unwrap_or_default();
                     let folder = folder.trim_start_matches("./");
                     let inside = !folder.is_empty() && !folder.starts_with(['/', '.']);

@@ -240,8 +240,8 @@ impl DeviceMemory {
         view.allocations.iter().filter(|a| a.base != image).map(of).collect()
     }
 
-    /// Makes an allocation of an earlier [`Self::contents`] anew, at its address. False where that is not above all
-    /// others.
+    /// Restores an allocation of an earlier [`Self::contents`], at its address. False where that is not above
+    /// all others.
     pub(crate) fn restore(&self, base: u64, bytes: &[u8], written: &[u8]) -> bool {
         let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
         if base < inner.next.max(BASE) || bytes.len() != written.len() {

@@ -27,7 +27,7 @@ struct Arguments {
     out: Option<String>,
 }
 
-/// What became of one mutant.
+/// Fate of one mutant.
 enum Outcome {
     NotExecuted,
     /// The report's name.
@@ -86,7 +86,8 @@ fn read(path: &str) -> Result<String, String> {
     std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))
 }
 
-/// All checks; workgroups one after the other, since mutants run beside each other.
+/// Options of a mutant's run: all checks; workgroups one after the other, since mutants run beside each
+/// other.
 fn options() -> Options {
     Options { sequential: true, limit: 10_000_000, ..Options::default() }
 }
@@ -129,7 +130,7 @@ pub fn run(words: &[&str]) -> Result<(), String> {
     if unexplained.is_empty() { Ok(()) } else { Err(unexplained.join("\n")) }
 }
 
-/// All mutants of one launch. Returns the line that sums it up.
+/// Runs all mutants of one launch. Returns the line that sums it up.
 fn one(title: &str, launch: &Recording, rows: &mut Rows) -> Result<String, LaunchError> {
     let sound = launch.run_as(&launch.code, options())?;
     let object = CodeObject::parse(&launch.code)?;

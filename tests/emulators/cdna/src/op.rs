@@ -2,7 +2,7 @@
 
 macro_rules! ops {
     ($($variant:ident = $name:literal,)*) => {
-        /// What an instruction does, whatever its encoding.
+        /// Operation of an instruction, whatever its encoding.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub(crate) enum Op {
             /// No executor, or no instruction at all.

@@ -27,10 +27,10 @@ pub struct Recording {
     memory: Vec<(u64, Vec<u8>, Vec<u8>)>,
 }
 
-/// What a recorded launch did and left.
+/// Result of a recorded launch.
 #[derive(Clone, Debug)]
 pub struct Ended {
-    /// What was counted.
+    /// Counters of the launch.
     pub counters: Counters,
     /// The bytes of each of the recording's allocations afterwards.
     pub memory: Vec<Vec<u8>>,
@@ -86,7 +86,7 @@ impl Recording {
         out
     }
 
-    /// What [`Self::to_bytes`] made.
+    /// Recording from the bytes that [`Self::to_bytes`] made.
     ///
     /// # Errors
     /// [`LaunchError::Refused`] for anything else.

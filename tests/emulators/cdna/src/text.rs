@@ -151,7 +151,7 @@ fn scalar_name(reg: u8, count: u8) -> String {
         (106, _) => "vcc_lo".to_owned(),
         (107, _) => "vcc_hi".to_owned(),
         (124, _) => "m0".to_owned(),
-        // Of RDNA, where what goes to NULL is put.
+        // Register 125 is RDNA's NULL, and takes what is written there.
         (125, _) => "null".to_owned(),
         (126, 2) => "exec".to_owned(),
         (126, _) => "exec_lo".to_owned(),

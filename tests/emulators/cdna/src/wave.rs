@@ -12,7 +12,7 @@ pub(crate) const VREGS: usize = 512;
 const SLOTS: usize = 4;
 /// The first of them.
 pub(crate) const SLOT: usize = VREGS;
-/// Where a result waits for its modifiers.
+/// Slot in which a result waits for its modifiers.
 pub(crate) const RESULT: usize = VREGS + 3;
 
 /// One vector register: a value a lane.
@@ -29,7 +29,7 @@ impl Lanes {
     }
 }
 
-/// What a wave waits for, or that it has ended.
+/// Event that a wave waits for, or its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Running,
@@ -52,7 +52,7 @@ pub(crate) struct Wave {
     pub(crate) signalled: bool,
     /// Wave in the workgroup.
     pub(crate) id: u32,
-    /// Lanes 32 to 63 of a wave of 32, which are never active: their values are nobody's.
+    /// Lanes 32 to 63 of a wave of 32, which are never active: their values have no meaning.
     pub(crate) absent: u64,
     /// EXEC when the wave began.
     pub(crate) launched: u64,
@@ -66,7 +66,7 @@ pub(crate) struct Wave {
     pub(crate) executed: u64,
     /// Allocation that the last access fell in.
     pub(crate) last_allocation: usize,
-    /// MODE asks for nothing but the default: round to nearest, keep subnormals.
+    /// MODE sets nothing but the default: round to nearest, keep subnormals.
     pub(crate) plain_mode: bool,
     pub(crate) workspace: Option<Box<crate::exec::mfma::Workspace>>,
 }

@@ -1,5 +1,5 @@
-//! A real attention kernel: right against float64 on every architecture, and with each of its waits and barriers removed
-//! in turn, caught or shown to be redundant.
+//! A real attention kernel: right against float64 on every architecture, and with each of its waits and
+//! barriers removed in turn, caught or shown to be redundant.
 
 mod common;
 

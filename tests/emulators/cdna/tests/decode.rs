@@ -14,7 +14,7 @@ fn objdump(code: &[u8], tag: &str) -> Option<Vec<(u64, String, Vec<String>)>> {
     let tool = "llvm-objdump-22";
     let mut command = Command::new(tool);
     if tag.ends_with("gfx1100") {
-        // As it was compiled: half registers have no numbers of their own.
+        // Operands as they were compiled: half registers have no numbers of their own.
         command.arg("--mattr=-real-true16");
     }
     let Ok(output) = command.arg("-d").arg(&path).output() else {

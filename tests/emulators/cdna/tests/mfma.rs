@@ -52,7 +52,7 @@ struct Case {
     k: usize,
     blocks: usize,
     formats: [Format; 2],
-    /// What the product is multiplied by: the scales of the scaled instructions.
+    /// Factor of the product: the scales of the scaled instructions.
     scale: f32,
     /// 8-bit operands in runs of 16: f8f6f4.
     runs: bool,

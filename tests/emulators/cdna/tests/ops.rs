@@ -120,7 +120,7 @@ fn lane_moves_follow_their_definitions() {
             let quad = a[i ^ 1];
             // Row shift right by one; the first of each 16 keeps the old value, 7.
             let shifted = if i % 16 == 0 { 7 } else { a[i - 1] };
-            // Of the lane's own wave.
+            // First lane of the lane's own wave.
             let wave = i - i % arch.wave_lanes() as usize;
             let sum = [bpermute, swizzle, quad, shifted, a[wave + 9], a[wave]]
                 .iter()

@@ -6,7 +6,7 @@ mod common;
 use common::{Random, bytes, compile, device, words};
 use fmha_emu_cdna::{Arch, CodeObject, FaultKind, Launch, LaunchError};
 
-/// What the kernels compute on a device of that architecture, from operands that lie one behind the other.
+/// Results of the kernels on a device of that architecture, from operands that lie one behind the other.
 fn run(
     arch: Arch,
     code: &[u8],
@@ -160,7 +160,7 @@ fn every_wait_and_barrier_that_is_removed_is_caught() {
         let mut caught = 0;
         for inst in body {
             let waits = ["s_waitcnt", "s_barrier", "s_wait_loadcnt", "s_wait_dscnt", "s_wait_kmcnt"];
-            // Stores are read by nobody before the kernel ends; a counter that has a register is another's.
+            // Stores are not read before the kernel ends; a counter that has a register is another's.
             if !waits.iter().any(|name| inst.mnemonic.starts_with(name)) || inst.mnemonic.contains("vscnt") {
                 continue;
             }

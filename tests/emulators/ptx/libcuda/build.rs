@@ -1,4 +1,4 @@
-//! Gives the library the name that the backend asks for first: loaded once by path, it answers every later
+//! Gives the library the name that the backend tries first: loaded once by path, it answers every later
 //! `dlopen("libcuda.so")`.
 
 fn main() {

@@ -192,7 +192,7 @@ impl RawInst {
     }
 }
 
-/// What a function body holds, in order.
+/// Contents of a function body, in order.
 #[derive(Clone, Debug)]
 pub(crate) enum Stmt {
     Open,

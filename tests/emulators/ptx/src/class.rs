@@ -1,4 +1,4 @@
-//! What instructions do, in the few classes that share a pipe of the multiprocessor.
+//! Classes of instructions: the few classes that share a pipe of the multiprocessor.
 
 use crate::op::{Code, Hf, Wf};
 

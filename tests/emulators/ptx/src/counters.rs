@@ -1,4 +1,4 @@
-//! What a launch did, counted for performance work without a device.
+//! Counters of a launch, for performance work without a device.
 
 use crate::op::{Code, Inst, Wf};
 

@@ -1,11 +1,11 @@
-//! What the emulator reports, and where it happened.
+//! Reports of the emulator: faults, and where they happened.
 
 use std::fmt;
 
 /// One list of the kinds for the type, the array of them all and their names.
 macro_rules! kinds {
     ($($(#[$doc:meta])* $kind:ident => $name:literal,)*) => {
-        /// What went wrong, by name.
+        /// Kinds of faults, by name.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum FaultKind {
@@ -70,7 +70,7 @@ kinds! {
     Launch => "launch",
 }
 
-/// Where in the grid: block coordinates, warp of the block, lanes.
+/// Place in the grid: block coordinates, warp of the block, lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// `%ctaid`.
@@ -84,7 +84,7 @@ pub struct Place {
 /// One report: what, at which line, where in the grid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What went wrong.
+    /// Kind of the fault.
     pub kind: FaultKind,
     /// Line of the PTX text, from 1; 0 when no line is concerned.
     pub line: u32,
@@ -92,7 +92,7 @@ pub struct Fault {
     pub source_line: u32,
     /// The details, with their numbers.
     pub text: String,
-    /// Where in the grid, when a warp is concerned.
+    /// Place in the grid, when a warp is concerned.
     pub place: Option<Place>,
 }
 
@@ -109,7 +109,7 @@ impl Fault {
         Self::new(FaultKind::Unsupported, text)
     }
 
-    /// The same fault, at a line unless it already has one.
+    /// This fault, placed at a line unless it already has one.
     pub(crate) fn at(mut self, line: u32, source_line: u32) -> Self {
         if self.line == 0 {
             self.line = line;

@@ -1,7 +1,8 @@
-//! Finite garbage: what unwritten memory and registers hold in place of a NaN, which rows that are computed again would hide.
+//! Finite garbage: what unwritten memory and registers hold in place of a NaN, which rows that are computed
+//! again would hide.
 
-/// A word of garbage: in each half a number between 1/8 and 2 in magnitude, as f16 and as bf16, and finite as f32 and as two
-/// numbers of 8 bits.
+/// A word of garbage: in each half a number between 1/8 and 2 in magnitude, as f16 and as bf16, and finite as
+/// f32 and as two numbers of 8 bits.
 pub(crate) fn word(seed: u64, at: u64) -> u32 {
     let mut x = seed ^ at.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -18,31 +18,31 @@ use crate::parse::parse;
 /// When asynchronous operations complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Asynchrony {
-    /// At once. Fast, and blind to missing waits.
+    /// Completion at once: fast, and blind to missing waits.
     #[default]
     Eager,
-    /// As late as the program lets them, in an order and with a schedule of warps drawn from `seed`.
+    /// Completion as late as the program permits, in an order and with a schedule of warps drawn from `seed`.
     Late {
         /// Any number; equal seeds give equal schedules.
         seed: u64,
     },
 }
 
-/// Which way `tcgen05.shift` and `tcgen05.mma.ashift` move the rows of tensor memory. PTX ISA 9.7.16.9 documents it in words
-/// only: all rows but the last are shifted down by one, which can be read in two ways. We have not compared either with a
-/// device; NVIDIA's CUTLASS (`1cta_mma_a_from_tmem.py`, 2026) has what it observed of `.ashift` on a B200, and describes
-/// `tcgen05.shift` in the same words.
+/// Which way `tcgen05.shift` and `tcgen05.mma.ashift` move the rows of tensor memory. PTX ISA 9.7.16.9
+/// documents it in words only: all rows but the last are shifted down by one, which can be read in two ways.
+/// We have not compared either with a device; NVIDIA's CUTLASS (`1cta_mma_a_from_tmem.py`, 2026) has what it
+/// observed of `.ashift` on a B200, and describes `tcgen05.shift` in the same words.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RowShift {
     /// Contents go from row i to row i + 1: row 0 keeps its own, those of the last row go nowhere. The literal reading.
     ToNext,
-    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row of a warp's part keeps its own. So CUTLASS
-    /// observed.
+    /// Row i takes the contents of row i + 1, as in `shfl.down`: the last row of a warp's part keeps its own.
+    /// So CUTLASS observed.
     #[default]
     FromNext,
 }
 
-/// How a launch is run and what is checked.
+/// Options of a launch: how it is run and what is checked.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
@@ -62,16 +62,18 @@ pub struct Options {
     pub num_sms: u32,
     /// Run blocks on all cores; off, they run one after another in order.
     pub parallel: bool,
-    /// Clusters run piece by piece, one at a time, in an order that this seed decides: one that a device could have.
-    /// Who claims what from a counter in global memory is then another with each seed.
+    /// Clusters run piece by piece, one at a time, in an order that this seed decides: one that a device
+    /// could have. The order in which blocks take tile indices from a counter in global memory then differs
+    /// with each seed.
     pub cluster_order: Option<u64>,
     /// Which way `tcgen05.shift` and `.ashift` move rows.
     pub row_shift: RowShift,
-    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA asks for. Off for
-    /// published programs that leave some out.
+    /// Happens-before: accesses to tensor memory need the waits and fences of `tcgen05` that the ISA
+    /// requires. Off for published programs that leave some out.
     pub strict_tensor_memory: bool,
-    /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is to write until it is
-    /// waited for. `None`: registers with a NaN, and copies are done when they are issued.
+    /// Registers begin with finite garbage that this seed decides, and so do the bytes that a `cp.async` is
+    /// to write until it is waited for. `None`: registers with a NaN, and copies are done when they are
+    /// issued.
     pub garbage: Option<u64>,
 }
 
@@ -110,7 +112,7 @@ pub struct LaunchConfig {
     pub dependent: bool,
 }
 
-/// What a launch did.
+/// Report of a launch.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Report {
@@ -146,7 +148,7 @@ pub struct Module {
 pub struct Kernel(Arc<Program>, Arc<str>);
 
 impl Kernel {
-    /// Its name.
+    /// Name of the kernel.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
@@ -204,7 +206,7 @@ impl Module {
         self.kernels.get(name)
     }
 
-    /// All kernels, by name.
+    /// Kernels of the module, by name.
     #[must_use]
     pub fn kernel_names(&self) -> Vec<&str> {
         let mut names: Vec<_> = self.kernels.keys().map(String::as_str).collect();
@@ -295,8 +297,8 @@ impl Device {
         self.memory.view().read(address, out, false).map_err(|f| *f)
     }
 
-    /// As [`download`](Self::download), but bytes never written are 0xff, NaN in every format: a device's are whatever its
-    /// memory held.
+    /// Downloads as [`download`](Self::download) does, but bytes never written are 0xff, NaN in every format:
+    /// a device's are whatever its memory held.
     ///
     /// # Errors
     /// As [`download`](Self::download).
@@ -362,8 +364,8 @@ impl Device {
     }
 }
 
-/// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers give
-/// the most that fits the file, yet no more than any `setmaxnreg.inc` asks for.
+/// Registers a thread holds at launch. Without `setmaxnreg` the number has no consequence; with it, compilers
+/// give the most that fits the file, yet no more than any `setmaxnreg.inc` requests.
 fn launch_registers(program: &Program, threads: u32) -> u32 {
     let value =
         |reg: crate::op::Reg| program.const_words.iter().find(|(r, _)| *r == reg).map(|&(_, value)| value);

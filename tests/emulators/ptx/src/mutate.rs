@@ -11,9 +11,9 @@ pub struct Mutant {
     pub line: u32,
     /// The instruction, without its guard.
     pub instruction: String,
-    /// What is done to it.
+    /// Change to the instruction.
     pub what: &'static str,
-    /// Where in the text it stands, guard included, and what comes there instead.
+    /// Range of the instruction in the text, guard included, and its replacement.
     range: Range<usize>,
     replacement: String,
 }
@@ -25,7 +25,8 @@ impl Mutant {
         format!("{}{}{}", &ptx[..self.range.start], self.replacement, &ptx[self.range.end..])
     }
 
-    /// Whether other clusters may see the difference: what products and barriers in shared memory do stays in their own.
+    /// Whether other clusters may see the difference: what products and barriers in shared memory do stays in
+    /// their own.
     #[must_use]
     pub fn may_order_clusters(&self) -> bool {
         let own = ["wgmma.", "mbarrier.", "barrier.cluster.", "fence.proxy.async.shared"];
@@ -65,7 +66,7 @@ impl<'a> Found<'a> {
         format!("{} nanosleep.u32 0", self.guard)
     }
 
-    /// The same with operand number `at` changed by `op` with `by`: `add.s32 …, 1`.
+    /// The instruction with operand number `at` changed by `op` with `by`: `add.s32 …, 1`.
     fn changed(&self, at: usize, op: &str, by: u32) -> Option<String> {
         let operands = split(self.operands);
         let old = operands.get(at)?;

@@ -25,7 +25,7 @@ struct Arguments {
     out: Option<String>,
 }
 
-/// What became of one mutant.
+/// Fate of one mutant.
 enum Outcome {
     NotExecuted,
     /// The report's name.
@@ -46,7 +46,7 @@ struct Row {
 /// A broken copy that nothing reports.
 struct Survivor {
     kernel: String,
-    /// Where it is, and what came out.
+    /// Place of the mutant, and its fate.
     text: String,
     reason: Option<String>,
 }
@@ -200,7 +200,7 @@ fn explain(arguments: &Arguments, rows: &mut BTreeMap<Key, Row>) -> Vec<String> 
     unexplained
 }
 
-/// All mutants of one kernel. Returns the line that sums it up.
+/// Runs all mutants of one kernel. Returns the line that sums it up.
 fn one(
     arguments: &Arguments,
     title: &str,
@@ -276,9 +276,9 @@ fn no_false_alarm(schedules: u64, title: &str, sound: &[(&Recording, Ended)]) ->
     }
 }
 
-/// One run of the broken kernel for each launch that executes the instruction, until something is reported. Where clusters
-/// wait for each other by numbers in global memory, which happens-before does not see, what may order them is also run
-/// under the schedules under which the sound kernel has given the same results.
+/// One run of the broken kernel for each launch that executes the instruction, until something is reported.
+/// Where clusters wait for each other by numbers in global memory, which happens-before does not see, what
+/// may order them is also run under the schedules under which the sound kernel has given the same results.
 fn outcome(mutant: &Mutant, sound: &[(&Recording, Ended)], schedules: u64) -> Outcome {
     let mut outcome = Outcome::NotExecuted;
     for (launch, ended) in sound {

@@ -10,15 +10,15 @@ const BUDGET: u64 = 200_000;
 /// Most warp instructions of one cluster in a drawn order: some tens of a persistent kernel's tiles' steps.
 const LARGEST_PIECE: u64 = 20_000;
 
-/// What is to run.
+/// Cluster to run next.
 pub(crate) enum Next {
     /// The cluster of this index, from its start.
     Fresh(u32),
-    /// One that made room before.
+    /// Cluster that made room before.
     Resumed(Box<Cluster>),
 }
 
-/// Clusters that have not begun, those that made room, and who is next.
+/// Clusters that have not begun, those that made room, and the numbers that choose the next one.
 #[derive(Default)]
 pub(crate) struct Order {
     waiting: VecDeque<Box<Cluster>>,
@@ -29,7 +29,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Of `count` clusters; with a seed, clusters run piece by piece in an order that it decides.
+    /// Order of `count` clusters; with a seed, clusters run piece by piece in an order that it decides.
     pub(crate) fn new(count: u32, seed: Option<u64>) -> Self {
         Self { count, drawn: seed, ..Self::default() }
     }

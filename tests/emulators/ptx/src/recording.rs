@@ -11,7 +11,7 @@ pub struct Recording {
     pub ptx: String,
     /// The kernel's name.
     pub kernel: String,
-    /// Its shape.
+    /// Shape of the launch.
     pub config: LaunchConfig,
     /// The argument buffer; addresses in it and in tensor maps are those of `memory`.
     pub args: Vec<u8>,
@@ -69,7 +69,7 @@ impl Recording {
         }
     }
 
-    /// As bytes of a file.
+    /// Bytes of a recording's file.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
@@ -132,7 +132,7 @@ impl Recording {
         self.prepare_as(&self.ptx)
     }
 
-    /// The same with `ptx` in its text's place.
+    /// Prepares the recording with `ptx` in place of its own text.
     fn prepare_as(&self, ptx: &str) -> Result<Ready<'_>, Fault> {
         let device = Device::new();
         for (base, bytes, init) in &self.memory {
@@ -165,10 +165,10 @@ impl Recording {
     }
 }
 
-/// What a recorded launch left.
+/// Result of a recorded launch.
 #[derive(Debug)]
 pub struct Ended {
-    /// What it did.
+    /// Report of the launch.
     pub report: Report,
     /// The bytes of each of the recording's allocations afterwards.
     pub memory: Vec<Vec<u8>>,

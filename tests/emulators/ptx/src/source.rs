@@ -7,7 +7,7 @@ use std::collections::HashMap;
 pub struct SourceLine {
     /// The file, as the compiler was given its name.
     pub file: String,
-    /// From 1.
+    /// Line number, from 1.
     pub line: u32,
 }
 
@@ -18,7 +18,7 @@ type Position = [u32; 3];
 #[derive(Clone, Debug, Default)]
 pub struct SourceMap {
     files: HashMap<u32, String>,
-    /// What holds on each PTX line, from line 1: a place in `chains`.
+    /// Position of each PTX line, from line 1: an index into `chains`.
     lines: Vec<usize>,
     /// Positions, each inlined at the next. The first chain is empty.
     chains: Vec<Vec<Position>>,
@@ -30,8 +30,8 @@ impl SourceMap {
     #[must_use]
     pub fn of(ptx: &str) -> Self {
         let mut map = Self { chains: vec![Vec::new()], ..Self::default() };
-        // Where the function that holds a position was inlined: a compiler repeats the callers before a position
-        // whenever they are others than before.
+        // Place where the function that holds a position was inlined: a compiler repeats the callers before a
+        // position whenever they are others than before.
         let mut callers = HashMap::new();
         let mut now = 0;
         for line in ptx.lines() {

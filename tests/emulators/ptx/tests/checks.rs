@@ -82,7 +82,7 @@ fn a_bulk_store_whose_reading_alone_was_waited_for_writes_later() {
         device.upload(data, &[0; 128]).unwrap();
         run(&device, &ptx(wait), &block(1, 0), &data.to_le_bytes(), &late).unwrap();
         let words = download(&device, data, 17);
-        // What it wrote in the end is what it had read, not what came there later.
+        // The bytes that it wrote in the end are those that it had read, not later ones.
         assert_eq!((words[16], words[0]), (seen, 7), "{wait}");
     }
 }
@@ -456,7 +456,8 @@ fn a_copy_that_nobody_has_waited_for_is_named_when_its_cta_ends() {
 
 #[test]
 fn one_word_amid_a_copy_races_for_itself() {
-    // Warp 1 reads one word; the copy of warp 0 overwrites it and its neighbours, which saw nothing or the same warp's reads.
+    // Warp 1 reads one word; the copy of warp 0 overwrites it and its neighbours, which saw nothing or the
+    // same warp's reads.
     let copy = |word: u32, others: &str, barrier: &str| {
         format!(
             "setp.eq.u32 %p, %t, 0; setp.eq.u32 %q, %t, 32; shl.b32 %w0, %t, 2; add.u32 %w0, %s, %w0;

@@ -1,5 +1,5 @@
-//! Addresses of a cluster's shared memory, as an H200 has them: a block's rank stands from bit 24 up in the addresses of
-//! its own variables too.
+//! Addresses of a cluster's shared memory, as an H200 has them: a block's rank stands from bit 24 up in the
+//! addresses of its own variables too.
 #![allow(clippy::unwrap_used, reason = "a failure in a helper fails its test")]
 
 mod common;

@@ -88,7 +88,7 @@ fn body(kind: FaultKind) -> Option<String> {
         }
         FaultKind::MissingGridWait => "ld.global.b32 %w0, [%g];".to_owned(),
         FaultKind::Trap => "trap;".to_owned(),
-        // With more threads than a block may have.
+        // A launch with more threads than a block may have.
         FaultKind::Launch => String::new(),
         _ => return None,
     })

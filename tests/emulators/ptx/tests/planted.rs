@@ -37,7 +37,7 @@ fn tile(rows: u64, first: u32, inner: u32, options: &Options) -> Result<Report, 
     tile_from((0, first), rows, inner, options)
 }
 
-/// The same from element `column` of its rows on.
+/// Copy of a tile from element `column` of its rows on.
 fn tile_from((column, first): (u32, u32), rows: u64, inner: u32, options: &Options) -> Result<Report, Fault> {
     let device = Device::new();
     let data = upload_bytes(&device, &[1; 64 * 256]);
@@ -139,8 +139,8 @@ fn an_arrival_at_a_named_barrier_that_nobody_waits_for_is_named() {
     assert!(fault.text.contains("arrives twice in one phase"), "{fault}");
 }
 
-/// Two warpgroups multiply by one tile that the copy engine brings: the first waits as told and then hands its turn on,
-/// the second does as told before it reads.
+/// Two warpgroups multiply by one tile that a bulk copy brings. The first waits for it if `first_waits`, then
+/// arrives at barrier 1; the second runs `second` before it reads.
 fn two_readers(first_waits: bool, second: &str) -> Option<FaultKind> {
     let device = Device::new();
     let data = upload_bytes(&device, &[0; 2048]);
@@ -173,10 +173,10 @@ fn two_readers(first_waits: bool, second: &str) -> Option<FaultKind> {
 #[test]
 fn a_turn_taken_from_a_warpgroup_that_has_waited_stands_for_the_wait_and_nothing_else_does() {
     assert_eq!(two_readers(true, "bar.sync 1, 256; WAIT"), None);
-    // Barrier and turn are cumulative: what the first has seen complete, the second sees behind its turn.
+    // Barriers are cumulative: what the first warpgroup has seen complete, the second sees behind bar.sync.
     assert_eq!(two_readers(true, "bar.sync 1, 256;"), None);
-    // The same copy and the same turn, and nobody has waited before the turn was passed on.
+    // The first warpgroup arrives at barrier 1 without having waited for the copy.
     assert_eq!(two_readers(false, "bar.sync 1, 256;"), Some(FaultKind::Race));
-    // The first has waited, and the second reads before it takes the turn.
+    // The first warpgroup has waited, but the second reads before bar.sync.
     assert_eq!(two_readers(true, "PRODUCT bar.sync 1, 256;"), Some(FaultKind::Race));
 }

@@ -12,8 +12,9 @@ fn word(n: u32) -> u32 {
     0x1000 + n
 }
 
-/// Every lane's eight columns are set to `lane << 16 | column`; then the copy goes to `lane`. `swizzled`: the rows are 128
-/// bytes apart and exchanged; else each row is two sixteen-byte parts, 256 bytes apart, the next row beside the first.
+/// Every lane's eight columns are set to `lane << 16 | column`; then the copy goes to `lane`. `swizzled`: the
+/// rows are 128 bytes apart and exchanged; else each row is two sixteen-byte parts, 256 bytes apart, the next
+/// row beside the first.
 fn kernel(lane: u32, swizzled: bool, wait: bool) -> String {
     // Words of the descriptor: leading distance 256 bytes, or the swizzle over 128 bytes.
     let desc: u64 = if swizzled { 2 << 61 | 1 << 46 | 1 << 16 } else { 1 << 46 | (256 >> 4) << 16 };
@@ -54,7 +55,7 @@ fn kernel(lane: u32, swizzled: bool, wait: bool) -> String {
     )
 }
 
-/// What the 128 lanes hold in the end, eight words each.
+/// Words that the 128 lanes hold in the end, eight each.
 fn refresh(lane: u32, swizzled: bool, wait: bool) -> Result<Vec<u32>, Fault> {
     let device = Device::new();
     let out = device.alloc(128 * 32);

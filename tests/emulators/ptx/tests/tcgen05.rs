@@ -7,7 +7,7 @@ mod common;
 use common::{Random, block, checked, download, run, upload_bytes};
 use fmha_emu_ptx::{Device, Fault, FaultKind, Options, RowShift, TensorMap};
 
-/// How a kernel is broken, if at all.
+/// Fault of a kernel, if any.
 #[derive(Clone, Copy, PartialEq)]
 enum Flaw {
     None,
@@ -318,7 +318,7 @@ fn a_shift_moves_eight_columns_of_one_warps_rows_behind_the_products() {
             }
         }
     }
-    // The last row is the one to be refreshed behind it, unless the launch is told otherwise.
+    // The last row is the one to be refreshed behind it, unless the launch has another option.
     assert_eq!(Options::default().row_shift, RowShift::FromNext);
 }
 
@@ -430,10 +430,10 @@ fn every_wait_and_fence_around_tensor_memory_is_needed() {
     for (instruction, which, kind) in [
         ("tcgen05.wait::ld.sync.aligned;", 0, FaultKind::RegisterInFlight),
         ("tcgen05.wait::st.sync.aligned;", 0, FaultKind::Race),
-        // Behind the allocation, behind the stores.
+        // Placed behind the allocation, and behind the stores.
         ("tcgen05.fence::before_thread_sync;", 1, FaultKind::Race),
         ("tcgen05.fence::after_thread_sync;", 1, FaultKind::Race),
-        // Behind the commit.
+        // Placed behind the commit.
         ("tcgen05.fence::after_thread_sync;", 2, FaultKind::Race),
     ] {
         let (at, _) = text.match_indices(instruction).nth(which).unwrap();

@@ -1,7 +1,7 @@
-// The loop of split dimensions by the CTAs of a cluster, who have neighbouring key blocks, walk the same query blocks
-// and send each other their dS while the tensor cores have dK and dQ of their own keys: each adds a half of dQ's
-// dimension for both. dV is started before dS is made: dO, of which there is one block at a time, is then free for
-// the next.
+// The loop of split dimensions by the CTAs of a cluster, which have neighbouring key blocks, walk the same query
+// blocks and send each other their dS while the tensor cores have dK and dQ of their own keys: each adds a half of
+// dQ's dimension for both. dV is started before dS is made: dO, of which there is one block at a time, is then free
+// for the next.
 //
 //   tensor cores           dV(i)    dK(i)  dQ(i)  dQ(i) of the other's dS  S(i+1)        dP(i+1)
 //   this consumer   P(i)   dS(i)    send dS(i)                             half of dQ    the rest   P(i+1)
@@ -24,7 +24,7 @@ FMHA_DEVICE void send_ds(const C& c) {
   }
   __syncwarp();
 }
-// What the other one has sent in a slot has been used.
+// Announces that the data which the other CTA has sent in a slot has been used.
 template <class C>
 FMHA_DEVICE void release_other_ds(const C& c, Barrier& empty) {
   ptx::mbarrier_arrive_at_if(empty, cluster_rank<C::tile>() ^ 1, c.signals);

@@ -64,7 +64,7 @@ struct Consumer {
     sync_consumers();
   }
 
-  // Waits for Q of a query block, whose rows behind the sequence become zeros; likewise dO. All consumers together.
+  // Waits for Q of a query block, or for dO, and zeros the rows behind the sequence. All consumers take part.
   FMHA_DEVICE void take_q(const Work& work, int32_t block, const Slot<tile.stages_q>& slot) const {
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
     zero_behind(work, block, smem.q[slot.index]);

@@ -40,7 +40,8 @@ struct GradientEach {
   }
 
  private:
-  // Of block i, whose P and dS are there; `dq` is of the block before, whose sums are at `sums`, if there is one.
+  // One step: block i, whose P and dS are in shared memory. `dq` holds dQ of the block before, whose sums begin at
+  // `sums`; null if there is no block before.
   template <bool last>
   FMHA_DEVICE void step(const Work& work, QueryBlocks& blocks, typename C::Dq& dq, float*& sums) {
     start_own_gradient();

@@ -32,8 +32,9 @@ struct HalfBlocks {
     c.start_scores(s, c.q_slot.index, 0);
     QueryTile at = c.query_tile(blocks, 0);
     Kept kept;
-    // Before dP is started: the generator wants its registers. D 192 with V of 128 spilled and read 852 bytes, so 572; B2
-    // H8 S4096 full 1438 us to 1198, causal 840 to 660 (an H100).
+    // Dropout is decided before dP is started: the generator needs its registers. D 192 with V of 128 spilled and
+    // read 852 bytes in the other order, and 572 in this one; B2 H8 S4096 full 1438 us to 1198, causal 840 to 660 (an
+    // H100).
     c.pairs.decide(kept, work, at);
     c.take_v_and_start_dp(dp, work, blocks);
     typename C::Biases biases = c.pairs.biases(work, at);

@@ -3,7 +3,7 @@
 //   tensor cores    S  dP      dV            dQ  dK
 //   this consumer          P       dS               store dQ
 //
-// Of BwdWalk::LateDp dP is started when P is made, which leaves modifiers its registers.
+// BwdWalk::LateDp starts dP only when P is made, which leaves more registers for modifiers.
 #pragma once
 #include <fmha/sm90/bwd/consume/whole_dims.cuh>
 
@@ -14,7 +14,7 @@ struct InOrder {
   using C = Consumer<spec, tile>;
   using Scores = typename C::Scores;
   using Kept = typename C::Kept;
-  // Where a query block is shorter than a key block, a mask leaves some of a warpgroup's blocks nothing to do.
+  // A mask leaves some of a warpgroup's blocks nothing to do where a query block is shorter than a key block.
   static constexpr bool passes_hidden = spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n;
 
   C& c;
@@ -74,7 +74,7 @@ struct InOrder {
     return head_of_whole(c.p.fwd, work.span.i_batch, i_head);
   }
   FMHA_DEVICE auto& dropout_parts() const { return c.smem.dropout_parts[threadIdx.x / 32 - 4]; }
-  // What dropout's generator has of the keys is made once for all queries of a head.
+  // The keys' part of the dropout generator's work is made once for all queries of a head.
   FMHA_DEVICE void begin_head(const Work& work, int32_t i_head) {
     if constexpr (keeps_dropout_parts<spec, tile>()) {
       if (i_head == dropout_head) return;

@@ -12,14 +12,15 @@ namespace fmha::sm90::bwd {
 // P of this consumer's queries, for all; it is there behind `sync_consumers`.
 template <class C>
 FMHA_DEVICE void share_probs(const C& c, const typename C::Scores& x, const typename C::Kept& kept) {
-  // With a single slot: all consumers have read the block before's P and dS.
+  // Single slot: waits until all consumers have read P and dS of the block before.
   if constexpr (C::tile.stages_ds == 1) c.sync_consumers();
-  // Or that of dV alone has; the slots of dS are two, so a slot's index is the block's parity.
+  // Waits until the products of dV have read the only slot of P. dS has two slots, so a slot's index is the block's
+  // parity.
   if constexpr (has_one_probs(C::tile)) ptx::mbarrier_wait_parity(c.smem.probs_empty, c.ds_slot.index ^ 1);
   mma::store_transposed(c.smem.probs(c.ds_slot.index), c.operand_of_dv(x, kept), 0, c.pairs.own_query());
 }
 
-// dS of this consumer's queries, likewise.
+// Stores dS of this consumer's queries, transposed, in its slot.
 template <class C>
 FMHA_DEVICE void store_own_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
                               const typename C::Slopes& slopes, const typename C::Kept& kept) {
@@ -27,13 +28,13 @@ FMHA_DEVICE void store_own_ds(const C& c, typename C::Scores& dp, const typename
   c.pairs.multiply_slopes(dp, slopes);
   typename C::Operand own;
   own.template from<C::dtype>(dp, 0);
-  // The copy to the other CTA has read this slot.
+  // Waits until the copy to the other CTA has read this slot.
   if constexpr (in_clusters(C::tile))
     ptx::mbarrier_wait_parity(c.smem.other_ds_empty[c.ds_slot.index], c.ds_slot.phase ^ 1);
   mma::store_transposed(c.smem.ds[c.ds_slot.index][0], own, 0, c.pairs.own_query());
 }
 
-// The same; behind it that of all consumers is there, and their P.
+// Stores dS of this consumer's queries, and waits until P and dS of all consumers are stored.
 template <class C>
 FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::Scores& x, const QueryTile& at,
                           const typename C::Slopes& slopes, const typename C::Kept& kept) {

@@ -8,7 +8,7 @@ namespace fmha::sm90::bwd {
 // `sync_consumers`.
 template <int part = 0, class C>
 FMHA_DEVICE void store_ds(const C& c, const typename C::Operand& ds) {
-  // With a single slot: the other consumers have read the block before's dS.
+  // Single slot: waits until the other consumers have read dS of the block before.
   if constexpr (C::tile.stages_ds == 1 && part == 0) c.sync_consumers();
   mma::store_transposed(c.smem.ds[c.ds_slot.index][0], ds, c.index * mma::kRows, c.pairs.own_query(part));
 }

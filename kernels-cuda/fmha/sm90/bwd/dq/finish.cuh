@@ -12,7 +12,7 @@
 
 namespace fmha::sm90::bwd {
 
-// What a thread takes of a block's sums: 16 rows of an accumulator and the four threads' eight columns of it hold whole
+// A thread's unit of a block's sums: 16 rows of an accumulator and the four threads' eight columns of it hold whole
 // pieces of 16 bytes of dQ. Of dQ these are eight dims of two queries eight apart; of its transpose 16 dims of two
 // neighbouring queries. Threads beside each other have the pieces of a query that lie beside each other.
 template <BwdSpec spec, Sm90BwdTile tile>
@@ -40,13 +40,13 @@ struct Unit {
       dim = first_dim(share, group);
     }
   }
-  // Of units whose numbers lie beside each other: of the `nth` `stride` of them number `pair`.
+  // Index of a unit among units whose numbers lie side by side: unit `pair` of the `nth` group of `stride` units.
   FMHA_DEVICE static int32_t beside(int32_t nth, int32_t pair) {
     if constexpr (!S::transposes_dq) return nth;
     constexpr int row_blocks = S::dq_rows / 16;
     return nth / row_blocks * (row_blocks * stride) + pair * row_blocks + nth % row_blocks;
   }
-  // Of a share's group of eight columns.
+  // First dim of a share's group of eight columns.
   FMHA_DEVICE static int32_t first_dim(int32_t share, int32_t group) {
     if constexpr (halves_blocks(tile)) {
       const int32_t behind_whole = 8 * group - S::Chunks::whole;
@@ -113,7 +113,7 @@ FMHA_DEVICE bool store_unit(const BwdParams& p, const QueryBlock& block, const U
   return non_finite;
 }
 
-// From the sums in memory, by `threads` threads; likewise.
+// Finishes dQ from the sums in memory, by `threads` threads.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
                                     int32_t thread, int32_t threads) {
@@ -134,9 +134,10 @@ FMHA_DEVICE bool finish_from_memory(const BwdParams& p, const Sm90BwdSchedule& s
   return non_finite;
 }
 
-// From sums that each key block has stored apart, added in their order: as the additions that they stand for
-// (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread adds up few numbers,
-// of many parts at a time, or too few loads would be under way: with whole units to a thread an H200 took 3.1 us a part.
+// Finishes dQ from sums that each key block has stored apart. They are added in their order, as the additions that
+// they stand for (`red.add.f32`) round and flush. CTA `i_cta` of a query block's has so many of its units. A thread
+// adds up few numbers, of many parts at a time, or too few loads would be under way: with whole units to a thread an
+// H200 took 3.1 us a part.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
                               int32_t i_cta) {
@@ -152,7 +153,7 @@ FMHA_DEVICE bool finish_parts(const BwdParams& p, const Sm90BwdSchedule& schedul
   bool there[kPartFours];
 #pragma unroll
   for (int n = 0; n < kPartFours; ++n) {
-    // Threads beside each other have numbers that lie beside each other.
+    // Neighbouring threads have neighbouring numbers.
     const int32_t i = threadIdx.x + n * kRowThreads, within = i % (U::fours * U::stride);
     const int32_t i_unit = U::beside(i / (U::fours * U::stride), within % U::stride), f = within / U::stride;
     there[n] = first_unit + i_unit < U::count;
@@ -236,8 +237,8 @@ struct Finisher {
     }
   }
 
-  // The role beside the consumers. It has few registers: sums come by way of shared memory, and a lane works at eight
-  // dims of two queries at a time.
+  // Runs the role beside the consumers. It has few registers: sums pass through shared memory, and a lane works at
+  // eight dims of two queries at a time.
   FMHA_DEVICE void run() const {
     uint32_t phase = 0;
     for_each_block([&](const QueryBlock& block) {
@@ -260,16 +261,16 @@ struct Finisher {
       return false;
     });
   }
-  // What is left when no key block is, by a warp of consumers: else the launch would end with one warp a
-  // multiprocessor.
+  // Finishes what is left when no key block is left, by a warp of consumers: the launch would otherwise end with one
+  // active warp per multiprocessor.
   FMHA_DEVICE void run_from_memory() const {
     for_each_block(
         [&](const QueryBlock& block) { return finish_from_memory<spec, tile>(p, schedule, block, threadIdx.x % 32, 32); },
         [] { return false; });
   }
 
-  // What a lane has of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums
-  // lie side by side; of dQ those of two queries eight apart.
+  // A lane's part of 32 rows of a share's accumulators: of dQ^T eight dims of two neighbouring queries, whose sums
+  // lie side by side; of dQ eight dims of two queries eight apart.
   static constexpr int next_query = S::transposes_dq ? 1 : 8;
   static constexpr int steps = S::transposes_dq ? tile.block_m / 8 : S::dq_columns / 16;
   static constexpr int warp_floats = S::dq_share / steps;

@@ -26,7 +26,7 @@ struct DqOutput {
     }
   }
 
-  // To the store warp: accumulators, one behind the other.
+  // Passes accumulators to the store warp through shared memory, one behind the other.
   template <class... Accumulators>
   FMHA_DEVICE void hand_over(const Accumulators&... dq) {
     ptx::mbarrier_wait_parity(smem.dq_empty[index], phase ^ 1);
@@ -46,7 +46,7 @@ struct DqOutput {
     phase ^= 1;
   }
 
-  // To memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
+  // Adds to memory: a whole share; or, between `acquire` and `release`, elements `first` to `last` of it.
   FMHA_DEVICE void add(const Dq& dq, const Work& work, const QueryBlocks& blocks) {
     float* sums = share_of(work, blocks);
     add_elems<0, S::dq_columns / 2>(sums, dq, acquire());
@@ -66,8 +66,8 @@ struct DqOutput {
       }
     }
   }
-  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither added
-  // nor read, and L2's additions bound these loops.
+  // Whether the warp's elements `e` to `e + 3` are of dims that the head has: what only its padding has is neither
+  // added nor read, and L2's additions bound these loops.
   FMHA_DEVICE bool is_of_head(int e) const {
     if constexpr (spec.fwd.head_dim_qk == S::dim && !S::gradient_each) return true;
     if (is_of_others(e)) return false;
@@ -76,7 +76,7 @@ struct DqOutput {
                                                : (S::dq_by_columns ? share() * S::dq_columns : 0) + Dq::column(e);
     return first_dim < spec.fwd.head_dim_qk;
   }
-  // Of the chunk that both CTAs multiply, the other one's half.
+  // Whether element `e` belongs to the other CTA's half of the chunk that both CTAs multiply.
   FMHA_DEVICE bool is_of_others(int e) const {
     constexpr int half = S::dq_columns / 2;
     return S::gradient_each && index == 1 && Dq::column(e) / half != cluster_rank<tile>();
@@ -88,10 +88,10 @@ struct DqOutput {
     return p.dq_sums + part + first_row_of<tile>(p, work, blocks) * S::dq_dim + within;
   }
 
-  // Where additions have an order: waits until the polling thread (semaphore.cuh) has seen that all before this CTA's
-  // are there; whether there are none, so that this one stores. The thread polls global memory in the consumers' place,
-  // who wait in shared memory: the counter's answer and the fence behind the additions took some 900 of a step's 4750
-  // clocks at D 256, both together.
+  // Waits, where additions have an order, until the polling thread (semaphore.cuh) has seen the sums of all CTAs
+  // before this one. Returns whether there are none, so that this CTA stores. The thread polls global memory for the
+  // consumers, which wait in shared memory: the counter's answer and the fence behind the additions took some 900 of
+  // a step's 4750 clocks at D 256, both together.
   FMHA_DEVICE bool acquire() const {
     if constexpr (keeps_dq_apart(tile)) return true;
     if constexpr (!is_ordered<spec>()) return false;

@@ -20,7 +20,7 @@ FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& sc
   });
 }
 
-// Until `position` key blocks have added.
+// Waits until `position` key blocks have added.
 template <Sm90BwdTile tile>
 FMHA_DEVICE void wait_for_position(const int32_t* semaphore, int32_t position) {
   // Each CTA of a cluster counts for itself.
@@ -55,8 +55,8 @@ FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& sc
   });
 }
 
-// DqStart::Ordered, for consumers who add from their registers: waits for a block's position, admits the consumers, and
-// releases the semaphore when all of them have added.
+// DqStart::Ordered, for consumers that add from their registers: waits for a block's position, admits the consumers,
+// and releases the semaphore when all of them have added.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
   uint32_t phase = 0;

@@ -50,7 +50,8 @@ struct FirstStore {
     phase ^= 1;
     return smem.dq_is_first;
   }
-  // With `later` groups of copies issued since.
+  // Ends the last store: waits for its copies, behind which `later` groups have been issued, and releases the
+  // semaphore.
   template <int later>
   FMHA_DEVICE void end() {
     if (!stored) return;
@@ -61,8 +62,8 @@ struct FirstStore {
   }
 };
 
-// To consumers `c` and those after it their shared memory, each as soon as its copy has read it; the last copies are
-// theirs, in order.
+// Returns to consumers `c` and the next ones their shared memory, each as soon as its copy has read it; the last
+// copies are theirs, in order.
 template <int c, int consumers, class Shared>
 FMHA_DEVICE void hand_back(Shared& smem) {
   ptx::cp_async_bulk_wait_group_read<consumers - 1 - c>();
@@ -85,7 +86,8 @@ FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, S
       bool is_first = start == DqStart::Apart;  // stores, so that preprocess need not write zeros
       if constexpr (start == DqStart::Ordered) {
         ptx::mbarrier_wait_parity(smem.dq_full[S::consumers - 1], phase);
-        // Before this block's position is waited for: the CTA that has it may wait for the block before.
+        // Ends the last store before the wait for this block's position: the CTA that has it may wait for the block
+        // before.
         ordered.end();
         is_first = ordered.begin();
       } else if constexpr (start == DqStart::FirstStores) {

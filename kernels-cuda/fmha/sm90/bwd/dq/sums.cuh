@@ -1,7 +1,7 @@
-// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are the
-// counters by which CTAs tell each other how far that is, and the order of additions where they have one;
-// docs/kernels/sm90-bwd-dq.md has the protocol: who writes, who waits, in which memory order, and why no CTAs wait in a
-// circle.
+// dQ's sums: f32 numbers of each query block in global memory, to which every key block that sees it adds. Here are
+// the counters by which CTAs tell each other how far that is, and the order of additions where they have one;
+// docs/kernels/sm90-bwd-dq.md has the protocol: which warp writes, which waits, in which memory order, and why no
+// CTAs wait in a circle.
 //
 //   output.cuh      a consumer's share, from registers to shared memory or by its own additions
 //   store.cuh       the store warp: bulk copies from shared memory to the sums
@@ -13,7 +13,7 @@
 
 namespace fmha::sm90::bwd {
 
-// How the first addition to a query block finds its sums.
+// Way in which the first addition to a query block finds its sums.
 enum class DqStart {
   Zeros,       // preprocess has written zeros; all add, in any order
   FirstStores, // the CTA that comes first stores, the others add behind it in any order
@@ -25,8 +25,8 @@ constexpr DqStart kDqStart = keeps_dq_apart(tile) ? DqStart::Apart
                              : spec.deterministic ? DqStart::Ordered
                              : tile.dq_path == DqPath::FirstStores ? DqStart::FirstStores
                                                                    : DqStart::Zeros;
-// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then walk their
-// queries in one order too, whichever it is, so that dK and dV have the same bits.
+// Whether a query block's additions have an order, by CTAs that wait for each other or at the end. Key blocks then
+// walk their queries in one fixed order too, so that dK and dV have the same bits.
 template <BwdSpec spec>
 FMHA_DEVICE constexpr bool is_ordered() {
   return spec.deterministic;
@@ -46,7 +46,7 @@ FMHA_DEVICE constexpr bool has_semaphores() {
   return kDqStart<spec, tile> == DqStart::FirstStores || kDqStart<spec, tile> == DqStart::Ordered;
 }
 
-// Where a key block's sums of dQ begin, from those of the first one on: with DqStart::Apart each has its own.
+// Offset of a key block's sums of dQ from those of the first one: with DqStart::Apart each has its own.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int64_t part_of_sums(const BwdParams& p, int32_t key_block) {
   if constexpr (!keeps_dq_apart(tile)) return 0;
@@ -75,16 +75,16 @@ FMHA_DEVICE constexpr int finish_ctas() {
   return finishes_dq(tile) ? 1 : max(1, S::dq_block / ((S::transposes_dq ? 32 : 16) * kRowThreads));
 }
 
-// Of each consumer warp of each tile, whether its dK or dV have a number that is not finite; of each query block
-// whether its dQ has, or of each CTA that finishes a part of it.
+// Flags of non-finite values: one per consumer warp of each tile for its dK and dV, then one per query block for its
+// dQ, or one per CTA that finishes a part of it.
 FMHA_DEVICE int32_t* non_finite_keys(const BwdParams& p) { return p.non_finite; }
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t* non_finite_queries(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   return p.non_finite + int64_t(schedule.num_tiles) * num_consumer_warps(tile);
 }
 
-// Where the main kernel finishes dQ: how many key blocks of a tile's query heads have added all of theirs, for one of
-// those heads, of all sequences counted.
+// Counter of key blocks that have added all their sums of a tile's query heads, for one of those heads and over all
+// sequences; for a main kernel that finishes dQ.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   int32_t* first = p.non_finite;
@@ -93,15 +93,15 @@ FMHA_DEVICE int32_t* done_key_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return first + head / (tile.head_parts ? p.fwd.gqa_ratio / schedule.num_head_parts : p.fwd.gqa_ratio);
 }
 
-// Where it makes delta: of how many of a query head's blocks LSE and delta are made; preprocess makes the first heads',
-// uncounted.
+// Counter of a query head's blocks whose LSE and delta are made, for a main kernel that makes delta. Preprocess makes
+// those of the first heads, uncounted.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* made_query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t head) {
   return done_key_blocks<spec, tile>(p, schedule, 0) + schedule.num_heads + head;
 }
 
-// Of each query block whether it has far queries, where these are left to the launch behind: written by preprocess, and
-// where the main kernel makes delta set by it. Of blocks behind their sequence nothing is written.
+// Flag of a query block that has far queries, where these are left to the launch behind. Preprocess writes it; where
+// the main kernel makes delta, the main kernel sets it. Blocks behind their sequence have no flag written.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t* far_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t q_block) {
   int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
@@ -118,18 +118,19 @@ struct Place {
   bool is_upward;
 };
 
-// Behind a mask, the order in which key blocks are launched: head after head, of each the last key block first, since a
-// query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
-// longest key block is then its last, and would be the launch's. So every eighth head goes the other way, its key
-// blocks from the first one on and its queries from the last one down, and these heads come at the end, side by side:
-// CTAs get there one by one, as their order wants it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128 506
-// to 525, D 256 463 to 487. Of short sequences every other head, as many at a time as the L2 has Q, dO and sums of.
-// Of fewer heads the last one of a sequence goes so; where a sequence's keys are far more than its queries, all of them
-// do (`Sm90BwdSchedule::side_by_side_period`): its key blocks see the same few query blocks, and those of a head that
-// are at work together would wait for each other at each.
+// Order in which key blocks are launched behind a mask: head after head, the last key block of each head first, since
+// a query block's key blocks add in that order and each begins at its diagonal, a step behind its successor. A head's
+// longest key block is then its last, and would be the launch's last. So every eighth head goes the other way, its
+// key blocks from the first one on and its queries from the last one down. These heads come at the end, side by side:
+// CTAs get there one by one, as their order needs it, and the shortest are the last. TFLOP/s, causal, S 8192: D 128
+// 506 to 525, D 256 463 to 487. With short sequences every other head goes so, as many heads at a time as have Q, dO
+// and sums in the L2. With fewer heads the last one of a sequence goes so; where a sequence's keys are far more than
+// its queries, all of them do (`Sm90BwdSchedule::side_by_side_period`): the key blocks see the same few query blocks,
+// and those of a head that run together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these; of sequences with parts of their own (`has_own_parts`)
-// kv heads, whose parts go the same way whatever their number, one after another or all upward side by side.
+// Heads here are the parts of kv heads, where tiles share these; for sequences with parts of their own
+// (`has_own_parts`) they are kv heads, whose parts go the same way whatever their number, one after another or all
+// upward side by side.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, const Work& work) {
   const int32_t period = schedule.side_by_side_period;
@@ -165,19 +166,19 @@ struct Stagger {
 };
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Stagger stagger_of(const Sm90BwdSchedule& schedule, const Work& work) {
-  // From the sequence's own length, so that its bits do not depend on the batch.
+  // Number from the sequence's own length, so that its bits do not depend on the batch.
   const int32_t num_blocks = ceil_div(work.span.seqlen_k, cluster_keys(tile));
   int32_t group = ceil_div(num_blocks, ceil_div(num_blocks, schedule.num_sms / cluster_size(tile)));
   if constexpr (is_ordered<spec>()) {
     if (schedule.key_blocks_in_group > 0) group = schedule.key_blocks_in_group;
   }
   const int32_t first = work.key_block / group * group, size = min(group, num_blocks - first);
-  // Where heads are launched side by side, members of a group do not run at a time.
+  // Members of a group do not run at a time where heads are launched side by side.
   const int32_t stride = schedule.side_by_side_period == 1 ? 0 : (work.q_blocks.end - work.q_blocks.begin) / size;
   return {first, size, stride};
 }
 
-// Behind a mask, the key blocks that add to a query block: those of sink columns before the band, and those of the band.
+// Key blocks that add to a query block behind a mask: those of sink columns before the band, and those of the band.
 struct AddingBlocks {
   int32_t sinks;  // [0, sinks)
   Range band;
@@ -186,7 +187,7 @@ template <Sm90BwdTile tile>
 FMHA_DEVICE AddingBlocks adding_blocks(const Work& work, int32_t block) {
   const int32_t first_query = block * tile.block_m;
   const Range queries = {first_query, min(first_query + tile.block_m, work.span.seqlen_q)};
-  // As query_range has it, seen from the queries: a key block that adds nothing has no position.
+  // Range as in `query_range`, seen from the queries: a key block that adds nothing has no position.
   const bool has_width = work.band.lo <= work.band.hi;
   const Range keys = has_width ? k_range(work.band, queries, work.span.seqlen_k) : Range{0, 0};
   const int32_t band_end = keys.empty() ? 0 : ceil_div(keys.end, cluster_keys(tile));
@@ -203,7 +204,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, int32_t block) {
   if constexpr (is_ordered_behind_mask<spec>()) {
     const AddingBlocks adding = adding_blocks<tile>(work, block);
-    // Of the key blocks that add, from the first one on.
+    // Position among the key blocks that add, counted from the first one.
     const bool in_band = !adding.band.empty() && work.key_block >= adding.band.begin;
     const int32_t nth = in_band ? adding.sinks + work.key_block - adding.band.begin : work.key_block;
     const int32_t count = adding.sinks + adding.band.end - adding.band.begin;
@@ -212,7 +213,7 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
     if (stagger.stride == 0) return work.key_block;
-    // Members up to `begun` have come by this block when the others have yet to wrap round.
+    // Members up to `begun` have passed this block when the others have yet to wrap round.
     const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
     return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
   }

@@ -1,4 +1,4 @@
-//! What devices there are and what they are like.
+//! Emulated devices and their properties.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -7,7 +7,7 @@ use fmha_emu_cdna::{Arch, Device};
 use crate::runtime::{current_index, devices, put, set_current};
 use crate::status::{Call, Status, report};
 
-/// Bytes of memory that a device claims: MI300X's 192 GiB.
+/// Bytes of memory that a device reports: MI300X's 192 GiB.
 pub(crate) const TOTAL_MEMORY: usize = 192 << 30;
 /// `sizeof(hipDeviceProp_tR0600)`.
 const PROPERTIES_BYTES: usize = 1472;
@@ -56,7 +56,7 @@ fn name(arch: Arch) -> String {
     format!("fmha emulator ({arch})")
 }
 
-/// As a driver spells it, features included.
+/// Architecture as a driver spells it, features included.
 fn gcn_arch_name(arch: Arch) -> String {
     if arch.is_rdna() { arch.to_string() } else { format!("{arch}:sramecc+:xnack-") }
 }

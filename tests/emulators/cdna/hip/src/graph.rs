@@ -47,7 +47,7 @@ impl Node {
                 let launch = Launch { grid: *grid, block: *block, dynamic_lds: *dynamic_lds, args };
                 let recording = || Recording::new(&on.device, &on.module, name, &launch);
                 record(recording);
-                // Taken before the launch writes, and only where somebody asks for counters.
+                // Taken before the launch writes, and only where a caller wants counters.
                 let again = observe::is_asked().then(recording);
                 on.device.launch(&on.module, name, &launch).map_err(Failure::Launch)?;
                 if let Some(again) = again {
@@ -55,7 +55,8 @@ impl Node {
                 }
                 Ok(())
             }
-            // SAFETY: whoever made the node promised that the host side of the copy is valid until it has run.
+            // SAFETY: the code that made the node promised that the host side of the copy is valid until it
+            // has run.
             Self::Copy { to, from, bytes } => Ok(unsafe { crate::memory::copy(*to, *from, *bytes) }?),
             Self::Fill { to, value, width, count } => Ok(crate::memory::fill(*to, *value, *width, *count)?),
         }

@@ -1,8 +1,8 @@
-//! A test double of AMD's HIP runtime: `libamdhip64.so`, whose kernels run in the CDNA emulator. A client that opens the
-//! library at run time works with it unchanged, as long as it keeps to the module API.
+//! A test double of AMD's HIP runtime: `libamdhip64.so`, whose kernels run in the CDNA emulator. A client
+//! that opens the library at run time works with it unchanged, as long as it keeps to the module API.
 //!
-//! - `FMHA_EMULATE=gfx942` chooses the device; `gfx90a,gfx950` gives two. Without it there is no device, as on a machine
-//!   that has the runtime and no GPU.
+//! - `FMHA_EMULATE=gfx942` chooses the device; `gfx90a,gfx950` gives two. Without it there is no device, as
+//!   on a machine that has the runtime and no GPU.
 //! - `FMHA_EMULATE_CHECKS=none` turns the checks off, `FMHA_EMULATE_SEQUENTIAL=1` runs workgroups in order.
 //! - Device addresses are fake: no host pointer equals one, and following one on the host crashes.
 //! - Streams execute at once. A kernel's fault is reported as a GPU would, by the next call that waits: 700

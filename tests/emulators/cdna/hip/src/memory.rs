@@ -12,7 +12,7 @@ fn is_device(address: usize) -> bool {
     address as u64 >> 47 & 1 == 1
 }
 
-/// Copies between device and host, whichever each side is.
+/// Copies bytes between device and host, in any direction.
 ///
 /// # Safety
 /// A side that is no device address is host memory, valid for `bytes`.

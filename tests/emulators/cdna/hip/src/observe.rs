@@ -1,4 +1,4 @@
-//! What the double tells of the launches it carried out: counters.
+//! Counters of the launches that the double carried out.
 
 use std::collections::VecDeque;
 use std::ffi::c_char;
@@ -12,7 +12,8 @@ use crate::launches::{self, Launches};
 /// Bytes of a line of the cache, which is what memory instructions are counted in.
 const LINE_BYTES: u64 = 128;
 
-/// Whether somebody has asked; until then nothing is counted, which takes a second run of each launch.
+/// Whether a caller has requested counters; until then nothing is counted, which takes a second run of each
+/// launch.
 static ASKED: AtomicBool = AtomicBool::new(false);
 static LAUNCHES: Mutex<Launches> = Mutex::new(Launches(VecDeque::new()));
 
@@ -65,8 +66,9 @@ fn named(counters: &Counters) -> [(&'static str, u64); 9] {
     ]
 }
 
-/// Not of HIP's interface: what the last launches (at most 64) did, as a JSON array, oldest first. Asking forgets them; the
-/// first time there are none, since counting begins with it. The text is the caller's until [`fmhaEmulatorForget`].
+/// Not of HIP's interface: what the last launches (at most 64) did, as a JSON array, oldest first. Asking
+/// forgets them; the first time there are none, since counting begins with it. The text is the caller's until
+/// [`fmhaEmulatorForget`].
 #[unsafe(no_mangle)]
 pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
     ASKED.store(true, Relaxed);

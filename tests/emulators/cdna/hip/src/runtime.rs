@@ -17,7 +17,7 @@ pub(crate) struct Runtime {
     state: Mutex<State>,
 }
 
-/// What calls change.
+/// State that calls change.
 #[derive(Default)]
 pub(crate) struct State {
     next_handle: usize,
@@ -55,7 +55,7 @@ pub(crate) struct Stream {
 }
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
-    // Nobody loads this library but to emulate: unless told otherwise it has one device of each kind.
+    // This library is loaded for emulation alone: unless told otherwise it has one device of each kind.
     let names =
         std::env::var("FMHA_EMULATE").unwrap_or_else(|_| "gfx90a,gfx942,gfx950,gfx1100,gfx1201".to_owned());
     let checks = match std::env::var("FMHA_EMULATE_CHECKS").as_deref() {
@@ -87,7 +87,7 @@ thread_local! {
 }
 
 impl State {
-    /// A handle nobody has: never null, and no pointer to anything.
+    /// A handle that no object has: never null, and no pointer to anything.
     pub(crate) fn handle(&mut self) -> usize {
         self.next_handle += 16;
         self.next_handle

@@ -51,7 +51,7 @@ statuses! {
 }
 
 impl Status {
-    /// What a kernel's fault is called at the next wait.
+    /// Status of a kernel's fault at the next wait.
     pub(crate) fn of_fault(kind: FaultKind) -> Self {
         match kind {
             FaultKind::OutOfBounds | FaultKind::Misaligned => Self::ILLEGAL_ADDRESS,

@@ -194,7 +194,7 @@ fn the_properties_lie_where_the_bindings_of_others_have_them() {
     for (theirs, ours) in offsets {
         assert_eq!(theirs, ours);
     }
-    // And the bytes that the double gives read as those fields.
+    // The bytes that the double gives read as those fields.
     let mut bytes = Box::new([0u8; 1472]);
     assert_eq!(call!("hipGetDevicePropertiesR0600"(bytes.as_mut_ptr() => *mut u8, 1 => c_int)), 0);
     let word = |at: usize| i32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());

@@ -1,4 +1,4 @@
-//! What a step of the AMD kernels' main loop asks of LDS and of memory, counted in the emulator: the table
+//! Use of LDS and of memory by a step of the AMD kernels' main loop, counted in the emulator: the table
 //! `tests/evidence/cdna-loop-memory.tsv`. Modelled, not measured.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -20,12 +20,13 @@ const ARCHS: [(&str, Option<DType>); 3] =
     [("gfx90a", None), ("gfx942", Some(DType::E4m3Fnuz)), ("gfx950", Some(DType::E4m3Fn))];
 const RDNA: [(&str, Option<DType>); 2] = [("gfx1100", None), ("gfx1201", Some(DType::E4m3Fn))];
 const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];
-/// Of RDNA's kernel: each tile that its table has.
+/// Head dimensions of all tiles in the table of RDNA's kernel.
 const RDNA_HEAD_DIMS: [u32; 5] = [32, 64, 128, 192, 256];
-/// Others are padded to these.
+/// Head dimensions of the backward's tiles; others are padded to these.
 const BACKWARD_HEAD_DIMS: [u32; 4] = [64, 128, 192, 256];
 const COLUMNS: &str = "arch\tcall\tkeys\tlds_cycles\tconflict_cycles\tlines\tlines_if_packed\n";
-/// What the figures are of: between a launch with so many keys and one with twice as many lie only steps of the loop.
+/// Keys of the shorter of two launches that the figures compare: between a launch with so many keys and one
+/// with twice as many lie only steps of the loop.
 const KEYS: u32 = 512;
 
 /// Attention of one head.
@@ -105,7 +106,7 @@ fn shared_rows(head_dim_qk: u32, seqlen_k: u32) -> FwdProblem {
     problem
 }
 
-/// Of RDNA's decode: a token of a group of 16 heads, each way that tiles go to LDS.
+/// Problems of RDNA's decode: one token of a group of 16 heads, for each way that tiles go to LDS.
 fn decode_of_rdna(seqlen_k: u32) -> Vec<(String, FwdProblem)> {
     let of = |head_dim| {
         let mut problem = shared_rows(head_dim, seqlen_k);
@@ -226,7 +227,7 @@ fn the_committed_table_of_what_the_main_loop_asks_of_memory_is_current() {
     assert_eq!(table, committed, "tests/evidence/cdna-loop-memory.tsv is to be:\n{table}");
 }
 
-/// Of each way to lay rows out one: what the table of all says, in CI's time.
+/// Checks one problem for each layout of rows: what the table of all problems says, in CI's time.
 #[test]
 fn no_banks_conflict_in_rdnas_main_loop_nor_in_the_backward() {
     let records = Records::new();

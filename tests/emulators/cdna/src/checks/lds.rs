@@ -1,4 +1,4 @@
-//! LDS of a workgroup, and who touched what since the last barrier.
+//! LDS of a workgroup, and its accesses since the last barrier.
 
 use super::Checks;
 use crate::error::{Exec, FaultKind, Stop};
@@ -25,7 +25,7 @@ pub(crate) struct DmaWrite {
 const IN_FLIGHT: u32 = 0xff_ffff;
 /// Reader field: more than one wave.
 const MANY: u32 = 0xff;
-/// Writer field: atomics, of whichever waves.
+/// Writer field: atomics, of any waves.
 const ATOMIC: u32 = 0xfe;
 
 /// One workgroup's LDS.
@@ -40,7 +40,7 @@ pub(crate) struct Lds {
     epoch: u32,
     /// `epoch << 8 | wave + 1` of the last write; 0: never written.
     writers: Vec<u32>,
-    /// Likewise of the last read, wave field [`MANY`] for several.
+    /// `epoch << 8 | wave + 1` of the last read, wave field [`MANY`] for several.
     readers: Vec<u32>,
 }
 
@@ -83,7 +83,7 @@ impl Lds {
         self.which.any()
     }
 
-    /// All waves met at a barrier.
+    /// Notes that all waves met at a barrier.
     pub(crate) fn barrier(&mut self) {
         self.epoch += 1;
     }
@@ -264,7 +264,7 @@ impl Lds {
         Ok(())
     }
 
-    /// A direct load was issued: until it arrives nobody may look.
+    /// Notes a direct load that was issued: no wave may read the bytes until it arrives.
     pub(crate) fn check_dma(&mut self, address: u32, bytes: u32, wave: u32, lane: usize) -> Exec {
         self.claim(address, bytes, wave, lane, IN_FLIGHT << 8 | (wave + 1))
     }

@@ -1,4 +1,4 @@
-//! What is checked while a kernel runs.
+//! Checks that are made while a kernel runs.
 
 pub(crate) mod lds;
 pub(crate) mod regs;

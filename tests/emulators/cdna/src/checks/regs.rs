@@ -61,7 +61,8 @@ fn is_lane_copy(inst: &Inst) -> bool {
     matches!(inst.op, Op::VWritelaneB32 | Op::VReadlaneB32)
 }
 
-/// Which of its reads is the data of a store to memory: the last. Each lane's address says whether that may be undefined.
+/// Which of its reads is the data of a store to memory: the last. Each lane's address says whether that may
+/// be undefined.
 fn stored_by_lane(inst: &Inst) -> Option<usize> {
     let is_store =
         inst.class == Class::Vmem && inst.mem.is_some_and(|mem| matches!(mem.kind, MemKind::Store { .. }));
@@ -243,7 +244,7 @@ impl RegChecks {
         self.overwrites(inst)
     }
 
-    /// What one lane or scalar register got is as defined as what it came from.
+    /// Copies definedness to one lane or scalar register from its source.
     pub(crate) fn after_lane_copy(&mut self, inst: &Inst, lane: usize) {
         let defined = match inst.src[0] {
             Src::S(first) => scalar_bits(first, 1) & !self.valid_s == 0,

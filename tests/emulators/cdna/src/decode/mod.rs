@@ -149,7 +149,8 @@ fn scalar_opcode(word: u32) -> (Enc, u32) {
     }
 }
 
-/// Its sources and immediate; `read` is how the architecture numbers operands, and `inst` has its destination.
+/// Reads an instruction's sources and immediate. `read` decodes operands as the architecture numbers them;
+/// `inst` already has its destination.
 fn scalar_operands(
     inst: &mut Inst,
     (enc, word): (Enc, u32),

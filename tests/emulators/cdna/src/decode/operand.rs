@@ -52,7 +52,7 @@ impl<'w> Source<'w> {
 fn integer(value: i32, ty: Ty) -> Src {
     match ty {
         Ty::B64 | Ty::F64 | Ty::Mask => Src::K(value as u32, (value >> 31) as u32),
-        // Of two packed f32 a constant feeds the low one; op_sel_hi chooses what the high one reads.
+        // A constant feeds the low one of two packed f32; op_sel_hi chooses what the high one reads.
         _ => Src::K(value as u32, 0),
     }
 }

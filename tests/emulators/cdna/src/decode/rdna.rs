@@ -14,7 +14,7 @@ const DPP16: u32 = 250;
 /// Operand number of the register that reads as zero and keeps nothing.
 const NULL: u32 = 124;
 const LITERAL: u32 = 255;
-/// Where M0 stands; CDNA has it where RDNA has NULL, and the wave keeps it there.
+/// Place of M0; CDNA has it where RDNA has NULL, and the wave keeps it there.
 const M0_OF_RDNA: u32 = 125;
 
 /// Source operands as [`operand::Source`] reads them, with RDNA's places of NULL and M0.
@@ -61,7 +61,7 @@ pub(super) fn decode(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
         _ if word >> 30 == 0b10 => scalar(arch, pc, words),
         _ => None,
     };
-    // Of an unknown one the width must be right, or all behind it would be read awry.
+    // An unknown instruction must have the right width, or all behind it would be decoded wrongly.
     decoded.or_else(|| {
         let mut inst = super::unknown(pc, words);
         inst.size = match word >> 26 {
@@ -85,7 +85,7 @@ fn scalar(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     let (enc, opcode) = scalar_opcode(word);
     let row = TABLE.get(arch, enc, opcode)?;
     let mut inst = of_row(pc, words, row);
-    // What the scalar unit reads and writes goes by CDNA's names.
+    // Registers of the scalar unit have CDNA's names here.
     inst.name = row.canonical;
     let mut source = Source::new(words, 1);
     inst.sdst = destination(bits(word, 16, 7));
@@ -274,7 +274,7 @@ fn vop3p(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     let mut source = Source::new(words, 2);
     inst.vdst = bits(word, 0, 8) as u16;
     if inst.op == Op::Wmma {
-        // Modifiers of operands: no kernel asks for them.
+        // Modifiers of operands: no kernel uses them.
         if bits(word, 8, 6) != 0 || bits(word, 15, 1) != 0 || bits(second, 29, 3) != 0 {
             return None;
         }
@@ -488,7 +488,7 @@ fn flat_of_gfx12(pc: u64, words: &[u32]) -> Option<Inst> {
         offset: third as i32 >> 8,
         ..mem(space, MemKind::Cache)
     };
-    // TH's lowest bit asks an atomic for what was there.
+    // TH's lowest bit makes an atomic return the old value.
     vmem(pc, words, (row, 12), bits(second, 0, 8), bits(second, 20, 1) == 1, operands)
 }
 

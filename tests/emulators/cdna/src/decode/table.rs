@@ -30,7 +30,7 @@ pub(crate) enum Enc {
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) name: &'static str,
-    /// What executes it goes by CDNA's name, where that differs.
+    /// CDNA's name of the instruction, by which it is executed, where that differs.
     pub(crate) canonical: &'static str,
     /// Destination first. For scalar, LDS and matrix rows `Ty::Regs`.
     pub(crate) operands: Vec<Ty>,
@@ -61,7 +61,7 @@ impl Table {
         Some((enc, self.get(arch, enc, opcode)?))
     }
 
-    /// The same of RDNA, whose VOP3 forms of VOP1 lie elsewhere.
+    /// VOP3 row of RDNA, where the VOP3 forms of VOP1 have other opcodes than on CDNA.
     pub(crate) fn vop3_of_rdna(&self, arch: Arch, opcode: u32) -> Option<(Enc, &Row)> {
         if let Some(row) = self.get(arch, Enc::Vop3, opcode) {
             return Some((Enc::Vop3, row));

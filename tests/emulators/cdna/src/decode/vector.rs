@@ -262,7 +262,7 @@ pub(super) fn finish(inst: &mut Inst, row: &Row) {
     }
     match inst.op {
         Op::VReadfirstlaneB32 | Op::VReadlaneB32 => {
-            // One lane is read, whichever: the executor checks that one.
+            // Only one lane is read: the executor checks that one.
             inst.reads.retain(|r| matches!(r, Regs::S(..)));
             inst.sdst = inst.vdst as u8;
             inst.writes.push(Regs::S(inst.sdst, 1));

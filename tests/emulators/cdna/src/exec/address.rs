@@ -9,7 +9,7 @@ use crate::wave::{LANES, Wave};
 /// Base address that the launcher writes into gfx90a's private segment descriptor: accesses through it are private.
 pub(crate) const PRIVATE_BUFFER: u64 = 0x7fff_0000_0000;
 
-/// Where one lane's access goes.
+/// Place of one lane's access.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     /// The lane takes no part.

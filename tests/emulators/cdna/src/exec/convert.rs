@@ -34,7 +34,7 @@ pub(super) fn fma_h(a: u32, b: u32, c: u32) -> u32 {
     to_h(odd_f32(exact))
 }
 
-/// To f32 with the last bit set if anything was lost: rounding that to f16 rounds once.
+/// Converts to f32, with the last bit set if anything was lost: rounding that to f16 rounds once.
 #[inline(always)]
 fn odd_f32(x: f64) -> f32 {
     let near = x as f32;

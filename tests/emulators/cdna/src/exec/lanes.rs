@@ -20,7 +20,7 @@ pub(crate) fn source<'w>(wave: &'w Wave, inst: &Inst, k: usize, room: &'w mut La
     room
 }
 
-/// Where source `k` lies: its register, or a slot that it was put into.
+/// Place of source `k`: its register, or a slot that it was put into.
 #[inline(always)]
 pub(crate) fn operand(wave: &mut Wave, inst: &Inst, k: usize) -> usize {
     if inst.plain && wave.plain_mode {
@@ -40,7 +40,7 @@ fn modified_into_slot(wave: &mut Wave, inst: &Inst, k: usize) {
     wave.v[SLOT + k] = modified(wave, inst, k);
 }
 
-/// Where a result may be written at once, if it may.
+/// Place where a result may be written at once, if there is one.
 #[inline(always)]
 pub(crate) fn destination(wave: &Wave, inst: &Inst) -> usize {
     let direct = inst.plain && wave.plain_mode && wave.is_whole();
@@ -172,7 +172,7 @@ pub(crate) fn dpp_source(ctrl: u16, lane: usize) -> Option<usize> {
     }
 }
 
-/// What each lane reads, and the lanes whose result is written.
+/// Values that each lane reads, and the lanes whose result is written.
 pub(crate) fn dpp_select(lanes: &Lanes, dpp: &Dpp, exec: u64) -> (Lanes, u64) {
     let mut out = Lanes::ZERO;
     let mut written = 0u64;

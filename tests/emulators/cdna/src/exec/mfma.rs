@@ -62,7 +62,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// From a mnemonic such as `v_mfma_f32_32x32x8_f16` or `v_mfma_f32_32x32x8bf16_1k`, whose D takes `d_regs`.
+    /// Shape of a mnemonic such as `v_mfma_f32_32x32x8_f16` or `v_mfma_f32_32x32x8bf16_1k`, whose D takes
+    /// `d_regs`.
     pub(crate) fn from_name(name: &str, d_regs: u8) -> Option<Self> {
         let rest = name.strip_prefix("v_mfma_")?;
         let (acc, rest) = rest.split_once('_')?;
@@ -353,8 +354,8 @@ fn product<const M: usize>(shape: &Shape, a: &Operand, b: &Operand, sums: &mut [
     }
 }
 
-/// The same with the sums kept in the host's vector registers, `V` of eight to a row: the compiler's own loop spills
-/// them, and takes five times as long.
+/// Product with the sums kept in the host's vector registers, `V` of eight to a row: the compiler's own loop
+/// spills them, and takes five times as long.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 fn product_avx2<const M: usize, const V: usize>(

@@ -75,7 +75,7 @@ pub(crate) const EXECUTED: u8 = 1;
 /// Mark of a wait that had something to wait for.
 pub(crate) const USEFUL: u8 = 2;
 
-/// What the waves of a workgroup share.
+/// State that the waves of a workgroup share.
 pub(crate) struct Group<'l> {
     pub(crate) program: &'l Program,
     pub(crate) arch: Arch,
@@ -86,7 +86,7 @@ pub(crate) struct Group<'l> {
     pub(crate) lds: &'l mut Lds,
     pub(crate) counters: &'l mut Counters,
     pub(crate) profile: bool,
-    /// By instruction: [`EXECUTED`], [`USEFUL`]. Of waits and barriers alone, while checking.
+    /// Marks by instruction: [`EXECUTED`], [`USEFUL`]. While checking, waits and barriers alone have marks.
     pub(crate) marks: &'l mut [u8],
     /// Instructions a wave may execute.
     pub(crate) limit: u64,
@@ -265,7 +265,7 @@ impl Group<'_> {
         self.wait_for(wave, vm, lgkm, 0)
     }
 
-    /// As [`Group::wait`], with RDNA 4's count of scalar loads.
+    /// Waits as [`Group::wait`] does, with RDNA 4's count of scalar loads.
     fn wait_for(&mut self, wave: &mut Wave, vm: usize, lgkm: usize, km: usize) -> bool {
         let (arrived, useful) = wave.checks.wait(vm, lgkm, km);
         for write in arrived {

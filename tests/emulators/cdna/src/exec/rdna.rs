@@ -1,4 +1,5 @@
-//! What RDNA has and CDNA has not: scalar floats, masks of 32 lanes, rows that change places, its waits and barriers.
+//! Instructions that RDNA has and CDNA has not: scalar floats, masks of 32 lanes, exchanges of rows, its
+//! waits and barriers.
 
 use super::lanes::{masked, put, source};
 use super::valu::ternary;
@@ -13,7 +14,7 @@ fn f(bits: u32) -> f32 {
     f32::from_bits(bits)
 }
 
-/// What a count in an instruction leaves under way; its highest value waits for nothing.
+/// Number of operations that a count in an instruction leaves under way; its highest value waits for nothing.
 fn left(count: u32, highest: u32) -> usize {
     if count == highest { usize::MAX } else { count as usize }
 }
@@ -134,8 +135,9 @@ fn scalar_result(wave: &mut Wave, inst: &Inst, of: impl Fn(f32) -> f32) {
     wave.s[usize::from(inst.sdst) & 127] = of(value).to_bits();
 }
 
-/// Lane i of a row reads the lane of its row, or with `x` of its pair's other row, that nibble i of the 64 bits in two
-/// scalars names. Inactive lanes are read where bit 0 of `imm` says so, else as 0 with bit 1, else the lane keeps its value.
+/// Lane i of a row reads the lane of its row, or with `x` of its pair's other row, that nibble i of the 64
+/// bits in two scalars names. Inactive lanes are read where bit 0 of `imm` says so, else as 0 with bit 1,
+/// else the lane keeps its value.
 fn permlane(wave: &mut Wave, inst: &Inst) {
     let across = if inst.op == Op::VPermlanex16B32 { 16 } else { 0 };
     let selects = u64::from(wave.scalar(inst.src[1])) | u64::from(wave.scalar(inst.src[2])) << 32;

@@ -12,7 +12,7 @@ pub(crate) fn salu(wave: &mut Wave, inst: &Inst, next_pc: u64) -> Exec {
     let a64 = || wave.scalar64(inst.src[0]);
     let b64 = || wave.scalar64(inst.src[1]);
     let dst = || wave.s[usize::from(inst.sdst) & 127];
-    // What the instruction gives: 32 or 64 bits, and the condition where it sets one.
+    // Result of the instruction: 32 or 64 bits, and the condition where it sets one.
     let nonzero = |value: u32| (Out::Word(value), Some(value != 0));
     let nonzero64 = |value: u64| (Out::Pair(value), Some(value != 0));
     let plain = |value: u32| (Out::Word(value), None);

@@ -184,7 +184,7 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VRcpF32 | Op::VRcpIflagF32 => unary(wave, inst, |a| func::rcp(f(a)).to_bits()),
         Op::VRsqF32 => unary(wave, inst, |a| func::rsq(f(a)).to_bits()),
         Op::VSqrtF32 => unary(wave, inst, |a| f(a).sqrt().to_bits()),
-        // Arguments are in turns.
+        // Arguments are in revolutions.
         Op::VSinF32 => unary(wave, inst, |a| (turns(f(a)).sin() as f32).to_bits()),
         Op::VCosF32 => unary(wave, inst, |a| (turns(f(a)).cos() as f32).to_bits()),
         Op::VFractF32 => unary(wave, inst, |a| {

@@ -340,7 +340,7 @@ fn writable(allocation: &Allocation, address: u64, lane: usize) -> Exec {
     Ok(())
 }
 
-/// Where the bytes of an access to a lane's private memory lie in the wave's.
+/// Places in the wave's private memory of the bytes of one lane's access.
 fn private(wave: &Wave, address: u32, bytes: usize, lane: usize) -> Exec<Range<usize>> {
     let size = wave.scratch_bytes as usize;
     let at = address as usize;

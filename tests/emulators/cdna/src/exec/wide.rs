@@ -178,7 +178,7 @@ fn wide_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VLdexpF64 => {
             let (a, b) = (f64s(wave, inst, 0), narrow(wave, inst, 1));
             store_f64(wave, inst, |l| {
-                // In two steps, so that neither factor leaves the range.
+                // Scales in two steps, so that neither factor leaves the range.
                 let power = (b[l] as i32).clamp(-2100, 2100);
                 let half = power / 2;
                 let two = |p: i32| 2f64.powi(p);
@@ -273,8 +273,8 @@ fn mbcnt(wave: &mut Wave, inst: &Inst, first: usize) {
     put(wave, inst, Lanes(out));
 }
 
-/// `src0` is the denominator `b` or the numerator `c`, scaled so that the quotient's steps neither overflow nor
-/// lose bits; the flag asks `div_fmas` to undo it.
+/// `src0` is the denominator `b` or the numerator `c`, scaled so that the quotient's steps neither overflow
+/// nor lose bits; the flag tells `div_fmas` to undo it.
 fn div_scale(a: f32, b: f32, c: f32) -> (f32, bool) {
     let exponent = |x: f32| frexp(x).1;
     let quotient = exponent(c) - exponent(b);

@@ -1,9 +1,9 @@
 //! RDNA's matrix instruction, 16x16x16 with f32 sums (RDNA 3 and RDNA 4 ISA, "WMMA"). Sums are one fused multiply-add
 //! after the other in order of k, which the hardware does not promise to the last bit.
 //!
-//! gfx11: lane l holds row l % 16 of A (column l % 16 of B), all 16 of k, and lanes 16 to 31 repeat lanes 0 to 15; element
-//! i of D in lane l is row 2 i + l / 16, column l % 16. gfx12: lane l holds k = 8 (l / 16) + 0..8 of that row; element i of
-//! D is row 8 (l / 16) + i.
+//! gfx11: lane l holds row l % 16 of A (column l % 16 of B), all 16 of k, and lanes 16 to 31 repeat lanes 0
+//! to 15; element i of D in lane l is row 2 i + l / 16, column l % 16. gfx12: lane l holds k = 8 (l / 16) +
+//! 0..8 of that row; element i of D is row 8 (l / 16) + i.
 
 use crate::elf::Arch;
 use crate::error::{Exec, FaultKind, Stop};

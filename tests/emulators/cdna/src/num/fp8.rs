@@ -16,7 +16,7 @@ pub(crate) struct Format {
 /// Which codes are no numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Specials {
-    /// As in IEEE 754: the highest exponent is infinity and NaN.
+    /// Encoding as in IEEE 754: the highest exponent is infinity and NaN.
     Ieee,
     /// Only exponent and mantissa all ones is NaN; no infinity.
     AllOnesNan,
@@ -42,12 +42,12 @@ impl Format {
     pub(crate) const E2M1: Self =
         Self { exponent_bits: 2, mantissa_bits: 1, bias: 1, specials: Specials::None };
 
-    /// What an architecture calls `fp8`.
+    /// Format that an architecture calls `fp8`.
     pub(crate) fn fp8(arch: Arch) -> Self {
         if matches!(arch, Arch::Gfx950 | Arch::Gfx1201) { Self::E4M3_OCP } else { Self::E4M3_FNUZ }
     }
 
-    /// What an architecture calls `bf8`.
+    /// Format that an architecture calls `bf8`.
     pub(crate) fn bf8(arch: Arch) -> Self {
         if matches!(arch, Arch::Gfx950 | Arch::Gfx1201) { Self::E5M2_OCP } else { Self::E5M2_FNUZ }
     }
@@ -92,8 +92,9 @@ impl Format {
         sign * significand * (power as f32).exp2()
     }
 
-    /// To nearest even. Overflow gives NaN, or infinity where the format has one: the conversion instructions do not
-    /// saturate. `extra` is added below the last kept bit before truncating, for stochastic rounding.
+    /// Rounds to nearest even. Overflow gives NaN, or infinity where the format has one: the conversion
+    /// instructions do not saturate. `extra` is added below the last kept bit before truncating, for
+    /// stochastic rounding.
     pub(crate) fn encode(self, value: f32, stochastic: Option<u32>) -> u8 {
         let sign = if value.is_sign_negative() { 1u8 << (self.bits() - 1) } else { 0 };
         if value.is_nan() {

@@ -1,4 +1,4 @@
-//! What the integration tests share: compiling this crate's kernels, and reporting what could not be run.
+//! Helpers of the integration tests: compiling this crate's kernels, and reporting what could not be run.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ pub(crate) fn compile(name: &str, arch: Arch) -> Option<Vec<u8>> {
     compile_with(name, arch, &[])
 }
 
-/// As [`compile`], with further options for clang.
+/// Compiles as [`compile`] does, with further options for clang.
 pub(crate) fn compile_with(name: &str, arch: Arch, options: &[&str]) -> Option<Vec<u8>> {
     let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("kernels").join(name);
     let tag: String = options.concat().chars().filter(char::is_ascii_alphanumeric).collect();
@@ -38,7 +38,7 @@ pub(crate) fn compile_with(name: &str, arch: Arch, options: &[&str]) -> Option<V
             let log = String::from_utf8_lossy(&output.stderr);
             assert!(output.status.success(), "{name} does not compile for {arch}:\n{log}");
             let code = std::fs::read(&out).expect("clang wrote it");
-            // One file a test and thread: nobody else reads it.
+            // One file per test and thread: nothing else reads it.
             let _ = std::fs::remove_file(&out);
             Some(code)
         }
@@ -49,7 +49,7 @@ pub(crate) fn compile_with(name: &str, arch: Arch, options: &[&str]) -> Option<V
     }
 }
 
-/// What fmha tells clang of an architecture.
+/// Options that fmha gives clang for an architecture.
 fn arch_options(arch: Arch) -> &'static [&'static str] {
     match arch {
         Arch::Gfx1100 => &["-Xclang", "-target-feature", "-Xclang", "-real-true16"],

@@ -17,7 +17,7 @@ pub(crate) fn context_of(device: usize) -> Handle {
     FIRST_CONTEXT + device
 }
 
-/// The device whose context the calling thread has; the first where it has none, or one that is nobody's.
+/// The device whose context the calling thread has; the first where it has none, or an invalid one.
 pub(crate) fn current_device() -> usize {
     let current = STACK.with_borrow(|s| s.last().copied().unwrap_or(0));
     current.checked_sub(FIRST_CONTEXT).filter(|&device| device < device_count()).unwrap_or(0)

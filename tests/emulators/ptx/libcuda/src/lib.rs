@@ -1,4 +1,4 @@
-//! A test double of `libcuda.so`: a device, or several alike, whose kernels run in [`fmha_emu_ptx`].
+//! A test double of `libcuda.so`: a device, or several equal ones, whose kernels run in [`fmha_emu_ptx`].
 //!
 //! Environment:
 //! - `FMHA_EMULATE`: the device's architecture, `sm_80`, `sm_90a` (default), `sm_100a`, `sm_120`; of several devices,
@@ -8,9 +8,10 @@
 //! - `FMHA_EMULATE_PTX_DIR`: where `<sha256 of a cubin>.ptx` stands for the cubin;
 //! - `FMHA_EMULATE_REPORT`: a file to which every fault is appended.
 //!
-//! Everything is carried out when it is called, but for `cuMemcpyHtoD` from pageable memory, which is staged and
-//! arrives with the default stream's next work: one schedule that the real driver may choose. A fault in a kernel is printed, makes the launch fail with
-//! `CUDA_ERROR_LAUNCH_FAILED`, and sticks to the context, as on a device.
+//! Everything is carried out when it is called, but for `cuMemcpyHtoD` from pageable memory, which is staged
+//! and arrives with the default stream's next work: one schedule that the real driver may choose. A fault in
+//! a kernel is printed, makes the launch fail with `CUDA_ERROR_LAUNCH_FAILED`, and sticks to the context, as
+//! on a device.
 #![allow(
     non_snake_case,
     missing_docs,

@@ -200,8 +200,9 @@ fn run_at_once(node: &Node) -> Result {
     node.run()
 }
 
-/// From pageable memory it returns when the bytes are staged, as the real driver may: they arrive before the default
-/// stream's next work, and before whoever waits for that stream goes on, but other streams can be faster.
+/// Copy from pageable memory: it returns when the bytes are staged, as the real driver may: they arrive
+/// before the default stream's next work, and before a thread that waits for that stream goes on, but other
+/// streams can be faster.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> Result {
     {

@@ -1,4 +1,4 @@
-//! What the driver tells of the launches it carried out: line coverage, counters.
+//! Reports on the launches that the driver carried out: line coverage, counters.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_char;
@@ -10,14 +10,14 @@ use fmha_emu_ptx::{Kernel, LaunchConfig, Report, SourceLine, SourceMap};
 use crate::launches::{self, Launches};
 use crate::state::{device_count, state_of};
 
-/// What has been seen so far.
+/// Observations so far.
 #[derive(Debug, Default)]
 pub(crate) struct Observer {
     /// Counters of the last launches.
     launches: Launches,
     /// Each source line that has code: whether that was executed.
     covered: BTreeMap<SourceLine, bool>,
-    /// By the address of the module's text, which the kernel kept beside holds in place.
+    /// Observations by the address of the module's text, which the kernel kept beside holds in place.
     maps: HashMap<usize, (Kernel, SourceMap)>,
 }
 
@@ -71,8 +71,8 @@ impl Observer {
     }
 }
 
-/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a device after the
-/// other; asking forgets them. The text is the caller's until [`fmha_emu_forget`].
+/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a
+/// device after the other; asking forgets them. The text is the caller's until [`fmha_emu_forget`].
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
     launches::give((0..device_count()).flat_map(|device| state_of(device).observer.launches.take()))

@@ -13,7 +13,7 @@ const LAZY_NOLOAD: c_int = 1 | 4;
 
 /// The newest suffix of a function that this library exports.
 fn find(name: &str) -> *mut c_void {
-    // SAFETY: the soname of this very library, which is loaded; nothing is opened anew.
+    // SAFETY: the soname of this very library, which is loaded; nothing is opened again.
     let own = unsafe { dlopen(c"libcuda.so".as_ptr(), LAZY_NOLOAD) };
     for suffix in ["_v4", "_v3", "_v2", ""] {
         let full = format!("{name}{suffix}\0");

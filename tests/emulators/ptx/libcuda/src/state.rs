@@ -16,7 +16,7 @@ use crate::observe::Observer;
 /// Handles are small numbers, never addresses: a wrong one is found, not followed.
 pub(crate) type Handle = usize;
 
-/// What a device of this architecture is like.
+/// Properties of a device of this architecture.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Architecture {
     pub(crate) major: i32,
@@ -125,7 +125,7 @@ pub(crate) struct Stream {
     pub(crate) non_blocking: bool,
 }
 
-/// All of a device's state.
+/// State of a device.
 pub(crate) struct State {
     pub(crate) device: Device,
     pub(crate) arch: Architecture,
@@ -149,13 +149,13 @@ pub(crate) struct State {
     next: Handle,
 }
 
-/// The device where none, or one that is not in the table, was asked for.
+/// Default device, where none was chosen, or one that is not in the table.
 const DEFAULT: &str = "sm_90a";
 
 /// The architecture that [`fmha_emu_choose`] was given.
 static CHOSEN: OnceLock<String> = OnceLock::new();
 
-/// What was asked for: `sm_90a`, or a device each, `sm_90a,sm_90a`; they are alike.
+/// Chosen architecture: `sm_90a`, or a device each, `sm_90a,sm_90a`; all devices are equal.
 fn asked() -> String {
     CHOSEN.get().cloned().or_else(|| std::env::var("FMHA_EMULATE").ok()).unwrap_or_default()
 }
@@ -184,7 +184,7 @@ pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
     c_int::from(CHOSEN.get_or_init(|| name.clone()) != &name)
 }
 
-/// One for each device; they are alike.
+/// States of the devices, which are equal.
 static STATES: LazyLock<Vec<Mutex<State>>> = LazyLock::new(|| {
     let count = asked().split(',').count().min(MOST_DEVICES) as u32;
     (0..count).map(|ordinal| Mutex::new(State::new(ordinal))).collect()
@@ -193,7 +193,7 @@ static STATES: LazyLock<Vec<Mutex<State>>> = LazyLock::new(|| {
 /// Most devices of a process.
 const MOST_DEVICES: usize = 8;
 
-/// How many devices there are.
+/// Number of devices.
 pub(crate) fn device_count() -> usize {
     STATES.len()
 }

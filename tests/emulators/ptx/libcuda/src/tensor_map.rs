@@ -32,7 +32,7 @@ pub(crate) unsafe extern "C" fn cuTensorMapEncodeTiled(
     _promotion: c_uint,
     fill: c_uint,
 ) -> Result {
-    // As the driver 580 of an H200 does.
+    // Behaviour of the driver 580 of an H200.
     if !has_current() {
         return INVALID_CONTEXT;
     }

@@ -49,8 +49,9 @@ fn every_synchronising_instruction_of_the_hopper_kernel_is_missed_when_broken() 
     // One text for all, though the table gives few keys another.
     let tile = tile_fields("lookahead=second_q,skip_row_max=true,ping_pong=at_issue");
     let options = Options { plan: PlanOptions::default().kernel("sm90").tile(tile), ..Options::default() };
-    // Long tiles; then tiles of two blocks before tiles of one, in both buffers of Q; then diagonals that begin inside a
-    // block, so that no warpgroup's wait is covered by the turn it takes from one that has waited already.
+    // Long tiles; then tiles of two blocks before tiles of one, in both buffers of Q; then diagonals that
+    // begin inside a block, so that no warpgroup's wait is covered by the turn it takes from one that has
+    // waited already.
     for case in [causal(1, 600, 600), causal(4, 200, 200), causal(3, 200, 200), causal(3, 138, 202)] {
         let (outcome, text) = case.run(&backend, &options);
         assert_eq!(outcome, Outcome::Passed, "{}: {text}", case.name);

@@ -4,19 +4,19 @@ use crate::program::{Format, Program, Truth};
 use crate::record::{ProgramRecord, Recording, asked, chosen};
 use crate::run::{Emulated, Runner};
 
-/// How two results agree.
+/// Agreement of two results.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Agreement {
     /// Numbers compared.
     pub compared: u64,
-    /// Of these, of equal bits.
+    /// Compared numbers with equal bits.
     pub equal: u64,
     /// The largest difference, in units of what it may be.
     pub worst: f64,
 }
 
 impl Agreement {
-    /// Both together.
+    /// Sum of two agreements.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -106,7 +106,7 @@ pub fn word(
     Ok(agreement)
 }
 
-/// All that was kept of a program's output.
+/// Compares all that was kept of a program's output.
 ///
 /// # Errors
 /// A recording of another program, or the first words that differ beyond what they may.
@@ -133,14 +133,14 @@ pub fn program(program: &Program, emulated: &[u32], recorded: &ProgramRecord) ->
     Ok(agreement)
 }
 
-/// How a whole recording compares.
+/// Comparison of a whole recording.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Programs or calls compared.
     pub count: usize,
     /// Sums over all of them.
     pub agreement: Agreement,
-    /// Those that differ beyond what they may, and how.
+    /// Programs and calls that differ beyond their bound, and how.
     pub failures: Vec<String>,
 }
 

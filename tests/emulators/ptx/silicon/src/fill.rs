@@ -2,7 +2,7 @@
 
 use fmha_core::DType;
 
-/// What a word of input holds.
+/// Content of a word of input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Fill {
     /// Any bits; every fourth word an edge of two's complement or of a shift.

@@ -79,7 +79,7 @@ impl List {
 
 const WIDE: [DType; 2] = [DType::F16, DType::Bf16];
 
-/// All of them. Few kernels, many problems: lengths, windows and scales cost no compilation.
+/// All calls. Few kernels, many problems: lengths, windows and scales cost no compilation.
 #[must_use]
 pub fn calls() -> Vec<Call> {
     let mut list = List(Vec::new());
@@ -116,7 +116,7 @@ fn head_dims(list: &mut List) {
     }
 }
 
-/// What changes a score, how tensors lie, what O is.
+/// Modifiers of a score, layouts of tensors, types of O.
 fn features(list: &mut List) {
     for dtype in WIDE {
         for d in [64, 128] {
@@ -138,7 +138,7 @@ fn features(list: &mut List) {
                         Bias::Elementwise(ElementwiseBias { dtype: DType::F32, broadcast, strides });
                 });
                 add("column_major_v", &|p| {
-                    // Rows padded to what the copy engine takes.
+                    // Rows padded to multiples that TMA takes.
                     let shape = p.shape_v();
                     let dim = i64::from(shape.seq.next_multiple_of(8));
                     let head = dim * i64::from(shape.dim);
@@ -248,7 +248,7 @@ fn seed(call: &Call) -> u64 {
     call.name.bytes().fold(1, |seed, byte| mix(seed ^ u64::from(byte)))
 }
 
-/// What a call says of itself, in words that no new field of a problem changes, and the numbers that it reads.
+/// Description of a call, in words that no new field of a problem changes, and the numbers that it reads.
 fn asked(call: &Call, host: &HostFwd) -> String {
     let (p, lengths) = (&call.problem, &call.lengths);
     let sizes = &p.dims;
@@ -335,7 +335,7 @@ fn places(host: &HostFwd, seed: u64) -> Vec<[u32; 4]> {
         .collect()
 }
 
-/// How many of these places have their LSE kept.
+/// Number of these places whose LSE is kept.
 const LSE_PLACES: usize = 24;
 
 fn o_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
@@ -350,8 +350,8 @@ fn lse_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
     (host.operands.expect(Operand::Lse).nth(index) as f32).to_bits()
 }
 
-/// What no rounding touches: NaN or not of each element of O, which LSE are infinite, O of rows that see nothing, and
-/// the keep mask.
+/// Pattern that no rounding changes: NaN or not of each element of O, which LSE are infinite, O of rows that
+/// see nothing, and the keep mask.
 fn pattern(host: &HostFwd) -> String {
     let problem = &*host.problem;
     let mut classes = Vec::new();
@@ -390,15 +390,15 @@ fn record_of(ran: &Ran, seed: u64) -> CallRecord {
     }
 }
 
-/// What a device makes of a call.
+/// Runs a call on a device.
 ///
 /// # Errors
-/// What the backend said, or bytes written that are nobody's.
+/// What the backend said, or bytes written that belong to no tensor.
 pub fn record(backend: &Device, call: &Call) -> Result<CallRecord, String> {
     Ok(record_of(&run(backend, call, call.kernel)?, seed(call)))
 }
 
-/// How far two results of one kernel on one problem may lie apart.
+/// Bound of the distance of two results of one kernel on one problem.
 ///
 /// Both add the same products in the same blocks; they differ by the rounding of sums inside a matrix instruction, by
 /// `ex2.approx` (2 ulp each) and its like, all of single precision. Of P that moves each element by about 2^-20, which

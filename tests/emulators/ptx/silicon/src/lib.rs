@@ -1,4 +1,5 @@
-//! What a device gave for some hundreds of small programs and calls, kept as bits, and the emulator held to it.
+//! Results of a device for some hundreds of small programs and calls, kept as bits, and the emulator compared
+//! with them.
 //!
 //! ```text
 //!  programs   one instruction each, PTX text          ─┐  run   ┌─ Driver: a real libcuda

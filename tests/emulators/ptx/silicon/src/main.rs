@@ -25,10 +25,10 @@ fn write(path: &str, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|error| format!("{path}: {error}"))
 }
 
-/// Differences of one program that are told in full.
+/// Differences of one program that are printed in full.
 const MOST_TOLD: usize = 40;
 
-/// What the emulator makes otherwise than a device.
+/// Results in which the emulator differs from a device.
 fn tell(program: &Program, emulated: Result<Vec<u32>, String>, device: &[u32], told: &mut String) {
     let emulated = match emulated {
         Ok(emulated) => emulated,

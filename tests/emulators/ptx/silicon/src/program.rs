@@ -13,19 +13,20 @@ pub struct Program {
     pub threads: u32,
     /// Blocks.
     pub blocks: u32,
-    /// What `%i0`, `%i1`, ... of each thread hold.
+    /// Contents of `%i0`, `%i1`, ... of each thread.
     pub inputs: Vec<Fill>,
-    /// How many of `%o0`, `%o1`, ... are results; they begin as 0.
+    /// Number of results: `%o0`, `%o1`, ...; they begin as 0.
     pub outputs: usize,
     /// Declarations inside the kernel, besides registers.
     pub declare: String,
-    /// The instructions. Registers: `%i`, `%o`, `%w` and `%t` (the thread) of 32 bits, `%h` of 16, `%x` of 64, predicates `%p`.
+    /// The instructions. Registers: `%i`, `%o`, `%w` and `%t` (the thread) of 32 bits, `%h` of 16, `%x` of
+    /// 64, predicates `%p`.
     pub body: String,
-    /// How exact a result is.
+    /// Exactness of a result.
     pub truth: Truth,
 }
 
-/// How exact the ISA makes a result.
+/// Exactness that the ISA gives a result.
 #[derive(Clone, Copy, Debug)]
 pub enum Truth {
     /// Every bit.
@@ -34,16 +35,16 @@ pub enum Truth {
     Approximate {
         /// The function.
         of: fn(f64) -> f64,
-        /// What the words hold.
+        /// Format of the words.
         format: Format,
-        /// How far from it a result may be.
+        /// Bound of a result's distance from the function.
         error: Error,
     },
     /// Sums in no documented order: results may differ by so much.
     Near(Format, f64),
 }
 
-/// What a word holds.
+/// Content of a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// A single.
@@ -57,14 +58,14 @@ pub enum Format {
 /// A documented error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Error {
-    /// Of the value.
+    /// Relative to the value.
     Relative(f64),
-    /// As it is.
+    /// Independent of the value.
     Absolute(f64),
 }
 
 impl Error {
-    /// How much that is at `value`.
+    /// Bound at `value`.
     #[must_use]
     pub fn at(self, value: f64) -> f64 {
         match self {
@@ -122,19 +123,19 @@ impl Program {
         }
     }
 
-    /// With so many results.
+    /// This program with so many results.
     #[must_use]
     pub fn outputs(self, outputs: usize) -> Self {
         Self { outputs, ..self }
     }
 
-    /// With another shape.
+    /// This program with another shape.
     #[must_use]
     pub fn shape(self, blocks: u32, threads: u32) -> Self {
         Self { threads, blocks, ..self }
     }
 
-    /// With a result that is less than exact.
+    /// This program with a result that is less than exact.
     #[must_use]
     pub fn truth(self, truth: Truth) -> Self {
         Self { truth, ..self }
@@ -146,7 +147,7 @@ impl Program {
         self.threads * self.blocks
     }
 
-    /// Its inputs: all threads' `%i0`, then all threads' `%i1`, ...
+    /// Input words: all threads' `%i0`, then all threads' `%i1`, ...
     #[must_use]
     pub fn input(&self) -> Vec<u32> {
         let seed = self.name.bytes().fold(0, |seed, byte| mix(seed ^ u64::from(byte)));
@@ -157,7 +158,7 @@ impl Program {
         .collect()
     }
 
-    /// Its text.
+    /// PTX text of the program.
     #[must_use]
     pub fn ptx(&self) -> String {
         let (total, outputs) = (self.total(), self.outputs);

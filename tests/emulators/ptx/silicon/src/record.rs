@@ -16,27 +16,27 @@ use sha2::{Digest as _, Sha256};
 
 use crate::program::{Program, Truth};
 
-/// What a device gave for a program.
+/// Result of a device for a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramRecord {
-    /// Of the text and the inputs.
+    /// Digest of the text and the inputs.
     pub asked: String,
-    /// Of every word of output.
+    /// Digest of every word of output.
     pub output: String,
-    /// Some of them.
+    /// Some words of the output.
     pub words: Vec<u32>,
 }
 
-/// What a device gave for a call.
+/// Result of a device for a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallRecord {
     /// The kernel that served it.
     pub kernel: String,
-    /// Of the problem and its inputs.
+    /// Digest of the problem and its inputs.
     pub asked: String,
-    /// Of what no rounding touches: which elements are NaN, empty rows, the keep mask.
+    /// Digest of what no rounding changes: which elements are NaN, empty rows, the keep mask.
     pub pattern: String,
-    /// Of every bit of O.
+    /// Digest of every bit of O.
     pub o: String,
     /// Bits of some elements of O.
     pub o_bits: Vec<u32>,
@@ -44,14 +44,14 @@ pub struct CallRecord {
     pub lse_bits: Vec<u32>,
 }
 
-/// All that was recorded.
+/// Recorded results of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recording {
-    /// Where.
+    /// Name of the device.
     pub device: String,
-    /// By name.
+    /// Results by name.
     pub programs: BTreeMap<String, ProgramRecord>,
-    /// By name.
+    /// Results by name.
     pub calls: BTreeMap<String, CallRecord>,
 }
 
@@ -73,7 +73,7 @@ fn bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// How many words are kept: few where a digest says all, more where each is compared alone.
+/// Number of words that are kept: few where a digest says all, more where each is compared alone.
 fn num_kept(program: &Program) -> usize {
     match program.truth {
         Truth::Exact => 8,
@@ -93,7 +93,7 @@ pub fn chosen(program: &Program, kept: usize) -> Vec<usize> {
 }
 
 impl ProgramRecord {
-    /// From everything that a program wrote.
+    /// Record of everything that a program wrote.
     #[must_use]
     pub fn new(program: &Program, output: &[u32]) -> Self {
         Self {
@@ -123,7 +123,7 @@ fn numbers(text: &str) -> Result<Vec<u32>, String> {
 }
 
 impl Recording {
-    /// As a file's text.
+    /// Text of the recording's file.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut text = format!("silicon 1\ndevice {}\n", self.device);
@@ -140,7 +140,7 @@ impl Recording {
         text
     }
 
-    /// From a file's text.
+    /// Recording of a file's text.
     ///
     /// # Errors
     /// The line that is none of a recording.

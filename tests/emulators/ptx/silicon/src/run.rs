@@ -7,9 +7,9 @@ use libloading::Library;
 
 use crate::program::Program;
 
-/// What runs programs.
+/// Device that runs programs.
 pub trait Runner {
-    /// All threads' `%o0`, then all threads' `%o1`, ...
+    /// Runs a program; gives all threads' `%o0`, then all threads' `%o1`, ...
     ///
     /// # Errors
     /// What the driver or the emulator said.
@@ -62,9 +62,9 @@ type Handle = *mut c_void;
 /// A device behind NVIDIA's driver library, its primary context current in this thread.
 pub struct Driver {
     library: Library,
-    /// As the driver names it.
+    /// Name of the device in the driver.
     pub device: String,
-    /// As the driver numbers it: 13000 is CUDA 13.0.
+    /// Version of the driver: 13000 is CUDA 13.0.
     pub version: c_int,
 }
 

@@ -35,7 +35,7 @@ fn attention(takes: impl Fn(&str) -> bool, least: usize) {
     println!("{outcome}");
     assert!(outcome.count > least, "{} calls", outcome.count);
     assert!(outcome.failures.is_empty(), "{outcome}");
-    // What differs does so by rounding alone: most elements are the same number.
+    // Differences come from rounding alone: most elements are the same number.
     let agreement = outcome.agreement;
     assert!(agreement.equal * 100 > agreement.compared * 80, "{outcome}");
 }

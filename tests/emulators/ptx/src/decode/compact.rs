@@ -2,9 +2,10 @@
 //! row, so that a warp's registers stay in the cache. Linear scan over live intervals (Poletto and Sarkar, TOPLAS
 //! 1999), the intervals widened over the blocks where a register is live.
 //!
-//! A register that may be read before it is written lives from the entry, and so keeps its poison. What `wgmma`
-//! reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then. What it writes lives from
-//! the `wgmma.fence` before it, behind which nobody else may touch its row.
+//! A register that may be read before it is written lives from the entry, and so keeps its poison. What
+//! `wgmma` reads or writes lives until each `wgmma.wait_group` that can follow: it is in flight until then.
+//! What it writes lives from the `wgmma.fence` before it, behind which no other instruction may touch its
+//! row.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -67,7 +68,7 @@ impl Numbers {
     }
 }
 
-/// Where an instruction can go besides the next one, and whether it can go on to the next.
+/// Targets of an instruction besides the next one, and whether it can go on to the next.
 fn successors(program: &Program, inst: &Inst) -> (Vec<usize>, bool) {
     let guarded = inst.guard.is_some();
     match inst.code {
@@ -180,7 +181,7 @@ fn intervals(program: &Program, numbers: &Numbers) -> Vec<(usize, usize)> {
                 _ => {}
             }
         }
-        // What may be in flight at a wait lives to it.
+        // Registers that may be in flight at a wait live to it.
         if program.code[b.first..b.end].iter().any(|inst| inst.code == Code::WgmmaWait) {
             let mut defined = b.live_in.clone();
             for pc in b.first..b.end {

@@ -234,7 +234,7 @@ impl Decoder<'_> {
             "ld" => {
                 let shape = shape.ok_or_else(|| unknown(raw))?;
                 let mut inst = new(Tcgen::Ld { shape, repeat, pack16: raw.has("pack::16b") });
-                // With a reduction over the columns, whose result is an operand of its own.
+                // A reduction over the columns, whose result is an operand of its own.
                 let address = if raw.has("red") {
                     let maximum = raw.has("max") && raw.has("f32") && shape == TmemShape::L32x32b;
                     if !maximum || raw.has("abs") || raw.has("NaN") {

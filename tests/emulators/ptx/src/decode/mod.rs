@@ -17,7 +17,7 @@ use crate::op::{Code, File, Inst, Program, Reg, Special};
 /// Bytes that the system keeps at the start of shared memory; touching them is a fault.
 pub(crate) const RESERVED_SHARED: u32 = 1024;
 
-/// Where a module-level variable lives.
+/// Place of a module-level variable.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Symbol {
     pub(crate) address: u64,

@@ -105,7 +105,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// A destination register of type `ty`; `_` gives a row that nobody reads.
+    /// A destination register of type `ty`; `_` gives a row that is never read.
     pub(super) fn dst(&mut self, operand: &Operand, ty: Ty) -> Result<Reg, Fault> {
         match operand {
             Operand::Name(name) => {

@@ -147,7 +147,7 @@ fn each(f: impl Fn(usize) -> u32) -> Row {
     r
 }
 
-/// The same for 64-bit rows.
+/// Row of the 64-bit values that `f` gives for each lane.
 #[inline(always)]
 fn each_wide(f: impl Fn(usize) -> u64) -> WideRow {
     let mut r = [0; 32];

@@ -24,14 +24,14 @@ pub(crate) struct Job {
     /// Block and offset of each copy in shared memory, and of the barrier it completes on.
     pub(super) shared: Vec<(u32, u32)>,
     pub(super) bars: Vec<(u32, u32)>,
-    /// Who issued it, for reports and bulk groups.
+    /// Issuer of the job, for reports and bulk groups.
     pub(super) cta: u32,
     pub(super) warp: u32,
     pub(super) lane: usize,
     pub(super) pc: u32,
     pub(super) group: u32,
     pub(super) clocks: Clocks,
-    /// What it has read of shared memory, where that has been waited for and its writes have not.
+    /// Bytes that the job has read of shared memory, where that has been waited for and its writes have not.
     pub(super) taken: Option<Vec<u8>>,
 }
 
@@ -244,7 +244,7 @@ impl Cluster {
         warp.current_pc
     }
 
-    /// The same offsets in every block of the mask.
+    /// Copies to the same offsets in every block of the mask.
     fn multicast(&self, job: &mut Job, mask: u32) -> Exec<()> {
         let (_, at) = job.shared[0];
         let bar = job.bars.first().map(|b| b.1);
@@ -307,7 +307,8 @@ impl Cluster {
             Code::BulkWait { read } => {
                 let n = warp.w[inst.src[0].row()][0];
                 let upto = warp.asynchrony.bulk_committed.saturating_sub(n);
-                // In late mode this wait is what makes the copies happen; one for reads leaves their writes for later.
+                // This wait, in late mode, is what makes the copies happen; one for reads leaves their writes
+                // for later.
                 while let Some(i) = self.pending.iter().position(|j| {
                     j.bulk.completion == Completion::BulkGroup
                         && (j.cta, j.warp) == (warp.cta, warp.index)

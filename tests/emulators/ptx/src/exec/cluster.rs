@@ -21,7 +21,7 @@ use crate::launch::{Asynchrony, LaunchConfig, Options};
 use crate::memory::{Shared, View};
 use crate::op::Program;
 
-/// What all clusters of a launch share.
+/// State that all clusters of a launch share.
 #[derive(Debug)]
 pub(crate) struct Launch {
     pub(crate) program: Arc<Program>,
@@ -47,15 +47,15 @@ pub(crate) struct Block {
     pub(crate) shared: Shared,
     pub(crate) barriers: [NamedBarrier; 16],
     pub(crate) mbarriers: HashMap<u32, Mbarrier>,
-    /// Registers of the launch that no warp holds, in units of one thread's register: `setmaxnreg` deals out no others, though
-    /// the file may have them (an H200 waits for ever).
+    /// Registers of the launch that no warp holds, in units of one thread's register: `setmaxnreg` deals out
+    /// no others, though the file may have them (an H200 waits for ever).
     pub(crate) free_registers: i64,
     pub(crate) warpgroups: Vec<Warpgroup>,
     pub(crate) tmem: TensorMemory,
     pub(crate) operands: OperandCache,
 }
 
-/// What became of a call of [`Cluster::run`].
+/// Outcome of a call of [`Cluster::run`].
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Status {
     Done,
@@ -63,7 +63,7 @@ pub(crate) enum Status {
     Yield,
 }
 
-/// What an instruction leaves behind.
+/// Effect of an instruction on the warp's flow.
 pub(super) enum Step {
     Next,
     /// Go to; for all lanes of the group.
@@ -224,7 +224,8 @@ impl Cluster {
                 self.idle_rounds = 0;
                 self.quiet = 0;
             }
-            // In late mode nothing asynchronous completes while a warp can still go on and does not merely ask memory again.
+            // Nothing asynchronous completes in late mode while a warp can still go on and does not merely
+            // poll memory.
             let asks_again = self.quiet > PATIENCE;
             if (executed == 0 || self.idle_rounds > 0 || asks_again) && self.complete_one()? {
                 (self.idle_rounds, self.quiet) = (0, 0);
@@ -400,7 +401,7 @@ impl Cluster {
         Step::Block(Wait::Lanes(0))
     }
 
-    /// All live lanes must stand here, as `.aligned` demands.
+    /// Checks that all live lanes are here, as `.aligned` demands.
     pub(super) fn converged(&self, warp: &Warp, g: usize) -> Result<(), Step> {
         if warp.groups[g].mask == warp.live { Ok(()) } else { Err(Step::Block(Wait::Lanes(warp.live))) }
     }

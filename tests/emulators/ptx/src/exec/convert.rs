@@ -83,8 +83,8 @@ fn general(warp: &mut Warp, inst: &Inst, cvt: Cvt, mask: u32) {
     }
 }
 
-/// What a NaN becomes where that is no canonical one: cut off and made quiet from double precision, only shifted from
-/// bfloat16, all ones as TF32 (cut off, where ties go away from zero).
+/// Result of a NaN where that is no canonical one: cut off and made quiet from double precision, only shifted
+/// from bfloat16, all ones as TF32 (cut off, where ties go away from zero).
 fn nan_of(cvt: Cvt, v: u64) -> Option<u64> {
     if !cvt.from.is_float() || !source(cvt, v).is_nan() {
         return None;

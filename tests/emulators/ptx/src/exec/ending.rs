@@ -1,4 +1,4 @@
-//! How a cluster ends: what must be in order then, and where its warps stand when nothing goes on.
+//! End of a cluster: what must be in order then, and where its warps stand when nothing goes on.
 
 use super::cluster::Cluster;
 use super::warp::Wait;

@@ -8,14 +8,15 @@ use super::warp::Row;
 use crate::fp::fma32;
 use crate::op::Reg;
 
-/// Where column `n` of B lies: even columns of its eight first.
+/// Place of column `n` of B: even columns of its eight first.
 #[inline(always)]
 pub(super) fn column(n: usize) -> usize {
     n / 8 * 8 + n % 8 / 2 + n % 2 * 4
 }
 
-/// Where element (`r`, `k`) of A's sixteen rows lies: lane `l` of register `2 i + h` holds row `l / 4 + 8 h` and, in
-/// each quarter of the register's depth, some neighbours of it; those of one number lie together, lane after lane.
+/// Place of element (`r`, `k`) of A's sixteen rows: lane `l` of register `2 i + h` holds row `l / 4 + 8 h`
+/// and, in each quarter of the register's depth, some neighbours of it; those of one number lie together,
+/// lane after lane.
 #[inline(always)]
 pub(super) fn lane(r: usize, k: usize, depth: usize) -> usize {
     // Elements of one register, and of eight lanes' registers along k.
@@ -23,7 +24,7 @@ pub(super) fn lane(r: usize, k: usize, depth: usize) -> usize {
     ((k / along * 2 + r / 8) * each + k % each) * 32 + r % 8 * 4 + k % along / each
 }
 
-/// For each k, eight rows of A, two a vector, each element four times.
+/// Rows of A for each k: eight rows, two a vector, each element four times.
 pub(super) type Repeated = [[[f32; 8]; 4]; MAX_DEPTH];
 /// The most elements along k that one instruction has.
 const MAX_DEPTH: usize = 32;

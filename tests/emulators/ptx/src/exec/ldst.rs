@@ -23,7 +23,7 @@ pub(super) enum Target {
     Param(u64),
 }
 
-/// Where a lane's access begins.
+/// Address at which a lane's access begins.
 fn aligned(base: &WideRow, a: Access, lane: usize, what: &str) -> Exec<u64> {
     let (address, bytes) = (base[lane].wrapping_add(a.offset as u64), a.sizes().0 as u64);
     if address & (bytes - 1) != 0 { Err(misaligned(what, address, bytes)) } else { Ok(address) }
@@ -48,7 +48,8 @@ impl Cluster {
         Ok((cta, at))
     }
 
-    /// The same of a `shared::cta` access, which reaches the own block, be its rank in the address or not.
+    /// Block rank and offset of a `shared::cta` access, which reaches the warp's own block whether or not the
+    /// address has the block's rank.
     pub(super) fn own_target(&self, warp: &Warp, address: u64) -> Exec<(u32, u32)> {
         let (cta, at) = self.cluster_target(address)?;
         if cta != 0 && cta != warp.cta {
@@ -351,7 +352,8 @@ impl Cluster {
     }
 }
 
-/// Passes over the banks that the accesses of some lanes need, `unit` bytes each from these addresses, and the least possible.
+/// Passes over the banks that the accesses of some lanes need, `unit` bytes each from these addresses, and
+/// the least possible.
 pub(super) fn bank_waves(addresses: &[u64], unit: u64) -> (u64, u64) {
     let lanes_per_wave = (128 / unit.max(4)).clamp(1, 32) as usize;
     let words = unit.div_ceil(4);

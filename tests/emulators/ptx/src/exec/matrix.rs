@@ -101,7 +101,7 @@ impl Cluster {
         Ok(Step::Next)
     }
 
-    /// Where the 16 bytes of one matrix row lie: lane `lane` names them.
+    /// Address of the 16 bytes of one matrix row, which lane `lane` names.
     fn row_address(&self, warp: &Warp, inst: &Inst, lane: usize, offset: i64) -> Exec<(u32, u32)> {
         let address = warp.get(inst.src[0], lane).wrapping_add(offset as u64);
         let (cta, at) = self.own_target(warp, address)?;

@@ -24,12 +24,12 @@ pub(crate) struct Mbarrier {
     pub(crate) phase: u64,
     /// Whether copies have announced bytes in this phase.
     copied: bool,
-    /// Whether they had in the last completed one, which nobody has seen yet.
+    /// Whether copies had announced bytes in the last completed phase, which no thread has seen yet.
     pub(crate) is_unseen_copy: bool,
     /// Track of happens-before for the operations that complete on this barrier.
     pub(crate) track: u32,
     gathered: Clocks,
-    /// What the last completed phase published.
+    /// Clocks that the last completed phase published.
     published: Clocks,
 }
 
@@ -246,7 +246,7 @@ impl Cluster {
             if let Some((question, complete)) = last
                 && question == (address, value)
             {
-                // The same question has the same answer.
+                // Lanes with equal address and value get the same answer.
                 done |= u32::from(complete) << lane;
                 continue;
             }

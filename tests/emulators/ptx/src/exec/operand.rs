@@ -80,7 +80,7 @@ pub(super) fn element_bytes(kind: Elem) -> u32 {
     }
 }
 
-/// How an operand that was read lies in f32.
+/// Layout in f32 of an operand that was read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Layout {
     /// `[row][k]`.
@@ -94,7 +94,7 @@ pub(super) enum Layout {
 }
 
 impl Layout {
-    /// Where element (`r`, `k`) of `rows` by `depth` lies.
+    /// Place of element (`r`, `k`) of `rows` by `depth`.
     #[inline(always)]
     fn place(self, r: usize, k: usize, rows: usize, depth: usize) -> usize {
         match self {
@@ -130,7 +130,7 @@ pub(super) fn elements(kind: Elem, bytes: &[u8], out: &mut [f32; 16]) {
     }
 }
 
-/// Where a matrix operand lies and how it is read.
+/// Place of a matrix operand, and how it is read.
 pub(super) struct Operand {
     pub(super) desc: Descriptor,
     pub(super) kind: Elem,
@@ -140,7 +140,7 @@ pub(super) struct Operand {
     pub(super) rows: u32,
     /// Elements along K.
     pub(super) depth: u32,
-    /// Its name in reports.
+    /// Name of the operand in reports.
     pub(super) what: &'static str,
 }
 
@@ -203,7 +203,7 @@ impl Operand {
         }
     }
 
-    /// The same for elements of two bytes, eight rows and eight k at a time where they are to be exchanged.
+    /// Elements of two bytes, as f32; where they are to be exchanged, eight rows and eight k at a time.
     #[inline(always)]
     fn convert_halves(
         &self,
@@ -267,7 +267,7 @@ impl Operand {
         }
     }
 
-    /// The same for elements of any size and any layout.
+    /// Elements of any size and any layout, as f32.
     fn convert_any(&self, shared: &Shared, at: &[u32], layout: Layout, out: &mut [f32]) {
         let per = (16 / element_bytes(self.kind)) as usize;
         let (rows, depth) = (self.rows as usize, self.depth as usize);
@@ -340,7 +340,7 @@ pub(super) struct Cached {
     /// Addresses of its chunks.
     pub(super) chunks: Vec<u32>,
     pub(super) values: Arc<Vec<f32>>,
-    /// What happens-before knows of these bytes since they were written.
+    /// Knowledge of happens-before about these bytes since they were written.
     pub(super) seen: SeenReads,
 }
 
@@ -367,11 +367,12 @@ impl OperandCache {
             && fresh(&ways[way])
         {
             let cached = self.slots[set + way].as_mut().ok_or_else(unread)?;
-            // As good as read now: the next look has less to go through.
+            // The values are as good as read now; the next check has fewer changes to look through.
             cached.clock = shared.clock();
             return Ok(cached);
         }
-        // Its own old seat, one that holds nothing of use, or the next one in turn.
+        // The slot to fill is the operand's own old one, one whose values are stale, or the next one
+        // round-robin.
         self.turn = self.turn.wrapping_add(1);
         let way = way.or_else(|| ways.iter().position(|slot| !fresh(slot))).unwrap_or(self.turn % WAYS);
         let slot = &mut self.slots[set + way];

@@ -1,4 +1,4 @@
-//! What special registers hold.
+//! Values of special registers.
 
 use super::cluster::Launch;
 use super::warp::Warp;

@@ -22,7 +22,7 @@ impl Swizzle {
         }
     }
 
-    /// Where the byte at `address` really lies: 16-byte chunks are exchanged by the row's number.
+    /// Real place of the byte at `address`: 16-byte chunks are exchanged by the row's number.
     #[inline(always)]
     pub(crate) fn apply(self, address: u32) -> u32 {
         match self {
@@ -196,8 +196,9 @@ impl TensorMap {
         })
     }
 
-    /// Reads a map in the hardware's layout, which nobody documents; programs whose compiler writes maps itself (the
-    /// CUTLASS DSL) have it. Fields found by comparing such maps with what was asked for: tiled, without interleave.
+    /// Reads a map in the hardware's layout, which is not documented; programs whose compiler writes maps
+    /// itself (the CUTLASS DSL) have it. Fields found by comparing such maps with what was asked for: tiled,
+    /// without interleave.
     fn from_hardware(word: &impl Fn(usize, usize) -> u64) -> Result<Self, Fault> {
         let bits = |at: usize, from: u32, count: u32| word(at, 4) >> from & ((1 << count) - 1);
         let rank = bits(8, 4, 3) + 1;

@@ -1,11 +1,11 @@
 //! Tensor memory: allocation, loads and stores by warps, copies from shared memory. PTX ISA 9.7.16.1 to 9.7.16.8.
 //!
-//! Supported: alloc, dealloc, relinquish, ld, st, cp, shift (as [`RowShift`] reads it), the waits and fences, commit, and
-//! the products of [`tmma`](super::tmma).
+//! Supported: alloc, dealloc, relinquish, ld, st, cp, shift (as [`RowShift`] reads it), the waits and fences,
+//! commit, and the products of [`tmma`](super::tmma).
 //!
 //! `cp.4x256b` writes one lane of each warp's part, row after row: the ISA does not say so. CUTLASS has it in
-//! `Copy_Traits<SM100_UTCCP_4dp256bit_1cta>` and calls it a refresh; Apache TVM says of the lanes 0, 32, 64 and 96 from the
-//! address on that its tests found them on a B200.
+//! `Copy_Traits<SM100_UTCCP_4dp256bit_1cta>` and calls it a refresh; Apache TVM says of the lanes 0, 32, 64
+//! and 96 from the address on that its tests found them on a B200.
 
 use super::cluster::{Cluster, Step};
 use super::operand::Descriptor;
@@ -77,7 +77,7 @@ impl TensorMemory {
             self.check(c)?;
         }
         for i in 1..PART {
-            // In the order that reads each row before it is overwritten.
+            // Rows in the order that reads each row before it is overwritten.
             let (from, to) = match way {
                 RowShift::ToNext => (PART - 1 - i, PART - i),
                 RowShift::FromNext => (i, i - 1),
@@ -315,7 +315,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// All products and copies of this warp so far, announced to an mbarrier when they end.
+    /// Tracks all products and copies of this warp so far, announced to an mbarrier when they end.
     fn tmem_commit(&mut self, warp: &mut Warp, inst: &Inst, lane: usize, multicast: bool) -> Exec<()> {
         let address = warp.get(inst.src[0], lane).wrapping_add(warp.get(inst.src[3], lane));
         let (cta, at) = self.cluster_target(address)?;
@@ -353,7 +353,7 @@ impl Cluster {
                 CpShape::L32x128bWarpx4 => (0..4).map(|q| q * 32 + row).collect(),
                 CpShape::L64x128bWarpx2First => [0, 2].map(|q| (q + row / 32) * 32 + row % 32).to_vec(),
                 CpShape::L64x128bWarpx2Second => [0, 1].map(|q| (q + row / 32 * 2) * 32 + row % 32).to_vec(),
-                // The same lane of each warp's part.
+                // Row `row` goes to lane `lane0` of warp `row`'s part.
                 CpShape::L4x256b => vec![lane0 + row * PART],
                 CpShape::L128x256b | CpShape::L128x128b => vec![row],
             }

@@ -1,7 +1,7 @@
 //! `tcgen05.mma`: products whose accumulator lies in tensor memory. PTX ISA 9.7.16.10.
 //!
-//! With `.ashift` the product takes A as it lies; then A's rows are moved, in each warp's part for itself. The ISA leaves
-//! that open; the CUTLASS example `1cta_mma_a_from_tmem.py` has it as observed on a B200.
+//! With `.ashift` the product takes A as it lies; then A's rows are moved, in each warp's part for itself.
+//! The ISA leaves that open; the CUTLASS example `1cta_mma_a_from_tmem.py` has it as observed on a B200.
 
 use super::cluster::Cluster;
 use super::operand::{Descriptor, Layout, Operand, element, element_bytes};
@@ -86,7 +86,7 @@ impl Descriptor {
         if bits >> 49 & 7 != 0 || bits >> 52 & 1 != 0 {
             return Err(bad("base offset and absolute strides are not supported"));
         }
-        // The same fields as on sm_90, another code for the swizzle.
+        // The fields are those of sm_90, but the swizzle has other codes.
         let swizzle = match bits >> 61 {
             0 => 0,
             2 => 1,

@@ -1,4 +1,4 @@
-//! What asynchronous copies move: tiles of tensors in and out, reductions on the way.
+//! Data that asynchronous copies move: tiles of tensors in and out, reductions on the way.
 
 use super::Exec;
 use super::atomic::combine;
@@ -12,7 +12,7 @@ use crate::op::{AtomOp, Route};
 
 impl Cluster {
     pub(super) fn carry_out(&mut self, job: &Job) -> Exec<()> {
-        // The same space each time; whatever it held, all of it is written.
+        // One buffer serves every job; whatever it held, all of it is written.
         let mut data = std::mem::take(&mut self.moved);
         data.resize(job.bytes as usize, 0);
         let result = self.carry(job, &mut data);

@@ -12,7 +12,7 @@ pub(crate) type Row = [u32; 32];
 /// One 64-bit register of 32 lanes.
 pub(crate) type WideRow = [u64; 32];
 
-/// What registers hold before their first write: a NaN in every float format, and no plausible address.
+/// Content of registers before their first write: a NaN in every float format, and no plausible address.
 const POISON: u32 = 0x7fff_dead;
 
 /// Lanes of a warp that stand at one instruction.
@@ -26,7 +26,7 @@ pub(crate) struct Group {
     pub(crate) waits: Option<Wait>,
 }
 
-/// What a group of lanes waits for.
+/// Event that a group of lanes waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
     /// Other lanes of the warp, named by the mask, at the same instruction.
@@ -97,16 +97,17 @@ pub(crate) struct Asynchrony {
     pub(crate) bulk_open: u32,
     pub(crate) bulk_committed: u32,
     pub(crate) bulk_done: u32,
-    /// Of the bulk groups, those whose sources are known read (`wait_group.read`).
+    /// Bulk groups whose sources are known to be read (`wait_group.read`).
     pub(crate) bulk_read: u32,
     /// `tcgen05` products and copies issued.
     pub(crate) tcgen_issued: u32,
-    /// Of `cp.async`: how often it was said what the copies so far are (a group's commit, an mbarrier's arrival), the value
-    /// of that at the end of each group that is not known complete, and up to which all are.
+    /// Epochs of `cp.async`: the number of events so far that close the copies before them (a group's commit,
+    /// an mbarrier's arrival), that number at the end of each group that is not known to be complete, and the
+    /// number up to which all copies are complete.
     pub(crate) copy_epoch: u32,
     pub(crate) copy_groups: VecDeque<u32>,
     pub(crate) copy_done: u32,
-    /// Copies that nobody has waited for, where garbage stands in their place meanwhile.
+    /// Copies that have not been waited for; garbage stands in their place meanwhile.
     pub(crate) copies: VecDeque<PendingCopy>,
     /// Generation of the cluster barrier at the last arrival.
     pub(crate) cluster_generation: Option<u64>,

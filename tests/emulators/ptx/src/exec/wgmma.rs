@@ -15,7 +15,7 @@ use crate::fp;
 use crate::hb::{Clocks, Touch, Tracker};
 use crate::op::{Code, Elem, File, Inst, Program, Reg, Wgmma};
 
-/// What the four warps of a warpgroup must agree on.
+/// Products that the four warps of a warpgroup have issued; all four must agree on them.
 #[derive(Debug, Default)]
 pub(crate) struct Warpgroup {
     log: VecDeque<(u32, u64, u64)>,
@@ -47,7 +47,7 @@ impl Warpgroup {
         Ok(())
     }
 
-    /// What is wrong when the warps end with different numbers of products.
+    /// Fault when the warps end with different numbers of products.
     pub(crate) fn unfinished(&self) -> Option<String> {
         let same = self.count.iter().all(|c| *c == self.count[0]);
         (!same).then(|| format!("its warps issued {:?} wgmma each", self.count))
@@ -117,7 +117,7 @@ fn a_fragment(warp: &Warp, regs: &[Reg], kind: Elem, a: &mut [f32]) {
     }
 }
 
-/// The same for elements of `SIZE` bytes.
+/// Sixteen rows of A, with elements of `SIZE` bytes, from a warp's registers.
 #[inline(always)]
 fn a_lanes<const SIZE: usize>(warp: &Warp, regs: &[Reg], a: &mut [f32], value: impl Fn(u32) -> f32) {
     for (to, reg) in a.chunks_exact_mut(32 * (4 / SIZE)).zip(regs) {
@@ -280,7 +280,7 @@ impl Cluster {
             let space = &mut self.repeated;
             fragment::multiply(&mut warp.w, dst, a, &b, q.accumulate, space, self.launch.simd);
         } else {
-            // As single precision first, in rows of its own.
+            // Elements are converted to single precision first, in rows of its own.
             let mut rows = vec![[0; 32]; n / 2];
             let regs: Vec<Reg> = (0..n as u32 / 2).map(|row| Reg::new(File::Word, row)).collect();
             if q.accumulate && w.d == Elem::F16 {

@@ -4,14 +4,16 @@ use super::{Access, Clocks, Exec, SeenReads, Touch, Tracker};
 use crate::exec::Warp;
 
 impl Tracker {
-    /// A `cp.async` by a warp, complete when its group is waited for, or for who sees the phase of an mbarrier that counts it.
+    /// A `cp.async` by a warp, complete when its group is waited for, or for a thread that sees the phase of
+    /// an mbarrier that counts it.
     pub(crate) fn copy_write(&mut self, warp: &Warp, cta: u32, at: u32, n: u32, lane: usize) -> Exec<()> {
         let id = self.id(warp);
         let me = (self.copy_track(id), warp.asynchrony.copy_epoch + 1, warp.current_pc, lane);
         self.at_the_time_of(id, |t, clocks| t.touch(Touch::Write, clocks, me, [cta, at, n]))
     }
 
-    /// `cp.async.mbarrier.arrive`: whoever sees the barrier's phase sees the warp's copies so far complete.
+    /// `cp.async.mbarrier.arrive`: a thread that sees the barrier's phase sees the warp's copies so far
+    /// complete.
     pub(crate) fn copies_release(&self, warp: &Warp, into: &mut Clocks) {
         let track = self.copy_track(self.id(warp)) as usize;
         if into.v.len() <= track {
@@ -36,7 +38,7 @@ impl Tracker {
         5 * self.warps + self.id(warp)
     }
 
-    /// A commit: whoever sees the barrier's phase sees the warp's `tcgen05` operations complete.
+    /// A commit: a thread that sees the barrier's phase sees the warp's `tcgen05` operations complete.
     pub(crate) fn tcgen_release(&mut self, warp: &Warp, into: &mut Clocks) {
         let id = self.id(warp) as usize;
         let track = self.tcgen_track(warp) as usize;
@@ -54,7 +56,8 @@ impl Tracker {
         self.touch(Touch::Read, clocks, me, [cta, at, 16])
     }
 
-    /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a quadrant of lanes.
+    /// Tensor memory as the cells behind those of all blocks' shared memory: of `columns` columns in a
+    /// quadrant of lanes.
     pub(super) fn tmem_cells(&self, cta: u32, [quadrant, column, columns]: [u32; 3]) -> [u32; 3] {
         [self.blocks + cta, (quadrant * 512 + column) * 4, columns * 4]
     }

@@ -1,4 +1,4 @@
-//! What each four bytes of shared memory saw last, and whether a new access is ordered behind that.
+//! Last accesses to each four bytes of shared memory, and whether a new access is ordered behind that.
 //!
 //! Asynchronous copies and matrix products access sixteen bytes at a time, so the cells of four bytes are kept by lines
 //! of four, as one while they are equal.
@@ -6,14 +6,14 @@
 use super::{Clocks, Exec, Tracker};
 use crate::fault::{Fault, FaultKind};
 
-/// What an access does to its bytes.
+/// Kind of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Touch {
     Read,
     Write,
 }
 
-/// Who accesses: track, epoch, instruction, lane.
+/// Identity of an access: track, epoch, instruction, lane.
 pub(super) type Doer = (u32, u32, u32, usize);
 
 /// One access, packed: track 12 bits, epoch 22, instruction 21, lane 5, bytes of the cell 4.
@@ -62,13 +62,13 @@ impl Access {
         (self.track(), self.epoch()) == (other.track(), other.epoch())
     }
 
-    /// With the bytes of another one.
+    /// This access with the bytes of another one added.
     fn and_bytes_of(self, other: Self) -> Self {
         Self(self.0 | u64::from(other.bytes()))
     }
 }
 
-/// What four bytes of shared memory saw.
+/// Accesses to four bytes of shared memory.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub(super) struct Cell {
     pub(super) write: Access,
@@ -76,10 +76,10 @@ pub(super) struct Cell {
     more: Vec<Access>,
 }
 
-/// What sixteen bytes saw.
+/// Accesses to sixteen bytes of shared memory.
 #[derive(Clone, Debug)]
 pub(super) enum Line {
-    /// The same in each of its four cells.
+    /// One cell that stands for all four of the line.
     Alike(Cell),
     Parts(Box<[Cell; 4]>),
 }
@@ -91,7 +91,7 @@ impl Default for Line {
 }
 
 impl Line {
-    /// Its cells: one for all, or four.
+    /// Cells of the line: one for all, or four.
     fn cells(&mut self) -> &mut [Cell] {
         match self {
             Self::Alike(cell) => std::slice::from_mut(cell),
@@ -277,7 +277,7 @@ impl Tracker {
         Ok(())
     }
 
-    /// The same for the bytes of one cell that `access` names. `known` was found to come before it.
+    /// Records an access to the bytes of one cell that `access` names. `known` was found to come before it.
     #[inline]
     fn touch_cell(
         &self,
@@ -305,10 +305,11 @@ impl Tracker {
         let (track, bytes) = (access.track(), access.bytes());
         if cell.write != known.write {
             self.check_last_write(cell.write, bytes, clocks, track, ["read", "read"], place)?;
-            // Of other bytes it may have been let pass.
+            // A check of some bytes may have let pass a conflicting write to the cell's other bytes.
             known.write = if bytes == 15 { cell.write } else { Access::default() };
         }
-        // Whoever is ordered behind the new read is behind the old one too, but for the bytes that the new one left out.
+        // An access that is ordered behind the new read is behind the old one too, but for the bytes that the
+        // new one left out.
         let replaces = |old: &Access| {
             !old.is_some()
                 || old.is_beside(access)
@@ -357,7 +358,7 @@ impl Tracker {
             cell.more.clear();
             return Ok(());
         }
-        // What was read of other bytes may still race with a write to those.
+        // Reads of other bytes may still race with a write to those.
         let is_left = |read: &Access| read.bytes() & !bytes != 0;
         cell.reads.iter_mut().filter(|read| !is_left(read)).for_each(|read| *read = Access::default());
         cell.more.retain(is_left);

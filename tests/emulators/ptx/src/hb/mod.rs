@@ -1,10 +1,10 @@
 //! Happens-before: vector clocks over warps and asynchronous operations, and what each byte of shared memory saw.
 //!
-//! A warp is one thread of the relation (its lanes run in program order). An asynchronous operation has the clock
-//! component of whatever announces its end: a phase of an mbarrier, a bulk group, a wgmma group of four warps.
-//! Clocks travel together: `v`, what has happened, `a`, what of it the asynchronous proxy also sees, and in a cluster `g`, what
-//! of it a load or store may follow that another block's warp made.
-//! `FastTrack` (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
+//! A warp is one thread of the relation (its lanes run in program order). An asynchronous operation has the
+//! clock component of whatever announces its end: a phase of an mbarrier, a bulk group, a wgmma group of four
+//! warps. Clocks travel together: `v`, what has happened, `a`, what of it the asynchronous proxy also sees,
+//! and in a cluster `g`, what of it a load or store may follow that another block's warp made. `FastTrack`
+//! (Flanagan and Freund, PLDI 2009) gave the idea of one last write and few reads a cell.
 
 mod asynchronous;
 mod cells;
@@ -29,11 +29,12 @@ type Exec<T> = Result<T, Box<Fault>>;
 pub(crate) struct Clocks {
     v: Vec<u32>,
     a: Vec<u32>,
-    /// As `v`, but for arrivals at another block's barrier, and waits for such, that do not name the cluster as their scope: they
-    /// order loads and stores of one block's threads alone. What asynchronous operations do, which were waited for before, they
-    /// order all the same, as every pipeline of loads by TMA for a cluster has it.
+    /// As `v`, but for arrivals at another block's barrier, and waits for such, that do not name the cluster
+    /// as their scope: they order loads and stores of one block's threads alone. What asynchronous operations
+    /// do, which were waited for before, they order all the same, as every pipeline of loads by TMA for a
+    /// cluster has it.
     g: Vec<u32>,
-    /// Of a barrier: what came by arrivals of other blocks at cluster scope, which a wait at that scope adds to `g`.
+    /// Arrivals of other blocks at a barrier at cluster scope, which a wait at that scope adds to `g`.
     g_of_others: Vec<u32>,
 }
 
@@ -66,7 +67,7 @@ pub(crate) struct Tracker {
     blocks: u32,
     clocks: Vec<Clocks>,
     tracks: u32,
-    /// By lines of sixteen bytes.
+    /// Accesses by lines of sixteen bytes.
     cells: Vec<Vec<Line>>,
     flights: Vec<Flight>,
     tensor: Vec<TensorState>,
@@ -74,7 +75,7 @@ pub(crate) struct Tracker {
     /// Initialised barriers that the asynchronous proxy cannot see yet: block, address, the warp's number.
     unfenced: Vec<(u32, u32, u32)>,
     lines: Vec<(u32, u32)>,
-    /// Of each block, the last access of each warp of another block to its shared memory.
+    /// Last accesses of the other blocks' warps to each block's shared memory.
     visits: Vec<Vec<Access>>,
 }
 
@@ -153,7 +154,7 @@ impl Tracker {
         self.begin_epoch(id);
     }
 
-    /// What the warp does from here on is behind what it has released.
+    /// The warp's later operations are behind what it has released.
     fn begin_epoch(&mut self, id: usize) {
         let c = &mut self.clocks[id];
         c.v[id] += 1;

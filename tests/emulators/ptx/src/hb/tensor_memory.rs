@@ -12,10 +12,10 @@ use crate::exec::Warp;
 use crate::fault::{Fault, FaultKind};
 use crate::op::{Program, Reg};
 
-/// What one warp did in tensor memory.
+/// Accesses of one warp to tensor memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TensorState {
-    /// What had happened before the last `fence::after_thread_sync`, as this warp saw it.
+    /// Clocks of what had happened before the last `fence::after_thread_sync`, as this warp saw it.
     visible: Vec<u32>,
     /// Loads and stores issued.
     issued: u32,
@@ -72,7 +72,7 @@ impl Tracker {
             }
         }
         let mut clocks = Clocks { v: state.visible.clone(), ..Clocks::default() };
-        // Its own accesses come in program order.
+        // The warp's own accesses come in program order.
         set(&mut clocks.v, track, epoch);
         let me = (track, epoch, warp.current_pc, 0);
         let cells = self.tmem_cells(warp.cta, part);
@@ -100,7 +100,8 @@ impl Tracker {
         self.tensor[id].open_store = None;
     }
 
-    /// `fence::before_thread_sync`: who synchronises with the warp from here on sees its accesses that are waited for.
+    /// `fence::before_thread_sync`: a warp that synchronises with this one from here on sees its accesses
+    /// that are waited for.
     pub(crate) fn tensor_fence_before(&mut self, warp: &Warp) {
         let id = self.id(warp);
         let waited = self.tensor[id as usize].waited();

@@ -19,7 +19,8 @@ impl Tracker {
         visits.push(Access::new(id, epoch, warp.current_pc, lane, 15));
     }
 
-    /// All warps of block `cta` have exited: what others did with its shared memory must have come before.
+    /// Checks, when all warps of block `cta` have exited, that all accesses of others to its shared memory
+    /// came before.
     ///
     /// PTX ISA, `mapa` and `barrier.cluster`: distributed shared memory is there while its block runs.
     pub(crate) fn block_ends(&self, cta: u32) -> Exec<()> {

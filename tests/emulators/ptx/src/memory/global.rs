@@ -250,7 +250,7 @@ impl View {
         self.read_near(address, out, check, &mut 0)
     }
 
-    /// The same; `hint` remembers the allocation.
+    /// Reads `out.len()` bytes from `address` on; `hint` remembers the allocation.
     pub(crate) fn read_near(&self, address: u64, out: &mut [u8], check: bool, hint: &mut usize) -> Exec<()> {
         let a = self.find(address, out.len() as u64, hint, "read")?;
         let at = address - a.base;

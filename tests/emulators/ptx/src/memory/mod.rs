@@ -8,12 +8,13 @@ pub(crate) use shared::Shared;
 
 use crate::fault::{Fault, FaultKind};
 
-/// Where generic addresses of shared memory begin; block rank `r` of the cluster sits at `r` times 2^24, as an H200 has
-/// it: a block's addresses of its own variables have its rank in them, and one without names block 0.
+/// Start of generic addresses of shared memory; block rank `r` of the cluster sits at `r` times 2^24, as an
+/// H200 has it: a block's addresses of its own variables have its rank in them, and one without names block
+/// 0.
 pub(crate) const SHARED_WINDOW: u64 = 0x0002_0000_0000_0000;
-/// Where generic addresses of local memory begin.
+/// Start of generic addresses of local memory.
 pub(crate) const LOCAL_WINDOW: u64 = 0x0002_1000_0000_0000;
-/// Where generic addresses of kernel parameters begin.
+/// Start of generic addresses of kernel parameters.
 pub(crate) const PARAM_WINDOW: u64 = 0x0002_2000_0000_0000;
 /// Size of each window.
 pub(crate) const WINDOW_BYTES: u64 = 1 << 40;

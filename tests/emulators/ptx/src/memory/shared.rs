@@ -57,7 +57,7 @@ impl Shared {
         &self.bytes[at as usize..(at + bytes) as usize]
     }
 
-    /// The same, to write; marks them written.
+    /// Bytes to write, which are marked as written.
     #[inline(always)]
     pub(crate) fn get_mut(&mut self, at: u32, bytes: u32) -> &mut [u8] {
         self.mark(at, bytes);

@@ -46,7 +46,7 @@ pub(crate) enum Wf {
     Brev,
     BfindS,
     BfindU,
-    /// How far left the bit that `bfind` finds must go to become the highest.
+    /// Left shift that makes the bit that `bfind` finds the highest.
     BfindShiftS,
     BfindShiftU,
     BfeS,
@@ -244,7 +244,7 @@ pub(crate) enum Cmp {
     Nan,
 }
 
-/// How predicates combine.
+/// Combination of predicates.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum BoolOp {
     And,

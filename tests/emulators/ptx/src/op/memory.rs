@@ -69,7 +69,7 @@ pub(crate) enum Vote {
     Ballot,
 }
 
-/// What an asynchronous copy announces its completion to.
+/// Receiver of an asynchronous copy's completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Completion {
     Mbarrier,

@@ -54,7 +54,7 @@ impl Reg {
     }
 }
 
-/// What an instruction does. Registers stand in [`Inst`].
+/// Operation of an instruction. Registers stand in [`Inst`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Code {
     W {
@@ -73,7 +73,7 @@ pub(crate) enum Code {
         carry_in: bool,
         carry_out: bool,
         wide: bool,
-        /// Of a product first: its lower or its upper half.
+        /// Half of the product that is computed first, lower or upper, if there is one.
         product: Option<Wf>,
     },
     Rare(Rare),
@@ -320,7 +320,7 @@ pub(crate) struct Program {
     pub(crate) specials: Vec<(Reg, Special)>,
     pub(crate) local_bytes: u32,
     pub(crate) static_shared: u32,
-    /// Where dynamic shared memory begins.
+    /// Start of dynamic shared memory.
     pub(crate) dynamic_base: u32,
     pub(crate) params: Vec<crate::ast::Param>,
     pub(crate) param_bytes: u32,

@@ -1,4 +1,4 @@
-//! What the tests share: a device with buffers, small kernels around one instruction, random numbers.
+//! Helpers of the tests: a device with buffers, small kernels around one instruction, random numbers.
 #![allow(
     dead_code,
     clippy::unwrap_used,

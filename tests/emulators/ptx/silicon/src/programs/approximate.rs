@@ -23,7 +23,7 @@ pub(super) fn programs() -> Vec<Program> {
     let rows: Vec<Row> = vec![
         ("ex2.approx.ftz.f32 %o0, %i0;", F32, f64::exp2, f32, Relative(p(-22.0))),
         ("ex2.approx.f32 %o0, %i0;", F32, f64::exp2, f32, Relative(p(-22.0))),
-        // Where a softmax lives: from no weight to a rescaled one.
+        // Range of a softmax: from no weight to a rescaled one.
         ("ex2.approx.ftz.f32 %o0, %i0; // -32..8", Range(-32.0, 8.0), f64::exp2, f32, Relative(p(-22.0))),
         ("ex2.approx.f16x2 %o0, %i0;", Halves, f64::exp2, f16, Relative(p(-9.9))),
         ("ex2.approx.ftz.bf16x2 %o0, %i0;", Halves, f64::exp2, bf16, Relative(p(-7.0))),
@@ -75,8 +75,8 @@ pub(super) fn programs() -> Vec<Program> {
             })
         })
         .collect();
-    // Powers of two come out whole, so that a row sum of 2^n divides exactly; but for negative logarithms, which an H200
-    // has one unit in the last place nearer to 0.
+    // Powers of two come out whole, so that a row sum of 2^n divides exactly; but for negative logarithms,
+    // which an H200 has one unit in the last place nearer to 0.
     for text in
         ["rcp.approx.ftz.f32 %o0, %w0;", "lg2.approx.ftz.f32 %o0, %w0;", "ex2.approx.ftz.f32 %o0, %w1;"]
     {

@@ -91,7 +91,7 @@ const ONE: &[&str] = &[
     "max.s16x2 %o0, %i0, %i1;",
 ];
 
-/// The same for 64 bits: `%x0`, `%x1`, `%x2` hold two words of input each; the result is `%x3`.
+/// One 64-bit instruction a line: `%x0`, `%x1`, `%x2` hold two words of input each; the result is `%x3`.
 const WIDE: &[&str] = &[
     "add.s64 %x3, %x0, %x1;",
     "mul.lo.s64 %x3, %x0, %x1;",

@@ -62,7 +62,7 @@ impl Sums {
         }
     }
 
-    /// What accumulator `at` begins as: small and exact, another number in each thread.
+    /// Initial value of accumulator `at`: small and exact, another number in each thread.
     pub(super) fn begin(self, at: usize, whole: bool) -> String {
         match self {
             Sums::F32 if whole => format!("add.u32 %o{at}, %t, {at}; cvt.rn.f32.u32 %o{at}, %o{at};\n"),
@@ -72,7 +72,8 @@ impl Sums {
         }
     }
 
-    /// How far sums of `k` products of numbers in −1..1, and of a number in −1..1, may lie apart in two orders.
+    /// Bound of the distance, in two orders, of sums of `k` products of numbers in −1..1 and of a number in
+    /// −1..1.
     ///
     /// Singles: each of k additions loses at most 2^-23 (truncation) of a partial sum below k + 1. Products of FP8
     /// are summed in fewer bits: they are aligned to the largest and keep 13 bits below its leading one (DeepSeek-V3

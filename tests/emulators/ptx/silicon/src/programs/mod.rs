@@ -10,7 +10,7 @@ mod wgmma;
 
 use crate::program::Program;
 
-/// All of them.
+/// All programs.
 #[must_use]
 pub fn all() -> Vec<Program> {
     [

@@ -36,7 +36,7 @@ const LANES: &[&str] = &[
     "mov.u32 %w0, %lanemask_lt; mov.u32 %w1, %lanemask_ge; mov.u32 %w2, %laneid; xor.b32 %w0, %w0, %w1; add.s32 %o0, %w0, %w2;",
 ];
 
-/// What a block's shared words hold before an atomic: four words, one for every 32 threads.
+/// Contents of a block's shared words before an atomic: four words, one for every 32 threads.
 const CELLS: &str = ".shared .align 16 .b8 cells[64];";
 
 /// One result a cell: integers, so that the order does not matter.

@@ -9,7 +9,7 @@ use crate::fill::Element::{self, Bf16, E4m3, E5m2, F16, S8, Tf32, U8};
 use crate::fill::Fill::{Unit, Whole};
 use crate::program::{Program, Truth};
 
-/// How an operand lies in shared memory.
+/// Layout of an operand in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Layout {
     /// Bytes of the swizzle span; 0 for none.
