@@ -5,9 +5,10 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail,
 };
+use fmha::expr::{Number, Stored as FunctionType};
 use fmha::{
-    Bias, BlockTable, BwdArgs, BwdProblem, Dims, DropoutSeed, FwdArgs, FwdProblem, KvLayout, MaskAlign,
-    MaskShape, MaskSpec, PlanOptions, QLayout, ScoreArgs, SeqArgs, Totals,
+    Bias, BlockTable, BwdArgs, BwdProblem, CapturedTensor, DevSlice, Dims, DropoutSeed, FwdArgs, FwdProblem,
+    KvLayout, MaskAlign, MaskShape, MaskSpec, PlanOptions, QLayout, ScoreArgs, SeqArgs, Totals,
 };
 
 use crate::memory::{Input, Output, Place, Stored, extent};
@@ -102,6 +103,12 @@ impl Attend {
                 bail!("alibi_slopes is {}, where f32 is wanted", slopes.dtype().as_str());
             }
             options.alibi_slopes = Some(slopes.detach().contiguous()?);
+        }
+        for (name, tensor) in &mut options.captured {
+            if tensor.track_op() {
+                bail!("captured {name} is tracked, but this op has no gradient of it: detach it");
+            }
+            *tensor = tensor.contiguous()?;
         }
         Ok(Self { options, packed, lse: Arc::default() })
     }
@@ -210,7 +217,9 @@ impl Attend {
                 }
             }
         };
-        Ok(FwdProblem::new(q_layout, kv_layout, dtype, dims)
+        let problem = FwdProblem::new(q_layout, kv_layout, dtype, dims);
+        Ok(self
+            .coded(problem)?
             .seqused_k(paged)
             .strides_q(q.strides()?)
             .strides_k(k.strides()?)
@@ -221,6 +230,44 @@ impl Attend {
             .bias(bias)
             .p_drop(self.options.p_drop)
             .write_lse(true))
+    }
+
+    /// A problem with the options' functions and the extents of what they capture.
+    fn coded(&self, problem: FwdProblem) -> Result<FwdProblem> {
+        let Options { score_code, mask_code, captured, numbers, .. } = &self.options;
+        let mut tensors = Vec::with_capacity(captured.len());
+        for (name, tensor) in captured {
+            let field = format!("captured {name}");
+            let shape = tensor.dims().iter().map(|&size| extent(&field, "an axis", size));
+            tensors.push(CapturedTensor::dense(name.clone(), &shape.collect::<Result<Vec<_>>>()?));
+        }
+        let problem = problem.score_code(score_code.clone()).mask_code(mask_code.clone()).captured(tensors);
+        for (name, tensor) in captured {
+            let (dtype, stored) = (tensor.dtype(), problem.code.stored(name));
+            if let Some(stored) = stored
+                && stored_as(dtype) != Some(stored)
+            {
+                bail!("captured {name} is {}, but the function reads {stored}", dtype.as_str());
+            }
+        }
+        let wanted = problem.code.numbers();
+        for (name, _) in numbers {
+            if !wanted.iter().any(|(known, _)| known == name) {
+                bail!("number {name} is given, but no function reads it");
+            }
+        }
+        for (name, kind) in wanted {
+            if !numbers.iter().any(|(known, _)| known == name) {
+                bail!("number {name} is missing: the function reads {kind}");
+            }
+        }
+        Ok(problem)
+    }
+
+    /// The numbers of a call, in the order of its problem.
+    fn numbers(&self, problem: &FwdProblem) -> Vec<Number> {
+        let of = |name: &str| self.options.numbers.iter().find(|(known, _)| known == name).map(|(_, n)| *n);
+        problem.code.numbers().into_iter().filter_map(|(name, _)| of(name)).collect()
     }
 
     fn plan_options(&self, place: &Place) -> PlanOptions {
@@ -258,7 +305,7 @@ impl Attend {
         let mut workspace = place.memory(plan.workspace().bytes as usize, DType::U8, true)?;
         {
             let held = Held::new(self)?;
-            let inputs = held.inputs(place)?;
+            let inputs = held.inputs(place, self.numbers(&problem))?;
             let (mut o, mut lse) = (o.write()?, lse.write()?);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice()?);
             args.lse = Some(lse.slice()?);
@@ -297,7 +344,7 @@ impl Attend {
         let mut workspace = place.memory(plan.workspace().bytes as usize, DType::U8, true)?;
         {
             let held = Held::new(self)?;
-            let tables = held.inputs(&place)?;
+            let tables = held.inputs(&place, self.numbers(problem.fwd()))?;
             let [dq, dk, dv] = &mut gradients;
             let (mut dq, mut dk, mut dv) = (dq.write()?, dk.write()?, dv.write()?);
             let bytes = workspace.bytes();
@@ -337,6 +384,19 @@ impl Attend {
     }
 }
 
+/// What a captured tensor's elements are to a function.
+fn stored_as(dtype: DType) -> Option<FunctionType> {
+    Some(match dtype {
+        DType::F32 => FunctionType::F32,
+        DType::F16 => FunctionType::F16,
+        DType::BF16 => FunctionType::Bf16,
+        DType::I32 => FunctionType::I32,
+        DType::I64 => FunctionType::I64,
+        DType::U8 => FunctionType::Bool,
+        _ => return None,
+    })
+}
+
 fn with_last(dims: &[usize], last: u32) -> Vec<usize> {
     let mut dims = dims.to_vec();
     if let Some(end) = dims.last_mut() {
@@ -366,21 +426,27 @@ impl<'a> Held<'a> {
         if let Some(slopes) = &op.options.alibi_slopes {
             hold("alibi_slopes", slopes);
         }
+        for (_, tensor) in &op.options.captured {
+            hold("captured", tensor);
+        }
         Ok(Self { guards })
     }
 
-    fn inputs<'b>(&'b self, place: &'b Place) -> Result<Tables<'b>> {
+    fn inputs<'b>(&'b self, place: &'b Place, numbers: Vec<Number>) -> Result<Tables<'b>> {
         let mut inputs = Vec::with_capacity(self.guards.len());
         for (field, (storage, layout)) in &self.guards {
             inputs.push(Input::new(field, Stored::of(field, storage)?, layout, place)?);
         }
-        Ok(Tables { inputs })
+        let captured = inputs.iter().filter(|input| input.field == "captured").map(Input::slice);
+        Ok(Tables { captured: captured.collect(), numbers, inputs })
     }
 }
 
 /// The tables and slopes of a call as it takes them.
 struct Tables<'a> {
     inputs: Vec<Input<'a>>,
+    captured: Vec<DevSlice<'a>>,
+    numbers: Vec<Number>,
 }
 
 impl<'a> Tables<'a> {
@@ -388,7 +454,7 @@ impl<'a> Tables<'a> {
         self.inputs.iter().find(|input| input.field == field)
     }
 
-    fn args(&self, totals: Totals, op: &Attend) -> (SeqArgs<'a>, ScoreArgs<'a>) {
+    fn args(&self, totals: Totals, op: &Attend) -> (SeqArgs<'_>, ScoreArgs<'_>) {
         let slice = |field: &str| self.find(field).map(Input::slice);
         let paged = totals.num_pages.is_some();
         let mut seq = SeqArgs::default();
@@ -402,6 +468,7 @@ impl<'a> Tables<'a> {
         });
         let mut score = ScoreArgs::default();
         score.alibi_slopes = slice("alibi_slopes");
+        (score.captured, score.numbers) = (&self.captured, &self.numbers);
         score.dropout = op.options.seed.map(|seed| DropoutSeed { seed, offset: 0 });
         (seq, score)
     }

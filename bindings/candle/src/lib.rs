@@ -20,6 +20,9 @@
 //!
 //! [`attention`] and [`attention_varlen`] have everything, by the names of fmha's contract.
 //!
+//! A score and a mask may be code ([`Options::score_code`], [`Options::mask_code`]): Rust's operators on
+//! [`expr`]'s values, or text.
+//!
 //! Q, K and V are f32, f16 or bf16, of one type, on one device, with any strides whose last is 1. A causal mask or a window
 //! stands at the last key: the last query sees the last key. A query that sees no key has O = 0. Where no fast kernel
 //! takes a call, it runs on the fallback kernel, which is right and slow ([`Options::allow_fallback`]).
@@ -36,6 +39,8 @@ mod memory;
 use candle_core::{Result, Tensor, bail};
 
 use call::{Attend, Packed};
+pub use fmha::expr;
+use fmha::expr::{Function, Number};
 
 /// How scores are made and which of them count. [`Options::default`]: every key is seen, `1 / sqrt(head_dim)`.
 #[derive(Clone, Debug)]
@@ -56,6 +61,16 @@ pub struct Options {
     pub p_drop: f32,
     /// Which P are dropped, the same on every device: named where `p_drop` is above 0.
     pub seed: Option<u64>,
+    /// What a scaled score becomes, before soft-cap and slopes; gradients of Q, K and V go through it.
+    pub score_code: Option<Function>,
+    /// Which pairs are seen, besides what the window hides; rows and keys count from 0, and no diagonal is added.
+    pub mask_code: Option<Function>,
+    /// The tensors that both read by name: f32, f16, bf16, i32, i64, or u8 for a bool. They get no gradient, and a
+    /// tensor
+    /// that candle tracks is refused: `detach` it.
+    pub captured: Vec<(String, Tensor)>,
+    /// The numbers that both read by name.
+    pub numbers: Vec<(String, Number)>,
     /// Gradients with the same bits on every run.
     pub deterministic: bool,
     /// The bits of a sequence do not depend on the batch around it.
@@ -74,6 +89,10 @@ impl Default for Options {
             alibi_slopes: None,
             p_drop: 0.0,
             seed: None,
+            score_code: None,
+            mask_code: None,
+            captured: vec![],
+            numbers: vec![],
             deterministic: false,
             batch_invariant: false,
             allow_fallback: true,
@@ -113,7 +132,25 @@ impl Options {
         self
     }
 
+    /// A tensor that functions read by this name.
+    #[must_use]
+    pub fn captured(mut self, name: impl Into<String>, tensor: &Tensor) -> Self {
+        self.captured.push((name.into(), tensor.clone()));
+        self
+    }
+
+    /// A number that functions read by this name.
+    #[must_use]
+    pub fn number(mut self, name: impl Into<String>, number: Number) -> Self {
+        self.numbers.push((name.into(), number));
+        self
+    }
+
     setters! {
+        /// What a scaled score becomes.
+        score_code: impl Into<Option<Function>>;
+        /// Which pairs are seen.
+        mask_code: impl Into<Option<Function>>;
         /// Multiplies `Q K^T`.
         softmax_scale: impl Into<Option<f32>>;
         /// `softcap * tanh(S / softcap)`, before the bias.

@@ -163,6 +163,9 @@ impl<'a> Input<'a> {
                         elems.get(start..).map(|elems| DevSlice::host(elems).typed(ElemType::I32)),
                     ),
                     CpuStorage::I32(elems) => (DType::I32, elems.get(start..).map(DevSlice::host)),
+                    // What a function captures: whole numbers and bools.
+                    CpuStorage::I64(elems) => (DType::I64, elems.get(start..).map(bytes)),
+                    CpuStorage::U8(elems) => (DType::U8, elems.get(start..).map(bytes)),
                     other => {
                         bail!("{field} is {}, which fmha does not take from candle", dtype_of(other).as_str())
                     }
@@ -204,6 +207,8 @@ impl<'a> Input<'a> {
                     CudaStorageSlice::BF16(elems) => part!(elems, DType::BF16, fmha::DType::Bf16),
                     CudaStorageSlice::U32(elems) => part!(elems, DType::U32, ElemType::I32),
                     CudaStorageSlice::I32(elems) => part!(elems, DType::I32, ElemType::I32),
+                    CudaStorageSlice::I64(elems) => part!(elems, DType::I64, ElemType::Bytes),
+                    CudaStorageSlice::U8(elems) => part!(elems, DType::U8, ElemType::Bytes),
                     _ => bail!("{field} has a type that fmha does not take from candle"),
                 }
             }
@@ -237,6 +242,15 @@ impl<'a> Input<'a> {
             DType::BF16 => Ok(fmha::DType::Bf16),
             other => bail!("{} is {}, where f32, f16 or bf16 is wanted", self.field, other.as_str()),
         }
+    }
+}
+
+/// Elements that are read as their bytes.
+fn bytes<T>(elems: &[T]) -> DevSlice<'_> {
+    // SAFETY: host memory that is borrowed as long, of so many bytes.
+    unsafe {
+        let size = size_of_val(elems) as u64;
+        DevSlice::from_raw(fmha::MemorySpace::Host, elems.as_ptr().cast(), size, ElemType::Bytes)
     }
 }
 

@@ -542,3 +542,55 @@ fn a_small_model_trains_as_with_attention_written_out() {
         assert!((fused - plain).abs() <= 1e-4 * plain, "step {step}: {fused} and {plain}");
     }
 }
+
+/// A score and a mask as code are the slopes and the window that they spell; gradients go through both.
+#[test]
+fn code_spells_slopes_and_windows() {
+    use fmha_candle::expr::{At, Function, Number, Score, Tensor as Captured, number};
+
+    let case = Case::new(7, [&[2, 9, 4, 16], &[2, 11, 2, 16], &[2, 11, 2, 16]], DType::F32);
+    let [q, k, v] = case.f32s.each_ref().map(Var::as_tensor);
+    let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.125, 0.0625], 4, &device()).unwrap();
+    let built_in = Options::default().window(Some(5), Some(0)).alibi_slopes(slopes.clone());
+    let (wanted, lse) = fmha_candle::attention(q, k, v, &built_in).unwrap();
+    let table = Captured::<f32, 1>::new("slopes");
+    let score = Function::score(|s: Score, at: At| {
+        s - number("by") * table[at.h] * ((at.seqlen_k - at.seqlen_q) + at.q - at.k)
+    });
+    let mask: Function =
+        "left: int; let d = q + seqlen_k - seqlen_q; k <= d and d - k <= left".parse().unwrap();
+    let options = Options::default()
+        .score_code(score.unwrap())
+        .mask_code(mask)
+        .captured("slopes", &slopes)
+        .number("by", Number::Float(1.0))
+        .number("left", Number::Int(5));
+    let (found, found_lse) = fmha_candle::attention(q, k, v, &options).unwrap();
+    assert!(difference(&found, &wanted) < F32 && difference(&found_lse, &lse) < F32);
+    let gradients = [&wanted, &found].map(|o| o.sqr().unwrap().sum_all().unwrap().backward().unwrap());
+    for x in [q, k, v] {
+        let [wanted, found] = gradients.each_ref().map(|of| of.get(x).unwrap());
+        assert!(difference(found, wanted) < GRADIENT);
+    }
+    let says = |options: Options, words: &str| {
+        let error = fmha_candle::attention(q, k, v, &options).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}, not {words}");
+    };
+    let reads: Function = "slopes: f32[_]; by: float; s + by * slopes[h]".parse().unwrap();
+    let coded = || Options::default().score_code(reads.clone());
+    let one = || coded().number("by", Number::Float(1.0));
+    says(one(), "captured slopes: the function reads f32[_]");
+    says(coded().captured("slopes", &slopes), "number by is missing: the function reads float");
+    says(one().captured("slopes", &slopes).number("to", Number::Int(1)), "number to is given");
+    says(one().captured("slopes", &slopes.to_dtype(DType::F16).unwrap()), "captured slopes is f16, but");
+    says(
+        one().captured("slopes", Var::from_tensor(&slopes).unwrap().as_tensor()),
+        "captured slopes is tracked",
+    );
+    says(
+        one().captured("slopes", &slopes).captured("more", &slopes),
+        "captured more is a tensor that no function",
+    );
+    says(coded().captured("slopes", &slopes).number("by", Number::Int(1)), "numbers: by is Int(1)");
+    assert!("s + slope[h]".parse::<Function>().unwrap_err().to_string().contains("column 5, `slope`"));
+}

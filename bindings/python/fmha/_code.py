@@ -47,11 +47,9 @@ def bind(
             function = door.function(function)
         if isinstance(function, str):
             text = function
-        elif tracer.is_compiling:
+        else:
             with door.Dispatching():
                 text = tracer.trace(kind, name, function, _VARIABLES[kind])
-        else:
-            text = tracer.trace(kind, name, function, _VARIABLES[kind])
         own, reads = door.read_function(name, text, kind == "mask")
         texts.append(own)
         declared.update(reads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, List, Optional, Tuple
 
@@ -33,6 +34,7 @@ _WIDER = {"float64": "float32", "int16": "int32", "int8": "int32", "uint8": "int
 
 
 read_function = _native.read_function
+Dispatching = contextlib.nullcontext
 
 
 def is_compiling() -> bool:

@@ -77,8 +77,8 @@ def dispatch(function: Any, args: Any, kwargs: Dict[str, Any]) -> Any:
 
 
 class Dispatching(TorchFunctionMode):
-    """While a compiler traces a function: of a tensor that is asked for an element by several traced indices it does
-    not ask them itself, as torch does."""
+    """While a function is called: a tensor that is asked for an element by traced indices hands the question here. A
+    compiler's does not by itself, where there are several."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _body_of(args) is not None:
