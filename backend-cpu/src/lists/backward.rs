@@ -7,8 +7,8 @@
 //!     each range of keys, likewise    adds the rows that name its keys: tokens ascending, each in its list's order
 //! ```
 //!
-//! So each key's dK and dV are summed in one order, that of the inverted list, whatever the number of threads and the size
-//! of a chunk, and a key that a list has twice is added twice.
+//! Each key's dK and dV are summed in one order, that of the inverted list, whatever the number of threads and the
+//! size of a chunk, and a key that a list has twice is added twice.
 
 use fmha_core::{BwdArgs, SeqSpan, ValidBwd};
 
@@ -355,8 +355,8 @@ impl Gradients<'_> {
         }
     }
 
-    /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that all P
-    /// of the row would be off by one factor: such a row's own sum of exponentials takes its place.
+    /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that
+    /// all P of the row would be off by one factor: such a row's own sum of exponentials takes its place.
     fn from_origin<S: Simd>(&self, scratch: &Scratch, lane: usize, head: &HeadScore, lse: f64) -> (f64, f64) {
         if !lse.is_finite() || lse.abs() < 16384.0 {
             return (0.0, lse);

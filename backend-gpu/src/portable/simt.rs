@@ -61,8 +61,8 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
         let params = (&raw mut params).cast();
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
-        // SAFETY: the kernel takes FwdParams, and ListParams where the problem has lists; core saw that the memory of both
-        // covers the problem.
+        // SAFETY: the kernel takes FwdParams, and ListParams where the problem has lists; core saw that the memory of
+        // both covers the problem.
         unsafe {
             match &mut lists {
                 None => steps.main().launch(&mut [params], call.stream),

@@ -171,9 +171,9 @@ def flash_mla_with_kvcache(
     extra_topk_length: Optional[torch.Tensor] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """q ``(batch, seqlen_q, num_heads_q, head_dim)``, k_cache ``(num_pages, page_size, num_heads_k, head_dim)``,
-    indices i32 ``(batch, seqlen_q, topk)``: addresses ``page * page_size + offset``, absent where negative or past the pages;
-    ``topk_length`` i32 ``(batch,)``, ``attn_sink`` f32 ``(num_heads_q,)``. ``block_table`` and ``cache_seqlens`` are
-    not read where there are lists, as in FlashMLA.
+    indices i32 ``(batch, seqlen_q, topk)``: addresses ``page * page_size + offset``, absent where negative or past the
+    pages; ``topk_length`` i32 ``(batch,)``, ``attn_sink`` f32 ``(num_heads_q,)``. ``block_table`` and
+    ``cache_seqlens`` are not read where there are lists, as in FlashMLA.
 
     Returns O ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and LSE f32 ``(batch, num_heads_q, seqlen_q)``: natural,
     without the sink, +inf for a row without a key."""

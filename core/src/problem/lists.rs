@@ -11,11 +11,12 @@ use crate::score::Bias;
 pub enum ListEntries {
     /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
     Positions,
-    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry is
-    /// absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is refused.
+    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry
+    /// is absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is
+    /// refused.
     Addresses,
-    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative entry
-    /// is absent, and one whose first position is at or past the length.
+    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative
+    /// entry is absent, and one whose first position is at or past the length.
     Blocks {
         /// Keys of a block, at least 1.
         size: u32,
@@ -34,8 +35,8 @@ pub enum ListLength {
     Token,
 }
 
-/// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q, num_heads_kv,
-/// topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
+/// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q,
+/// num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
 ///
 /// A list is a multiset: a key that stands twice counts twice. Band, bias, `ALiBi`, functions and dropout see a key's
 /// position; a query that lists no visible key is an empty row.
