@@ -240,7 +240,11 @@ mod tests {
         turning.layout.seqused_k = true;
         let append = Append::batch(&problem(), 1);
         for (problem, field, text) in [
-            (problem().lists(KeyLists { topk: 1 << 31, ..lists }), "topk", "topk 2147483648 is larger"),
+            (
+                problem().lists(KeyLists { topk: i32::MAX.unsigned_abs(), ..lists }),
+                "topk",
+                "topk 2147483647 is larger",
+            ),
             (problem().lists(lists.strides(gapped)), "indices", "indices.dim stride 2 is not 1"),
             (problem().lists(lists.strides(turned)), "indices", "indices.seq stride -4 is negative"),
             (

@@ -1,6 +1,6 @@
 //! Lists of keys: which keys a query sees, named one by one.
 
-use super::{FwdProblem, check_input, check_unit_stride};
+use super::{FwdProblem, MAX_SEQLEN, check_input, check_unit_stride};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
@@ -122,7 +122,8 @@ impl FwdProblem {
     pub(crate) fn check_lists(&self) -> Result<(), ProblemError> {
         let Some(lists) = &self.lists else { return Ok(()) };
         let topk = lists.topk;
-        let most = i32::MAX.unsigned_abs();
+        // Entries are counted in i32, a warp's or a wave's at a time.
+        let most = MAX_SEQLEN;
         ensure!(topk <= most, "topk", "topk {topk} is larger than {most}");
         if let ListEntries::Blocks { size } = lists.entries {
             ensure!(
