@@ -321,7 +321,7 @@ impl Gradients<'_> {
             let index = token.span.lse_index(fwd, head.i_head, token.i);
             let dlse = self.args.dlse.as_ref().map_or(0.0, |dlse| f32_at(dlse, index));
             let lse = self.lse_with_sink(head, f64::from(f32_at(&self.args.lse, index)));
-            let (origin, lse) = self.from_origin::<S>(scratch, lane, head, lse);
+            let (origin, lse) = self.origin_and_lse::<S>(scratch, lane, head, lse);
             let share = match head.sink {
                 Some(f32::INFINITY) => 1.0,
                 Some(sink) if lse != f64::NEG_INFINITY => (f64::from(sink) - origin - lse).min(0.0).exp(),
@@ -357,7 +357,13 @@ impl Gradients<'_> {
 
     /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that
     /// all P of the row would be off by one factor: such a row's own sum of exponentials takes its place.
-    fn from_origin<S: Simd>(&self, scratch: &Scratch, lane: usize, head: &HeadScore, lse: f64) -> (f64, f64) {
+    fn origin_and_lse<S: Simd>(
+        &self,
+        scratch: &Scratch,
+        lane: usize,
+        head: &HeadScore,
+        lse: f64,
+    ) -> (f64, f64) {
         if !lse.is_finite() || lse.abs() < 16384.0 {
             return (0.0, lse);
         }

@@ -249,7 +249,6 @@ impl<'a> Shared<'a> {
     }
 
     /// Products of a tile's rows with each head's row of `right`, `[panels][dim][PANEL]`, to `out`.
-    #[expect(clippy::too_many_arguments, reason = "a product of two matrices")]
     fn products<S: Simd>(
         &self,
         s: S,

@@ -177,10 +177,8 @@ impl FwdProblem {
             Some(("seqused_k", "seqused_k true".to_owned()))
         } else if self.cache.append.is_some() {
             Some(("append", "append".to_owned()))
-        } else if let Some(rotary) = self.cache.rotary {
-            Some(("rotary", format!("rotary of dim {}", rotary.dim)))
         } else {
-            None
+            self.cache.rotary.map(|rotary| ("rotary", format!("rotary of dim {}", rotary.dim)))
         };
         match needs {
             Some((field, what)) => {
