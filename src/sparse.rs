@@ -38,9 +38,9 @@ pub fn index_scores(call: &IndexCall<'_>) -> Result<Vec<f32>, Error> {
     Ok(scores)
 }
 
-/// The lists that those scores choose, i32 `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each query,
-/// equal ones by position, NaN last, in ascending position with -1 after them. The same scores give the same lists on every
-/// run, with any number of threads.
+/// The lists that those scores choose, i32 `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each
+/// query, equal ones by position, NaN last, in ascending position with -1 after them. The same scores give the same
+/// lists on every run, with any number of threads.
 ///
 /// # Errors
 /// As [`index_scores`].

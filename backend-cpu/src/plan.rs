@@ -100,7 +100,7 @@ fn of_lists(
     options: &PlanOptions,
 ) -> Result<(PlanParts, Blocks)> {
     let topk = problem.lists.map_or(0, |lists| lists.topk);
-    if let Some((name, value)) = options.tile.iter().next() {
+    if let Some((name, value)) = options.tile.first() {
         let reason = format!("tile {name}={value}: lists of topk {topk} have no tile to set (known: none)");
         return Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]));
     }

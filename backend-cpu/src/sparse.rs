@@ -1,7 +1,7 @@
 //! An indexer's scores, and the keys that they choose: what `fmha_core::sparse` says, with f32 sums on every thread.
 //!
-//! A task is a few tokens. Tiles of keys are copied to rows once for all of them; a token's heads are the columns of the
-//! product, and their sum goes over lanes. A choice keeps the scores of its own tokens alone.
+//! A task is a few tokens. Tiles of keys are copied to rows once for all of them; a token's heads are the columns of
+//! the product, and their sum goes over lanes. A choice keeps the scores of its own tokens alone.
 
 use fmha_core::sparse::{IndexCall, before};
 use fmha_core::{DType, DevSlice, ProblemError, Result};
@@ -34,8 +34,8 @@ impl CpuBackend {
         self.engine.index(&Index { call, to }, self.threads.get()?)
     }
 
-    /// The lists that those scores choose, `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each query,
-    /// equal ones by position, NaN last, in ascending position with -1 after them. Scores are never written.
+    /// The lists that those scores choose, `[batch, seqlen_q, topk]`: the `topk` candidates of greatest score of each
+    /// query, equal ones by position, NaN last, in ascending position with -1 after them. Scores are never written.
     ///
     /// # Errors
     /// `indices` of another length; memory for scratch that the system refuses.

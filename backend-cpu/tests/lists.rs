@@ -1,5 +1,5 @@
-//! Lists of keys by every instruction set that this processor has: the battery's cases. The baseline's vectors have them in
-//! the crate's own tests.
+//! Lists of keys by every instruction set that this processor has: the battery's cases. The baseline's vectors have
+//! them in the crate's own tests.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -104,8 +104,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
-    /// Whether it knows of lists of keys ([`KeyLists`](crate::KeyLists)), and refuses by a kernel's name what it does not
-    /// compute. A backend that does not is given no problem with lists.
+    /// Whether it knows of lists of keys ([`KeyLists`](crate::KeyLists)), and refuses by a kernel's name what it does
+    /// not compute. A backend that does not is given no problem with lists.
     fn takes_lists(&self) -> bool {
         false
     }

@@ -19,7 +19,7 @@ pub struct HostLists<'a> {
 }
 
 impl<'a> HostLists<'a> {
-    /// Those of a call; `None` where it has none.
+    /// The lists of a call; `None` where it has none.
     ///
     /// # Errors
     /// `indices` or `topk_length` that are missing, too small, or not in host memory.
@@ -33,8 +33,8 @@ impl<'a> HostLists<'a> {
         Ok(Some(Self { lists, indices, lengths, rows }))
     }
 
-    /// The keys that query `i` names of a kv head, in the order of its list: positions, or addresses of the pool of pages
-    /// that `span` then stands for. What is absent is left out, what stands twice is there twice.
+    /// The keys that query `i` names of a kv head, in the order of its list: positions, or addresses of the pool of
+    /// pages that `span` then stands for. What is absent is left out, what stands twice is there twice.
     pub fn row(&self, span: &SeqSpan, i_head_kv: u32, i: u32, to: &mut Vec<u32>) {
         to.clear();
         let lists = &self.lists;
@@ -87,7 +87,8 @@ abi_struct! {
     }
 }
 
-/// The lists of a call as a kernel has them; its arguments have passed their check. Of a call without lists there are none.
+/// The lists of a call as a kernel has them; its arguments have passed their check. A call without lists has
+/// lists of no entries.
 #[must_use]
 pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
     let address = |slice: Option<&DevSlice<'_>>| DevPtr::new(slice.map_or(0, |slice| slice.as_ptr() as u64));
@@ -239,7 +240,11 @@ mod tests {
         turning.layout.seqused_k = true;
         let append = Append::batch(&problem(), 1);
         for (problem, field, text) in [
-            (problem().lists(KeyLists { topk: 1 << 31, ..lists }), "topk", "topk 2147483648 is larger"),
+            (
+                problem().lists(KeyLists { topk: i32::MAX.unsigned_abs(), ..lists }),
+                "topk",
+                "topk 2147483647 is larger",
+            ),
             (problem().lists(lists.strides(gapped)), "indices", "indices.dim stride 2 is not 1"),
             (problem().lists(lists.strides(turned)), "indices", "indices.seq stride -4 is negative"),
             (

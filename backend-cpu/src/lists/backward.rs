@@ -7,8 +7,8 @@
 //!     each range of keys, likewise    adds the rows that name its keys: tokens ascending, each in its list's order
 //! ```
 //!
-//! So each key's dK and dV are summed in one order, that of the inverted list, whatever the number of threads and the size
-//! of a chunk, and a key that a list has twice is added twice.
+//! Each key's dK and dV are summed in one order, that of the inverted list, whatever the number of threads and the
+//! size of a chunk, and a key that a list has twice is added twice.
 
 use fmha_core::{BwdArgs, SeqSpan, ValidBwd};
 
@@ -321,7 +321,7 @@ impl Gradients<'_> {
             let index = token.span.lse_index(fwd, head.i_head, token.i);
             let dlse = self.args.dlse.as_ref().map_or(0.0, |dlse| f32_at(dlse, index));
             let lse = self.lse_with_sink(head, f64::from(f32_at(&self.args.lse, index)));
-            let (origin, lse) = self.from_origin::<S>(scratch, lane, head, lse);
+            let (origin, lse) = self.origin_and_lse::<S>(scratch, lane, head, lse);
             let share = match head.sink {
                 Some(f32::INFINITY) => 1.0,
                 Some(sink) if lse != f64::NEG_INFINITY => (f64::from(sink) - origin - lse).min(0.0).exp(),
@@ -355,9 +355,15 @@ impl Gradients<'_> {
         }
     }
 
-    /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that all P
-    /// of the row would be off by one factor: such a row's own sum of exponentials takes its place.
-    fn from_origin<S: Simd>(&self, scratch: &Scratch, lane: usize, head: &HeadScore, lse: f64) -> (f64, f64) {
+    /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that
+    /// all P of the row would be off by one factor: such a row's own sum of exponentials takes its place.
+    fn origin_and_lse<S: Simd>(
+        &self,
+        scratch: &Scratch,
+        lane: usize,
+        head: &HeadScore,
+        lse: f64,
+    ) -> (f64, f64) {
         if !lse.is_finite() || lse.abs() < 16384.0 {
             return (0.0, lse);
         }

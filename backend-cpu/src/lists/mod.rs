@@ -11,8 +11,8 @@
 //!     O += P V
 //! ```
 //!
-//! The scores of a whole list stay in the processor's cache, so a row's softmax needs no running state and O no rescaling.
-//! A token's arithmetic depends on its own list alone.
+//! The scores of a whole list stay in the processor's cache, so a row's softmax needs no running state and O no
+//! rescaling. A token's arithmetic depends on its own list alone.
 
 mod backward;
 mod forward;
@@ -192,8 +192,8 @@ impl<'a> Shared<'a> {
         });
     }
 
-    /// Calls `each` with the runs of one tile's listed rows: where they lie, their place in the tile, how many. Lists name
-    /// neighbours often.
+    /// Calls `each` with the runs of one tile's listed rows: where they lie, their place in the tile, how many. Lists
+    /// name neighbours often.
     fn for_runs<S: Simd>(
         &self,
         s: S,
@@ -249,7 +249,6 @@ impl<'a> Shared<'a> {
     }
 
     /// Products of a tile's rows with each head's row of `right`, `[panels][dim][PANEL]`, to `out`.
-    #[expect(clippy::too_many_arguments, reason = "a product of two matrices")]
     fn products<S: Simd>(
         &self,
         s: S,

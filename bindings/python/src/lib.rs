@@ -9,6 +9,7 @@ mod cache;
 pub mod call;
 mod code;
 pub mod combine;
+pub mod lists;
 mod operands;
 pub mod plans;
 #[cfg(test)]
@@ -83,6 +84,16 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
         }
         plans::run(request, host_scratch)
     })
+}
+
+/// Runs a call over lists of keys on tensors in host memory.
+///
+/// # Safety
+/// `call` is null or a call whose tensors are host memory as large as they say, the outputs apart from all else.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_lists(call: *const lists::ListCall) -> c_int {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { lists::run(call) })
 }
 
 /// Scratch of a run in host memory, and where it starts.

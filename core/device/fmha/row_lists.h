@@ -1,5 +1,6 @@
-// Attention forward over lists of keys, a row at a time: `fmha/row_fwd.h` with a list of each token and kv head in place of
-// a range of keys. Each lane takes an entry; absent ones take no part, and a key that stands twice counts twice.
+// Attention forward over lists of keys, a row at a time: `fmha/row_fwd.h` with a list of each token and kv head in
+// place of a range of keys. Each lane takes an entry; absent ones take no part, and a key that stands twice counts
+// twice.
 #pragma once
 #include <fmha/lists.h>
 #include <fmha/row_fwd.h>

@@ -1,6 +1,6 @@
 //! Lists of keys: which keys a query sees, named one by one.
 
-use super::{FwdProblem, check_input, check_unit_stride};
+use super::{FwdProblem, MAX_SEQLEN, check_input, check_unit_stride};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, ensure};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
@@ -11,11 +11,12 @@ use crate::score::Bias;
 pub enum ListEntries {
     /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
     Positions,
-    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry is
-    /// absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is refused.
+    /// A key's place in the pages of the call, `page * page_size + offset`; there is no block table. A negative entry
+    /// is absent, and one at or past `num_pages * page_size`. An address has no position: what depends on one is
+    /// refused.
     Addresses,
-    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative entry
-    /// is absent, and one whose first position is at or past the length.
+    /// A run of keys: entry `e` stands for positions `e * size ..` up to `(e + 1) * size` or the length. A negative
+    /// entry is absent, and one whose first position is at or past the length.
     Blocks {
         /// Keys of a block, at least 1.
         size: u32,
@@ -34,8 +35,8 @@ pub enum ListLength {
     Token,
 }
 
-/// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q, num_heads_kv,
-/// topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
+/// A list of keys for each query token and kv head, in place of all keys: `indices`, i32 `[batch, seqlen_q,
+/// num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`, read where the kernel runs.
 ///
 /// A list is a multiset: a key that stands twice counts twice. Band, bias, `ALiBi`, functions and dropout see a key's
 /// position; a query that lists no visible key is an empty row.
@@ -121,7 +122,8 @@ impl FwdProblem {
     pub(crate) fn check_lists(&self) -> Result<(), ProblemError> {
         let Some(lists) = &self.lists else { return Ok(()) };
         let topk = lists.topk;
-        let most = i32::MAX.unsigned_abs();
+        // Entries are counted in i32, a warp's or a wave's at a time.
+        let most = MAX_SEQLEN;
         ensure!(topk <= most, "topk", "topk {topk} is larger than {most}");
         if let ListEntries::Blocks { size } = lists.entries {
             ensure!(
@@ -175,10 +177,8 @@ impl FwdProblem {
             Some(("seqused_k", "seqused_k true".to_owned()))
         } else if self.cache.append.is_some() {
             Some(("append", "append".to_owned()))
-        } else if let Some(rotary) = self.cache.rotary {
-            Some(("rotary", format!("rotary of dim {}", rotary.dim)))
         } else {
-            None
+            self.cache.rotary.map(|rotary| ("rotary", format!("rotary of dim {}", rotary.dim)))
         };
         match needs {
             Some((field, what)) => {

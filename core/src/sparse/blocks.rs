@@ -6,8 +6,8 @@ use crate::error::{ProblemError, ensure};
 
 /// The greatest score of each block's candidates; -inf of a block without any, NaN where one is NaN.
 ///
-/// `scores[j]` is that of key `j`; block `b` has keys `b * block ..` up to `(b + 1) * block` or the last. `maxima` has an
-/// element for each block.
+/// `scores[j]` is that of key `j`; block `b` has keys `b * block ..` up to `(b + 1) * block` or the last. `maxima`
+/// has an element for each block.
 ///
 /// # Errors
 /// A block of 0 keys, and `maxima` of another length than there are blocks.
@@ -63,9 +63,9 @@ impl BlockOverlap {
     }
 }
 
-/// What each block's tokens have of the probabilities of compressed blocks: `sums[j] = sum_m sum_n p[(l' / d) j + m - n]`
-/// over `m < l' / d` and `n < l / d`, so a compressed block counts once for each stride of it that lies in block j. The
-/// caller adds the heads that share a choice.
+/// What each block's tokens have of the probabilities of compressed blocks: `sums[j] = sum_m sum_n p[(l' / d) j + m -
+/// n]` over `m < l' / d` and `n < l / d`, so a compressed block counts once for each stride of it that lies in block
+/// j. The caller adds the heads that share a choice.
 ///
 /// `probabilities[c]` is that of the compressed block of tokens `c * stride ..`.
 ///

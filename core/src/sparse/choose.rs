@@ -3,8 +3,8 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-/// The order in which keys are chosen: greater scores first, equal ones by their positions, NaN last of all. It is total,
-/// so the same scores give the same list everywhere.
+/// The order in which keys are chosen: greater scores first, equal ones by their positions, NaN last of all. It is
+/// total, so the same scores give the same list everywhere.
 #[must_use]
 pub fn before(a: (f32, u32), b: (f32, u32)) -> Ordering {
     let scores = match (a.0.is_nan(), b.0.is_nan()) {

@@ -31,7 +31,7 @@ pub struct IndexProblem {
 pub enum Candidates<'a> {
     /// All of them.
     All,
-    /// Those up to its own position, where the last query stands on the last key.
+    /// Keys up to its own position, where the last query stands on the last key.
     Causal,
     /// Keys `first .. end` of each query, i32 `[batch, seqlen_q]` each; what lies outside of `0 .. seqlen_k` is no key.
     Ranges {

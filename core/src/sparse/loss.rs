@@ -3,12 +3,12 @@
 use super::index::{IndexCall, relu};
 use crate::error::{ProblemError, ensure};
 
-/// KL divergence of a list's scores from a target, and its gradient: with `p` the target divided by its sum, detached, and
-/// `q` the softmax of the scores, `loss = sum p (ln p - ln q)` and `d loss / d score = q - p`.
+/// KL divergence of a list's scores from a target, and its gradient: with `p` the target divided by its sum,
+/// detached, and `q` the softmax of the scores, `loss = sum p (ln p - ln q)` and `d loss / d score = q - p`.
 ///
-/// `scores` and `target` have an element for each entry of the list; one whose score is -inf is absent and has neither
-/// probability nor gradient. The target is the sum over heads of attention's probabilities. A list without a key, or whose
-/// target has no weight, has no loss.
+/// `scores` and `target` have an element for each entry of the list; one whose score is -inf is absent and has
+/// neither probability nor gradient. The target is the sum over heads of attention's probabilities. A list without a
+/// key, or whose target has no weight, has no loss.
 ///
 /// # Errors
 /// Lengths that differ.
@@ -48,8 +48,9 @@ pub struct IndexGradients {
     pub weights: Vec<f64>,
 }
 
-/// Gradients of q, k and w from those of the scores of lists: `indices` and `gradients` `[batch, seqlen_q, topk]`, absent
-/// entries as in [`KeyLists`](crate::KeyLists). The slope of relu at 0 is 0; a key that a list has twice counts twice.
+/// Gradients of q, k and w from those of the scores of lists: `indices` and `gradients` `[batch, seqlen_q, topk]`,
+/// absent entries as in [`KeyLists`](crate::KeyLists). The slope of relu at 0 is 0; a key that a list has twice
+/// counts twice.
 ///
 /// # Errors
 /// Lengths that do not fit the call.

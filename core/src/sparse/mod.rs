@@ -1,8 +1,8 @@
-//! Choosing the keys of a model that is trained sparse: scores of an indexer and of blocks, the greatest of them, and the
-//! indexer's loss. Each function here computes by definition, in f64; a backend's own have the same names.
+//! Choosing the keys of a model that is trained sparse: scores of an indexer and of blocks, the greatest of them, and
+//! the indexer's loss. Each function here computes by definition, in f64; a backend's own have the same names.
 //!
 //! ```text
-//! index_scores      I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]       DeepSeek-V3.2's lightning indexer (arXiv 2512.02556)
+//! index_scores      I[i, j] = sum_h relu(q[i, h] . k[j]) w[i, h]       DeepSeek-V3.2's indexer (arXiv 2512.02556)
 //! choose            the k greatest of a row, as a list of keys
 //! block_maxima      a block's greatest score                           MiniMax-M3's block selection
 //! block_sums        a block's share of coarser probabilities           NSA (arXiv 2502.11089, equation 9)

@@ -66,8 +66,8 @@ fn with_lists(
     (problem, lengths)
 }
 
-/// The entries of every list, as the problem's strides lay them out. An entry that stands between lists or past a length
-/// names an avoided key.
+/// The entries of every list, as the problem's strides lay them out. An entry that stands between lists or past a
+/// length names an avoided key.
 fn indices(problem: &FwdProblem, lengths: &Lengths, style: &str, seed: u64) -> Vec<i32> {
     let Some(lists) = problem.lists else { return vec![] };
     let shape = lists.shape(problem, lengths.totals);
@@ -130,7 +130,8 @@ fn styles(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Lengths of lists and of sequences, packed rows, pages by their table and by addresses, strides with gaps, a shared list.
+/// Lengths of lists and of sequences, packed rows, pages by their table and by addresses, strides with gaps, a shared
+/// list.
 fn layouts(cases: &mut Vec<Case>, dtype: DType) {
     let name = |what: &str| format!("lists/layout/{dtype}/{what}");
     for (word, length, numbers) in [
@@ -411,7 +412,7 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
     .collect()
 }
 
-/// The same bits again, alone and in any batch.
+/// Calls that give the same bits again.
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {

@@ -1,0 +1,94 @@
+"""FlashMLA's names over lists of keys, against the definition in float64."""
+
+from typing import Any, Dict, Optional, Tuple
+
+import pytest
+import torch
+
+from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+
+def defined(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    head_dim_v: int,
+    sink: Optional[torch.Tensor] = None,
+    used: Optional[int] = None,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """O, greatest score and LSE of one token: q ``(heads, dim)``, rows ``(keys, dim)``, indices ``(topk,)``."""
+    listed = indices[:used]
+    keys = rows[listed[(listed >= 0) & (listed < len(rows))].long()].double()
+    if not len(keys):
+        least = torch.full((q.shape[0],), -torch.inf)
+        return torch.zeros(q.shape[0], head_dim_v).double(), least, -least
+    scores = q.double() @ keys.T * scale
+    lse = scores.logsumexp(-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink.double())
+    return (scores - total[:, None]).exp() @ keys[:, :head_dim_v], scores.amax(-1), lse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(576, 512, 16), (48, 32, 3)])
+def test_sparse_prefill_is_the_definition(dtype: torch.dtype, dims: Tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    dim, dim_v, heads = dims
+    q, kv = torch.randn(5, heads, dim).to(dtype), torch.randn(40, 1, dim).to(dtype)
+    indices = torch.randint(-3, 44, (5, 1, 24), dtype=torch.int32)
+    indices[2] = -1
+    kv[7] = torch.nan
+    indices[indices == 7] = 8
+    sink = torch.randn(heads)
+    lengths = torch.tensor([24, 3, 24, 0, 17], dtype=torch.int32)
+    out, logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.1, dim_v, sink, lengths)
+    assert (out.shape, logits.shape, lse.shape, out.dtype) == ((5, heads, dim_v), (5, heads), (5, heads), dtype)
+    close = 1e-5 if dtype == torch.float32 else 2e-2
+    for row in range(5):
+        wanted = defined(q[row], kv[:, 0], indices[row, 0], 0.1, dim_v, sink, int(lengths[row]))
+        for found, exact in zip((out[row], logits[row], lse[row]), wanted):
+            torch.testing.assert_close(found.double(), exact.double(), rtol=close, atol=close)
+    assert (lse[2:4] == torch.inf).all() and (out[2:4] == 0).all()
+
+
+def test_decode_takes_addresses_of_pages() -> None:
+    torch.manual_seed(1)
+    q, cache = torch.randn(2, 2, 4, 48).bfloat16(), torch.randn(6, 16, 1, 48).bfloat16()
+    indices = torch.randint(-2, 99, (2, 2, 20), dtype=torch.int32)
+    lengths = torch.tensor([20, 9], dtype=torch.int32)
+    for sink in (None, torch.tensor([0.5, torch.inf, -torch.inf, -1.0])):
+        out, lse = flash_mla_with_kvcache(
+            q, cache, None, None, 32, get_mla_metadata()[0], indices=indices, attn_sink=sink, topk_length=lengths
+        )
+        assert (out.shape, lse.shape) == ((2, 2, 4, 32), (2, 4, 2))
+        for b, i in ((b, i) for b in range(2) for i in range(2)):
+            wanted, _, exact = defined(
+                q[b, i], cache.reshape(96, 48), indices[b, i], 48**-0.5, 32, sink, int(lengths[b])
+            )
+            torch.testing.assert_close(out[b, i].double(), wanted, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_taken_is_refused_by_its_name() -> None:
+    q, kv = torch.randn(2, 2, 8), torch.randn(4, 1, 8)
+    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="indexer_topk 512"):
+        flash_mla_sparse_fwd(q, kv, indices, 1.0, 8, indexer_topk=512)
+    with pytest.raises(RuntimeError, match=r"indices of shape \[1, 2, 1, 3\] and dtype int64"):
+        flash_mla_sparse_fwd(q, kv, indices.long(), 1.0, 8)
+    with pytest.raises(RuntimeError, match="head_dim_v 9 is larger than head_dim_qk 8"):
+        flash_mla_sparse_fwd(q, kv, indices, 1.0, 9)
+    with pytest.raises(NotImplementedError, match="q requires a gradient"):
+        flash_mla_sparse_fwd(q.requires_grad_(), kv, indices, 1.0, 8)
+    cache, lists = torch.randn(3, 4, 1, 8), indices[:, 0, None]
+    query = torch.randn(2, 1, 2, 8)
+    for keywords, text in (
+        ({"is_fp8_kvcache": True}, "is_fp8_kvcache True"),
+        ({"extra_k_cache": cache}, "extra_k_cache is given"),
+        ({"indices": None}, "indices is None"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            given: Dict[str, Any] = {"indices": lists, **keywords}
+            flash_mla_with_kvcache(query, cache, None, None, 8, **given)
+    with pytest.raises(ValueError, match="causal True"):
+        flash_mla_with_kvcache(query, cache, None, None, 8, causal=True, indices=lists)
