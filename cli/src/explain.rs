@@ -5,7 +5,6 @@ use std::io::Write;
 use clap::Args;
 use fmha::{Device, Error, Explain, Problem, Roofline};
 use fmha_core::plan::Plan;
-use fmha_core::work::Work;
 use serde_json::{Value, json};
 
 use crate::Verdict;
@@ -76,7 +75,7 @@ impl ExplainArgs {
                 plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
             }
         };
-        let work = Work::count(&setup.fwd, &setup.spans()?)?;
+        let work = setup.work()?;
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
             Ok((text, mut object, explain)) => {

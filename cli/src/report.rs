@@ -3,7 +3,6 @@
 use std::fmt::Write as _;
 
 use fmha::{Bias, BiasBroadcast, KvLayout, QLayout, Roofline, Totals, VLayout};
-use fmha_core::work::Work;
 
 use crate::failure::Failure;
 use crate::setup::Setup;
@@ -138,7 +137,7 @@ impl Speed {
 
 /// Operations and bytes of a call.
 pub(super) fn work_of(setup: &Setup) -> Result<(u64, u64), Failure> {
-    let work = Work::count(&setup.fwd, &setup.spans()?)?;
+    let work = setup.work()?;
     Ok(match &setup.bwd {
         None => (work.fwd_flops, work.fwd_bytes),
         // Q, K, V, O and dO are read, dQ, dK, dV written: twice the forward's, to a close bound.

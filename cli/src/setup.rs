@@ -2,11 +2,13 @@
 
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
-    ElementwiseBias, Extents, FwdProblem, PlanOptions, ProblemError, QLayout, SeqArgs, Shape, Strides,
-    Totals, VLayout,
+    ElementwiseBias, Extents, FwdProblem, MaskArgs, PlanOptions, ProblemError, QLayout, SeqArgs, Shape,
+    Strides, Totals, VLayout,
 };
 use fmha_conformance::tensors::MaskNumbers;
+use fmha_core::masks::HostMasks;
 use fmha_core::seq::{SeqSpan, checked_spans};
+use fmha_core::work::Work;
 
 use crate::cache::CachePlaces;
 use crate::failure::Failure;
@@ -77,6 +79,18 @@ impl Setup {
     /// The tensors' extents.
     pub(super) fn extents(&self) -> Extents {
         self.fwd.extents(self.totals())
+    }
+
+    /// How much the problem is, of masks as data the pairs that they show.
+    pub(super) fn work(&self) -> Result<Work, Failure> {
+        let spans = self.spans()?;
+        let args = MaskArgs::default()
+            .intervals(DevSlice::host(&self.masks.intervals))
+            .bits(DevSlice::host(&self.masks.bits));
+        Ok(match HostMasks::of(&self.fwd, &args, self.totals().total_q)? {
+            Some(masks) => Work::count_shown(&self.fwd, &spans, &masks)?,
+            None => Work::count(&self.fwd, &spans)?,
+        })
     }
 
     /// The lengths as arguments in host memory.

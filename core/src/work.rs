@@ -3,6 +3,7 @@
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::mask::{MaskBand, MaskSpec};
+use crate::masks::HostMasks;
 use crate::problem::FwdProblem;
 use crate::seq::SeqSpan;
 
@@ -20,21 +21,43 @@ pub struct Work {
 }
 
 impl Work {
-    /// Counts exactly.
+    /// Counts exactly what the band shows. Masks as data and code are not asked.
     ///
     /// # Errors
     /// `seqlen_q`, where a count does not fit 64 bits.
     pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Result<Self, ProblemError> {
+        let heads_q = u128::from(problem.dims.num_heads_q);
+        // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sum.
+        let pairs = |span: &SeqSpan| u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
+        Self::of_pairs(problem, spans, spans.iter().map(pairs).sum::<u128>().checked_mul(heads_q))
+    }
+
+    /// Counts exactly what the band and masks as data in host memory show.
+    ///
+    /// # Errors
+    /// `seqlen_q`, where a count does not fit 64 bits.
+    pub fn count_shown(
+        problem: &FwdProblem,
+        spans: &[SeqSpan],
+        masks: &HostMasks<'_>,
+    ) -> Result<Self, ProblemError> {
+        let heads = || 0..problem.dims.num_heads_q;
+        let pairs = |span: &SeqSpan| {
+            let band = problem.band(span.seqlen_q, span.seqlen_k);
+            heads().map(|head| u128::from(masks.head(span, head).pairs(&band))).sum::<u128>()
+        };
+        Self::of_pairs(problem, spans, Some(spans.iter().map(pairs).sum()))
+    }
+
+    fn of_pairs(problem: &FwdProblem, spans: &[SeqSpan], pairs: Option<u128>) -> Result<Self, ProblemError> {
         let dims = problem.dims;
         let (qk, v) = (u128::from(dims.head_dim_qk), u128::from(dims.head_dim_v));
         let (heads_q, heads_kv) = (u128::from(dims.num_heads_q), u128::from(dims.num_heads_kv));
         let size = |dtype: DType| u128::from(dtype.size_bytes());
         // Values that lie in the rows of K are read with them.
         let values = if problem.cache.v_in_k { 0 } else { v * size(problem.dtypes.v) };
-        // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sums.
-        let (mut pairs, mut bytes) = (0u128, 0u128);
+        let mut bytes = 0u128;
         for span in spans {
-            pairs += u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
             let (rows_q, rows_k) = (u128::from(span.seqlen_q), u128::from(span.seqlen_k));
             bytes += rows_q * heads_q * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.o))
                 + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + values);
@@ -54,7 +77,6 @@ impl Work {
                 )
             })
         };
-        let pairs = pairs.checked_mul(heads_q);
         let flops = |a_pair: u128| fits("operations", pairs.and_then(|pairs| pairs.checked_mul(a_pair)));
         Ok(Self {
             pairs: fits("visible pairs", pairs)?,

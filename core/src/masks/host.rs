@@ -6,7 +6,7 @@ use super::{BlockList, BlockLists, FOUR_BYTES, Intervals, LIST_NAMES, MaskBits};
 use crate::args::{DevSlice, MaskArgs};
 use crate::error::{ProblemError, ensure};
 use crate::layout::{Shape, Strides};
-use crate::mask::BlockClass;
+use crate::mask::{BlockClass, MaskBand};
 use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::SeqSpan;
 
@@ -287,6 +287,24 @@ impl HeadMasks<'_> {
             }
         }
         if some_seen { BlockClass::Inside } else { BlockClass::Skipped }
+    }
+
+    /// Pairs of the sequence that these masks and the band show.
+    #[must_use]
+    pub fn pairs(&self, band: &MaskBand) -> u64 {
+        let SeqSpan { seqlen_q, seqlen_k, .. } = self.span;
+        let mut pairs = 0;
+        for i in 0..seqlen_q {
+            for keys in [band.sink_range(i..i + 1, seqlen_k), band.row_range(i, seqlen_k)] {
+                if keys.is_empty() {
+                    continue;
+                }
+                self.runs(i, keys, |run, shown| {
+                    pairs += if shown == Shown::No { 0 } else { run.len() as u64 };
+                });
+            }
+        }
+        pairs
     }
 
     /// Keys outside which no query of `rows` sees anything.

@@ -70,6 +70,11 @@ fn endpoints_that_decrease_or_lie_outside_are_clamped_as_the_contract_says() {
         assert_eq!(head.class(0..2, 3..9), BlockClass::Edge);
         assert_eq!(head.class(3..4, 0..70), BlockClass::Skipped);
         assert_eq!(head.hull(0..2, 70), 3..40);
+        // A window of two keys behind each row's own, and key 0.
+        let band = problem.clone().mask("t:2,0,1".parse().unwrap()).band(6, 70);
+        let pairs = (0..6u32).map(|i| (0..=i).filter(move |&j| j == 0 || i - j <= 2));
+        let shown = pairs.enumerate().map(|(i, keys)| keys.filter(|&j| expected(i, j)).count() as u64);
+        assert_eq!(head.pairs(&band), shown.sum::<u64>());
     }
 }
 

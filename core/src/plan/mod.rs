@@ -267,7 +267,7 @@ impl<P: Problem> Plan<P> {
                 let resolve = if *checks_lengths { checked_spans } else { spans };
                 sequences = resolve(problem, seq)?;
                 if let Some(masks) = P::mask_args(args).filter(|_| *checks_lengths) {
-                    check_masks(problem, seq, masks, |slice, bytes| read_host(slice, bytes))?;
+                    check_masks(problem, seq, masks, read_host)?;
                 }
             }
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {

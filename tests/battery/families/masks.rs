@@ -106,7 +106,7 @@ fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, L
         }
         _ => {}
     }
-    let per_batch = seed % 2 == 0;
+    let per_batch = seed.is_multiple_of(2);
     let heads = |of: u64| [1, dims.num_heads_kv, dims.num_heads_q][(of % 3) as usize];
     let gap = if variant == "strides" { 3 } else { 0 };
     if matches!(kind, "intervals" | "all") {
@@ -118,7 +118,7 @@ fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, L
         draw_bits(&mut problem, &mut lengths, axes, gap, seed);
     }
     if matches!(kind, "partial" | "full" | "lists" | "all") {
-        let axes = MaskAxes { per_batch, heads: if seed % 2 == 0 { 1 } else { dims.num_heads_q } };
+        let axes = MaskAxes { per_batch, heads: if seed.is_multiple_of(2) { 1 } else { dims.num_heads_q } };
         let has = [kind != "full", kind != "partial"];
         draw_lists(&mut problem, &mut lengths, (axes, has), gap, seed);
     }
@@ -168,8 +168,8 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
         let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % 190) as i32;
         let i = i.cast_signed();
         match (kind, m) {
-            // Every key.
-            (0, 0) => 0,
+            // Every key, and a prefix below.
+            (0 | 5, 0) => 0,
             (0, 1) => i32::MAX,
             // A document.
             (1, 0) => edge(0).min(edge(1)),
@@ -183,8 +183,6 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
             (3, _) => edge(0),
             // Drawn for each row, in any order, outside of the keys too.
             (4, m) => (word(seed, [b, h, i.unsigned_abs(), m]) % 260) as i32 - 30,
-            // A prefix.
-            (5, 0) => 0,
             (5, 1) => edge(0) + i / 3,
             // Unused pairs.
             _ => seqlen_k + 5,
