@@ -79,6 +79,7 @@ impl CodeSource<'_> {
             let _ = write!(text, "}}  // namespace {name}\n\n");
         }
         let first = self.word_of_gradients();
+        let given = !self.code.is_empty();
         let reads = self.code.score.as_ref().map_or(0, |score| score.slopes().captures.len());
         let dtypes =
             self.gradients.iter().enumerate().map(|(at, gradient)| {
@@ -86,7 +87,8 @@ impl CodeSource<'_> {
             });
         let _ = write!(
             text,
-            "constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
+            "constexpr bool kIsGiven = {given};\n\
+             constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
              FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  return DType::F32;\n}}\n\n\
              }}  // namespace fmha::code\n",
             self.gradients.len(),

@@ -6,8 +6,8 @@ use fmha_core::expr::draw::Draw;
 use fmha_core::expr::{Number, Stored, Type};
 use fmha_core::reference::{Precision, backward, forward};
 use fmha_core::{
-    BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Elem,
-    Error, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, Strides,
+    BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims,
+    Elem, Error, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, Strides,
 };
 use half::{bf16, f16};
 
@@ -336,4 +336,34 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all.push(of(with("", mask), 300, Some(hides)));
     all.push(of(with("s * 0.5", mask).softcap(3.0), 301, Some(hides)));
     all
+}
+
+/// Runs checks of 16-bit operands, one in `step` of each type: f16 of odd extents, bf16 of several blocks.
+///
+/// # Errors
+/// What is off, or what refused it.
+pub fn run_16_bits(
+    device: &Device,
+    options: &PlanOptions,
+    gradients: Gradients,
+    step: usize,
+) -> Result<(), String> {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 37,
+        seqlen_k: 53,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 24,
+        head_dim_v: 16,
+    };
+    for check in checks(&FwdProblem::batch(DType::F16, dims), gradients).iter().step_by(step) {
+        check.run::<f16>(device, options)?;
+    }
+    let long = Dims { seqlen_q: 70, seqlen_k: 150, head_dim_qk: 64, head_dim_v: 64, ..dims };
+    for check in checks(&FwdProblem::batch(DType::Bf16, long), gradients).iter().skip(1 % step).step_by(step)
+    {
+        check.run::<bf16>(device, options)?;
+    }
+    Ok(())
 }

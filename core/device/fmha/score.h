@@ -83,6 +83,8 @@ struct Functions {
   int32_t b, h, seqlen_q, seqlen_k;
 
   FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.code != CodeKind::None; }
+  // A kernel's text has the call's functions, or none.
+  FMHA_DEVICE static constexpr bool given(const FwdParams&) { return code::kIsGiven; }
   FMHA_DEVICE static Functions of(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
     return {&p.code.elems[0], span.i_batch, i_head, span.seqlen_q, span.seqlen_k};
   }
