@@ -141,8 +141,8 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
 
     /// For kernels that compute functions.
     ///
-    /// # Errors
-    /// What no function is computed beside: a tree mask, and a part of a larger call, whose places code would not know.
+    /// # Errors What no function is computed beside: a tree mask, and a part of a larger call, whose places
+    /// code would not know.
     #[doc(hidden)]
     fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
         Ok(())

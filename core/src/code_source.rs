@@ -1,8 +1,8 @@
-//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions' text, and the
-//! words of a kernel's arguments with what they capture.
+//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions'
+//! text, and the words of a kernel's arguments with what they capture.
 //!
-//! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are wanted;
-//! values, extents and addresses are words, so that other ones compile nothing.
+//! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are
+//! wanted; values, extents and addresses are words, so that other ones compile nothing.
 
 use std::fmt::Write as _;
 
@@ -47,7 +47,8 @@ impl CodeSource<'_> {
             return Ok(());
         }
         let text = format!(
-            "captured: {} numbers and {} tensors take {words} words of a kernel's arguments, more than {CODE_WORDS}",
+            "captured: {} numbers and {} tensors take {words} words of a kernel's arguments, more than \
+             {CODE_WORDS}",
             self.code.numbers().len(),
             self.code.captured.len()
         );
@@ -89,7 +90,8 @@ impl CodeSource<'_> {
             text,
             "constexpr bool kIsGiven = {given};\n\
              constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
-             FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  return DType::F32;\n}}\n\n\
+             FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  \
+             return DType::F32;\n}}\n\n\
              }}  // namespace fmha::code\n",
             self.gradients.len(),
             dtypes.collect::<Vec<_>>().join("\n  ")

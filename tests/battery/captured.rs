@@ -1,5 +1,5 @@
-//! Scores and masks as code with what they capture, forward and backward, against float64: the family `code/` has
-//! functions alone, and this has tensors, numbers and their gradients.
+//! Scores and masks as code with what they capture, forward and backward, against float64: the family `code/`
+//! has functions alone, and this has tensors, numbers and their gradients.
 
 use bytemuck::{NoUninit, Zeroable, cast_slice};
 use fmha_core::expr::draw::Draw;

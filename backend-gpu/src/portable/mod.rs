@@ -16,8 +16,8 @@ pub enum RowKernel {
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtBwd,
-    /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
-    /// takes as many elements.
+    /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group
+    /// of lanes takes as many elements.
     SimtCaptured,
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,

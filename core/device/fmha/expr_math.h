@@ -1,5 +1,5 @@
-// The functions of <cmath> that printed expressions call, in f32, for compilers without a mathematical library: clang for
-// AMD, and the host's, which tests them. NVRTC has them built in.
+// The functions of <cmath> that printed expressions call, in f32, for compilers without a mathematical library: clang
+// for AMD, and the host's, which tests them. NVRTC has them built in.
 //
 // Errors: those of the builtins, and a few units of the last place; tanhf 3e-7 absolute.
 #pragma once
@@ -38,8 +38,8 @@ FMHA_DEVICE float fmodf(float a, float b) {
   return float_of(sign | (rest < 0x800000u ? rest : uint32_t(exponent) << 23 | (rest & 0x7fffffu)));
 }
 
-// x less the nearest multiple of pi / 2, and that multiple modulo 4. Payne and Hanek, "Radian Reduction for Trigonometric
-// Functions", 1983: of 2 / pi only those bits are multiplied that neither count whole turns nor vanish.
+// x less the nearest multiple of pi / 2, and that multiple modulo 4. Payne and Hanek, "Radian Reduction for
+// Trigonometric Functions", 1983: of 2 / pi only those bits are multiplied that neither count whole turns nor vanish.
 struct Quadrant {
   float rest;
   int32_t of_four;

@@ -10,7 +10,8 @@ struct VectorUnit {
   FMHA_DEVICE static float rcp(float x) { return v_rcp_f32(x); }
 };
 
-// Whether a function has hidden the pair of a score: what follows it shows none. False in all kernels without functions.
+// Whether a function has hidden the pair of a score: what follows it shows none. False in all kernels without
+// functions.
 FMHA_DEVICE bool is_hidden(float score) { return code::kIsGiven && score == -infinity(); }
 
 // Whether the call's functions show a pair. `product()`: its scaled product, for which a score asks.
@@ -26,7 +27,8 @@ FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpa
   const int64_t q = query_offset(p, span, i, i_head), k = row_offset(p.k, kv_row(p, layout, span, j), i_head_kv);
   float dot = 0.f;
 #pragma nounroll
-  for (int32_t d = 0; d < head_dim; ++d) dot += load_elem<dtype_q>(p.q.data, q + d) * load_elem<dtype_k>(p.k.data, k + d);
+  for (int32_t d = 0; d < head_dim; ++d)
+    dot += load_elem<dtype_q>(p.q.data, q + d) * load_elem<dtype_k>(p.k.data, k + d);
   return dot * p.softmax_scale * scalar_of(p.descale_q, span.i_batch, i_head_kv, 1.f) *
          scalar_of(p.descale_k, span.i_batch, i_head_kv, 1.f);
 }
