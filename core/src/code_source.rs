@@ -62,7 +62,7 @@ impl CodeSource<'_> {
         for (name, function, default) in
             [("of_score", &self.code.score, NO_SCORE), ("of_mask", &self.code.mask, NO_MASK)]
         {
-            let _ = write!(text, "namespace {name} {{\n");
+            let _ = writeln!(text, "namespace {name} {{");
             match function {
                 None => text.extend([NO_LAYOUT, default, if name == "of_score" { NO_SLOPES } else { "" }]),
                 Some(function) => {
@@ -123,18 +123,18 @@ impl CodeSource<'_> {
                 }
             }
         }
-        let _ = write!(text, "struct Layout {{\n");
+        let _ = writeln!(text, "struct Layout {{");
         for (kind, name, values, otherwise) in [
             ("int32_t", "word", words, "0"),
             ("int32_t", "rank", ranks, "0"),
             ("Stored", "stored", stored_as, "Stored::F32"),
             ("int32_t", "gradient", gradients, "-1"),
         ] {
-            let _ = write!(text, "  FMHA_DEVICE static constexpr {kind} {name}([[maybe_unused]] int i) {{\n");
+            let _ = writeln!(text, "  FMHA_DEVICE static constexpr {kind} {name}([[maybe_unused]] int i) {{");
             for (i, value) in values.iter().enumerate() {
-                let _ = write!(text, "    if (i == {i}) return {value};\n");
+                let _ = writeln!(text, "    if (i == {i}) return {value};");
             }
-            let _ = write!(text, "    return {otherwise};\n  }}\n");
+            let _ = writeln!(text, "    return {otherwise};\n  }}");
         }
         *text += "};\n";
     }

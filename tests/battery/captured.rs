@@ -3,7 +3,7 @@
 
 use bytemuck::{NoUninit, Zeroable, cast_slice};
 use fmha_core::expr::draw::Draw;
-use fmha_core::expr::{Number, Stored, Type};
+use fmha_core::expr::{Function, Number, Stored, Type};
 use fmha_core::reference::{Precision, backward, forward};
 use fmha_core::{
     BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims,
@@ -42,6 +42,9 @@ impl Operand for bf16 {
     }
 }
 
+/// Which rows of K and V, and which of Q and dO.
+pub type Hidden = (fn(usize) -> bool, fn(usize) -> bool);
+
 /// One call forward and one backward.
 #[derive(Clone, Debug)]
 pub struct Check {
@@ -50,7 +53,7 @@ pub struct Check {
     /// Decides all numbers.
     pub seed: u64,
     /// Rows of K and V, and of Q and dO, that hold NaN: those that the mask hides as a whole.
-    pub hidden: Option<(fn(usize) -> bool, fn(usize) -> bool)>,
+    pub hidden: Option<Hidden>,
     /// Whether gradients are computed, and which of captured tensors.
     pub gradients: Gradients,
 }
@@ -77,7 +80,7 @@ impl Memory {
         let mut draw = Draw::new(seed);
         let mut tensors = vec![];
         let functions = || problem.code.score.iter().chain(&problem.code.mask);
-        for capture in functions().flat_map(|function| function.captures()) {
+        for capture in functions().flat_map(Function::captures) {
             let fmha_core::expr::CaptureKind::Tensor { stored, rank } = capture.kind else { continue };
             if tensors.iter().any(|(tensor, _): &(CapturedTensor, _)| tensor.name == capture.name) {
                 continue;
@@ -214,7 +217,8 @@ impl Check {
                 }
                 let found = f64::from(lse.host[head.span.lse_index(&fwd, head.i_head, i)]);
                 let wanted = head.lse[i as usize];
-                if found != wanted && !((found - wanted).abs() <= 1e-3 * wanted.abs().max(1.0)) {
+                let near = (found - wanted).abs() <= 1e-3 * wanted.abs().max(1.0);
+                if found != wanted && !near {
                     return Err(format!("LSE of head {} row {i} is {found}, not {wanted}", head.i_head));
                 }
             }
@@ -227,7 +231,7 @@ impl Check {
             .code
             .score
             .iter()
-            .flat_map(|score| score.captures())
+            .flat_map(Function::captures)
             .filter(|capture| {
                 self.gradients == Gradients::Captured
                     && capture.kind.value_type() == Type::Float
@@ -331,7 +335,7 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all.push(of(with(score, mask).softcap(9.0), 200, None));
     let (score, mask) = FORMS[2];
     all.push(of(with(score, mask).softcap(2.0), 201, None));
-    let hides: (fn(usize) -> bool, fn(usize) -> bool) = (|row| row % 5 == 2, |row| row == 7);
+    let hides: Hidden = (|row| row % 5 == 2, |row| row == 7);
     let mask = "k % 5 != 2 and q != 7";
     all.push(of(with("", mask), 300, Some(hides)));
     all.push(of(with("s * 0.5", mask).softcap(3.0), 301, Some(hides)));
