@@ -1,29 +1,18 @@
-//! Scores and masks as code on the test double of the driver, with what they capture and gradients, against float64. Needs
-//! NVRTC; where there is none, a test says `absent` and checks nothing.
+//! Scores and masks as code on the test double of the driver, with what they capture and gradients, against
+//! float64. Needs NVRTC; where there is none, a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, checks};
+use fmha_conformance::captured::{Gradients, checks, run_16_bits};
 use fmha_core::{DType, Device, Dims, FwdProblem, PlanOptions};
-use half::{bf16, f16};
-
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 37,
-    seqlen_k: 53,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 24,
-    head_dim_v: 16,
-};
 
 /// The emulated device, or why there is none.
 fn device() -> Option<&'static Device> {
     static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
     let open = || match fmha_cuda::nvrtc::nvrtc() {
-        Ok(_) => Some(fmha_cuda::open(0, Some("sm_80")).unwrap()),
+        Ok(_) => Some(fmha_cuda::open(0, Some("sm_90a")).unwrap()),
         Err(reason) => {
             println!("absent: {reason}");
             None
@@ -32,23 +21,50 @@ fn device() -> Option<&'static Device> {
     DEVICE.get_or_init(open).as_ref()
 }
 
+/// One check in `step`, of f32 operands.
+fn simt(step: usize) {
+    let Some(device) = device() else { return };
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 37,
+        seqlen_k: 53,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 24,
+        head_dim_v: 16,
+    };
+    let options = PlanOptions::default().kernel("simt").deterministic(true);
+    for check in checks(&FwdProblem::batch(DType::F32, dims), Gradients::Captured).iter().step_by(step) {
+        check.run::<f32>(device, &options).unwrap();
+    }
+}
+
+/// One check in `step`, of 16-bit operands.
+fn tiles(kernel: &str, gradients: Gradients, step: usize) {
+    let Some(device) = device() else { return };
+    run_16_bits(device, &PlanOptions::default().kernel(kernel), gradients, step).unwrap();
+}
+
 #[test]
 fn simt_computes_functions_and_gradients_of_what_they_capture() {
-    let Some(device) = device() else { return };
-    for check in checks(&FwdProblem::batch(DType::F32, DIMS), Gradients::Captured) {
-        check.run::<f32>(device, &PlanOptions::default().kernel("simt").deterministic(true)).unwrap();
-    }
+    simt(13);
 }
 
 #[test]
 fn sm80_computes_functions_and_gradients_of_what_they_capture() {
-    let Some(device) = device() else { return };
-    let options = PlanOptions::default().kernel("sm80");
-    for check in checks(&FwdProblem::batch(DType::F16, DIMS), Gradients::Captured) {
-        check.run::<f16>(device, &options).unwrap();
-    }
-    let long = Dims { seqlen_q: 70, seqlen_k: 150, head_dim_qk: 64, head_dim_v: 64, ..DIMS };
-    for check in checks(&FwdProblem::batch(DType::Bf16, long), Gradients::Captured) {
-        check.run::<bf16>(device, &options).unwrap();
-    }
+    tiles("sm80", Gradients::Captured, 13);
+}
+
+/// Its backward has none.
+#[test]
+fn sm90_computes_functions_forward() {
+    tiles("sm90", Gradients::None, 13);
+}
+
+#[test]
+#[ignore = "compiles a hundred kernels"]
+fn every_form_on_every_kernel() {
+    simt(1);
+    tiles("sm80", Gradients::Captured, 1);
+    tiles("sm90", Gradients::None, 1);
 }

@@ -97,7 +97,7 @@ fn the_jobs_of_a_plan_are_its_launches() {
 }
 
 #[test]
-fn the_jobs_of_no_sequence_are_those_of_one_and_of_code_there_are_none() {
+fn the_jobs_of_no_sequence_are_those_of_one_and_those_of_code_have_its_text() {
     let compiled = |problem: FwdProblem| {
         let problem = problem.validate().unwrap();
         let hopper = pretend("sm_90a");
@@ -109,10 +109,14 @@ fn the_jobs_of_no_sequence_are_those_of_one_and_of_code_there_are_none() {
         jobs.into_iter().map(|job| job.source.entry).collect::<Vec<_>>()
     };
     assert_eq!(entries(0), entries(1));
-    let mut cut = of(1);
-    cut.code.mask = Some("q >= k".parse().unwrap());
-    let error = compiled(cut).unwrap_err().to_string();
-    assert!(error.contains("sm90") && error.contains("mask"), "{error}");
+    let of_mask = |text: &str| {
+        let jobs = compiled(of(1).mask_code(Some(text.parse().unwrap()))).unwrap();
+        assert!(jobs[0].source.headers().iter().any(|header| header.text.contains("bool visible(")));
+        jobs[0].source.entry.clone()
+    };
+    // What it captures is no part of it but for its kind.
+    assert_eq!(of_mask("shift: int; q >= k + shift"), of_mask("other: int; q >= k + other"));
+    assert_ne!(of_mask("q >= k"), of_mask("q > k"));
 }
 
 /// A machine without a compiler has what it needs for calls of any length: what the model chooses by lengths

@@ -1,24 +1,14 @@
-//! Scores and masks as code on the emulated driver library, with what they capture and gradients, against float64.
-//! Needs clang; where there is none, a test says `absent` and checks nothing.
+//! Scores and masks as code on the emulated driver library of gfx942, with what they capture and gradients,
+//! against float64. Needs clang; where there is none, a test says `absent` and checks nothing.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, checks};
+use fmha_conformance::captured::{Gradients, checks, run_16_bits};
 use fmha_core::{DType, Device, Dims, FwdProblem, PlanOptions};
 
 mod support;
-
-const DIMS: Dims = Dims {
-    batch: 2,
-    seqlen_q: 37,
-    seqlen_k: 53,
-    num_heads_q: 4,
-    num_heads_kv: 2,
-    head_dim_qk: 24,
-    head_dim_v: 16,
-};
 
 /// The emulated device, or a word that it is absent.
 fn device() -> Option<&'static Device> {
@@ -27,10 +17,38 @@ fn device() -> Option<&'static Device> {
     DEVICE.get_or_init(open).as_ref()
 }
 
+/// One check in `step`, of f32 operands.
+fn simt(step: usize) {
+    let Some(device) = device() else { return };
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 37,
+        seqlen_k: 53,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 24,
+        head_dim_v: 16,
+    };
+    let options = PlanOptions::default().kernel("simt").deterministic(true);
+    for check in checks(&FwdProblem::batch(DType::F32, dims), Gradients::Captured).iter().step_by(step) {
+        check.run::<f32>(device, &options).unwrap();
+    }
+}
+
+/// One check in `step`, of 16-bit operands, by kernels of tiles: nothing stands in for them.
+fn tiles(step: usize) {
+    let Some(device) = device() else { return };
+    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Operands, step).unwrap();
+}
+
 #[test]
 fn simt_computes_functions_and_gradients_of_what_they_capture() {
-    let Some(device) = device() else { return };
-    for check in checks(&FwdProblem::batch(DType::F32, DIMS), Gradients::Captured) {
-        check.run::<f32>(device, &PlanOptions::default().kernel("simt").deterministic(true)).unwrap();
-    }
+    simt(13);
+}
+
+#[test]
+#[ignore = "compiles a hundred kernels"]
+fn every_form_on_every_kernel() {
+    tiles(1);
+    simt(1);
 }

@@ -500,8 +500,8 @@ abi_struct! {
         pub dbias_per_batch: i32,
         /// 1 where the bias' gradient has a head axis.
         pub dbias_per_head: i32,
-        /// In the workspace: f32 sums of the gradients of captured tensors, one gradient behind another, so many times
-        /// as rows are shared out.
+        /// In the workspace: f32 sums of the gradients of captured tensors, one gradient behind another, so
+        /// many times as rows are shared out.
         pub captured_sums: DevPtr<f32>,
         /// Elements of all those gradients.
         pub captured_elems: i64,

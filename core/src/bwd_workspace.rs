@@ -73,8 +73,9 @@ impl BwdWorkspace {
         })
     }
 
-    /// With f32 sums of the gradients of captured tensors behind all else, as many times as query rows are shared out:
-    /// `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62 bytes or more.
+    /// With f32 sums of the gradients of captured tensors behind all else, as many times as query rows are
+    /// shared out: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62
+    /// bytes or more.
     #[must_use]
     pub fn with_captured(self, problem: &BwdProblem, most_parts: u64) -> Option<Self> {
         const MOST_BYTES: u64 = 256 << 20;

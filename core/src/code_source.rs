@@ -1,8 +1,8 @@
-//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions' text, and the
-//! words of a kernel's arguments with what they capture.
+//! A call's score and mask as code, as GPU kernels have them: the header `fmha/code.h` with the functions'
+//! text, and the words of a kernel's arguments with what they capture.
 //!
-//! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are wanted;
-//! values, extents and addresses are words, so that other ones compile nothing.
+//! The header depends on the functions' structure, on ranks and types of captures, and on which gradients are
+//! wanted; values, extents and addresses are words, so that other ones compile nothing.
 
 use std::fmt::Write as _;
 
@@ -47,7 +47,8 @@ impl CodeSource<'_> {
             return Ok(());
         }
         let text = format!(
-            "captured: {} numbers and {} tensors take {words} words of a kernel's arguments, more than {CODE_WORDS}",
+            "captured: {} numbers and {} tensors take {words} words of a kernel's arguments, more than \
+             {CODE_WORDS}",
             self.code.numbers().len(),
             self.code.captured.len()
         );
@@ -61,7 +62,7 @@ impl CodeSource<'_> {
         for (name, function, default) in
             [("of_score", &self.code.score, NO_SCORE), ("of_mask", &self.code.mask, NO_MASK)]
         {
-            let _ = write!(text, "namespace {name} {{\n");
+            let _ = writeln!(text, "namespace {name} {{");
             match function {
                 None => text.extend([NO_LAYOUT, default, if name == "of_score" { NO_SLOPES } else { "" }]),
                 Some(function) => {
@@ -79,6 +80,7 @@ impl CodeSource<'_> {
             let _ = write!(text, "}}  // namespace {name}\n\n");
         }
         let first = self.word_of_gradients();
+        let given = !self.code.is_empty();
         let reads = self.code.score.as_ref().map_or(0, |score| score.slopes().captures.len());
         let dtypes =
             self.gradients.iter().enumerate().map(|(at, gradient)| {
@@ -86,8 +88,10 @@ impl CodeSource<'_> {
             });
         let _ = write!(
             text,
-            "constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
-             FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  return DType::F32;\n}}\n\n\
+            "constexpr bool kIsGiven = {given};\n\
+             constexpr int32_t kNumGradients = {}, kFirstGradientWord = {first}, kNumReads = {reads};\n\
+             FMHA_DEVICE constexpr DType gradient_dtype([[maybe_unused]] int32_t gradient) {{\n  {}\n  \
+             return DType::F32;\n}}\n\n\
              }}  // namespace fmha::code\n",
             self.gradients.len(),
             dtypes.collect::<Vec<_>>().join("\n  ")
@@ -119,18 +123,18 @@ impl CodeSource<'_> {
                 }
             }
         }
-        let _ = write!(text, "struct Layout {{\n");
+        let _ = writeln!(text, "struct Layout {{");
         for (kind, name, values, otherwise) in [
             ("int32_t", "word", words, "0"),
             ("int32_t", "rank", ranks, "0"),
             ("Stored", "stored", stored_as, "Stored::F32"),
             ("int32_t", "gradient", gradients, "-1"),
         ] {
-            let _ = write!(text, "  FMHA_DEVICE static constexpr {kind} {name}([[maybe_unused]] int i) {{\n");
+            let _ = writeln!(text, "  FMHA_DEVICE static constexpr {kind} {name}([[maybe_unused]] int i) {{");
             for (i, value) in values.iter().enumerate() {
-                let _ = write!(text, "    if (i == {i}) return {value};\n");
+                let _ = writeln!(text, "    if (i == {i}) return {value};");
             }
-            let _ = write!(text, "    return {otherwise};\n  }}\n");
+            let _ = writeln!(text, "    return {otherwise};\n  }}");
         }
         *text += "};\n";
     }

@@ -309,16 +309,16 @@ int main() {
     }
 }
 
-/// Functions for compilers without a mathematical library, where they are hard: large angles, exponents that count an error
-/// often, remainders of far numbers.
+/// Functions for compilers without a mathematical library, where they are hard: large angles, exponents that
+/// count an error often, remainders of far numbers.
 #[test]
 fn functions_of_expressions_are_right_to_a_few_ulps() {
     let program = r#"
 #include <cstdio>
 #include <fmha/expr_math.h>
 int main() {
-  const float xs[] = {0.f, 1e-20f, 1e-3f, 0.3f, 0.7853982f, 1.f, 1.5707964f, 2.5f, 3.9f, 7.f, 100.f, 1000.5f, 65536.f,
-                      1e6f, 1.6e7f, 1e10f, 1e30f, 3.4e38f};
+  const float xs[] = {0.f, 1e-20f, 1e-3f, 0.3f, 0.7853982f, 1.f, 1.5707964f, 2.5f, 3.9f, 7.f,
+                      100.f, 1000.5f, 65536.f, 1e6f, 1.6e7f, 1e10f, 1e30f, 3.4e38f};
   for (float x : xs) {
     const float signs[] = {x, -x}, bs[] = {0.f, 1.f, -1.f, 0.5f, 2.f, -3.f, 7.25f, 30.f, -40.f, 0.001f};
     for (float a : signs) {
@@ -336,9 +336,9 @@ int main() {
         1e-20,
         1e-3,
         0.3,
-        0.785_398_2,
+        std::f32::consts::FRAC_PI_4,
         1.0,
-        1.570_796_4,
+        std::f32::consts::FRAC_PI_2,
         2.5,
         3.9,
         7.0,

@@ -8,9 +8,12 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
+use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
-use fmha_core::{BiasGrad, BwdProblem, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout};
+use fmha_core::{
+    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout,
+};
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
@@ -658,16 +661,20 @@ fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills(
     }
 }
 
-fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>, every: usize) {
+/// NVRTC, and its own built-in functions, which it finds only if they are loaded already.
+fn nvrtc() -> Option<(Option<Library>, Library)> {
     let path = fmha_core::env::NVRTC.get().unwrap().unwrap_or_else(|| "libnvrtc.so.13".to_owned());
-    // The compiler finds its own built-in functions only if they are loaded already.
     let builtins = std::path::Path::new(&path).with_file_name("libnvrtc-builtins.so.13.0");
     // SAFETY: NVIDIA's libraries run no code of consequence when they are loaded.
-    let (_builtins, nvrtc) = unsafe { (Library::new(builtins), Library::new(&path)) };
-    let Ok(nvrtc) = nvrtc else {
+    let (builtins, nvrtc) = unsafe { (Library::new(builtins), Library::new(&path)) };
+    if nvrtc.is_err() {
         eprintln!("absent: NVRTC ({path}), so no kernel was compiled");
-        return;
-    };
+    }
+    nvrtc.ok().map(|nvrtc| (builtins.ok(), nvrtc))
+}
+
+fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>, every: usize) {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
     let expected: String = table.lines().step_by(every).map(|line| format!("{line}\n")).collect();
     assert_eq!(table.lines().count(), kernels.len(), "{arch}: the table has not a line a kernel");
     let mut found = String::new();
@@ -685,4 +692,77 @@ fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>
             &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
     }
     assert_eq!(found, expected, "the table as compiled now:\n{found}");
+}
+
+/// Scores and masks as people write them, in the tiles that they get.
+fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
+    const FORMS: [(&str, &str, &str); 4] = [
+        ("alibi", "slopes: f32[_]; s + slopes[h] * (k - q)", ""),
+        ("softcap", "30 * tanh(s / 30)", ""),
+        ("causal", "", "k <= q"),
+        ("documents", "", "ids: i32[_]; ids[q] == ids[k]"),
+    ];
+    let room = Room { smem_bytes: 166_912, num_sms: 108 };
+    let mut kernels = Vec::new();
+    for (name, score, mask) in FORMS {
+        for dim in [128, 64] {
+            let dims = Dims {
+                batch: 2,
+                seqlen_q: 8192,
+                seqlen_k: 8192,
+                num_heads_q: 16,
+                num_heads_kv: 16,
+                head_dim_qk: dim,
+                head_dim_v: dim,
+            };
+            let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
+            let captured =
+                [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
+            let captured = captured.map(|(name, _)| CapturedTensor::dense(name, &[16])).collect();
+            let problem = FwdProblem::batch(DType::Bf16, dims)
+                .write_lse(true)
+                .captured(captured)
+                .score_code(function(score))
+                .mask_code(function(mask));
+            let code = CodeSource { code: &problem.code, gradients: &[] };
+            let spec = FwdSpec::of(&problem);
+            let hopper = sm90::fwd(&spec, &sm90::default_tile(&spec));
+            kernels.push((format!("sm90_{dim}_{name}"), "sm_90a", hopper.with_code(&code)));
+            let tile = Sm80Tile { vector_store: true, ..sm80::default_tile(&spec, room) };
+            kernels.push((format!("sm80_{dim}_{name}"), "sm_80", sm80::fwd(&spec, &tile).with_code(&code)));
+            let bwd = BwdProblem::new(problem.clone());
+            let spec = BwdSpec::of(&bwd);
+            for tile in sm80_bwd::choose_tiles(&bwd, &spec, room, false) {
+                let source = sm80_bwd::main(&spec, &tile).with_code(&code);
+                kernels.push((format!("{}_{dim}_{name}", tile.sums.name()), "sm_80", source));
+            }
+        }
+    }
+    kernels
+}
+
+fn with_functions_they_do_not_spill(step: usize) {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    let mut spilling = Vec::new();
+    for (name, arch, source) in kernels_with_functions().into_iter().step_by(step) {
+        let log = compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name}: {log}"));
+        let (registers, spilled) =
+            (number_before(&log, " registers"), number_before(&log, " bytes spill stores"));
+        println!("{name} {registers} registers, {spilled} bytes of spills");
+        if spilled > 0 {
+            spilling.push(name);
+        }
+    }
+    assert!(spilling.is_empty(), "{spilling:?} spill");
+}
+
+#[test]
+fn a_sample_of_kernels_with_functions_compiles_without_spills() {
+    with_functions_they_do_not_spill(11);
+}
+
+#[test]
+#[ignore = "some thirty kernels are compiled: cargo xtask test --all"]
+fn every_kernel_with_functions_compiles_without_spills() {
+    with_functions_they_do_not_spill(1);
 }

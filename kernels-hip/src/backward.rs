@@ -226,6 +226,9 @@ pub(crate) fn accept<U: Unit>(
             "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16"
         );
     }
+    if let Some(gradient) = problem.dcaptured.first() {
+        refuse!(U::NAME, "dcaptured {}: gradients of captured tensors are not in this kernel", gradient.name);
+    }
     let dims = fwd.dims;
     for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
         if dim > MAX_HEAD_DIM {
@@ -284,7 +287,7 @@ pub(crate) fn accept<U: Unit>(
 fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
-    let modifies = dropout || fwd.score.softcap.is_some() || fwd.score.bias != Bias::None;
+    let modifies = dropout || crate::forward::modifies_score(fwd);
     let padded = |dim: u32| dim.max(1).next_multiple_of(U::LINE).cast_signed();
     MatrixBwdSpec {
         dtype: fwd.dtypes.qk,

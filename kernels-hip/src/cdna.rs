@@ -3,7 +3,7 @@
 use fmha_core::fields::{FieldValue as _, Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    Bias, DType, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout, abi_enum, abi_spec,
+    DType, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout, abi_enum, abi_spec,
 };
 
 use crate::CDNA;
@@ -158,7 +158,7 @@ impl Asked {
 pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
-    let modifies = dropout || problem.score.softcap.is_some() || problem.score.bias != Bias::None;
+    let modifies = dropout || crate::forward::modifies_score(problem);
     let banded = modifies || problem.mask.kind() != MaskKind::Full;
     let padded = |dim: u32, wide: &[i32]| {
         let whole = dim.max(1).next_multiple_of(WAVE_ROWS.unsigned_abs()).cast_signed();

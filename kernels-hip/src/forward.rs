@@ -71,6 +71,11 @@ abi_struct! {
     }
 }
 
+/// Whether scores are more than scaled products.
+pub(crate) fn modifies_score(problem: &FwdProblem) -> bool {
+    problem.score.softcap.is_some() || problem.score.bias != Bias::None || !problem.code.is_empty()
+}
+
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
 
 /// That the architecture's matrix instructions have the problem's types, and that its tensors are as both kernels read them.

@@ -1,13 +1,13 @@
-//! Scores and masks as code with what they capture, forward and backward, against float64: the family `code/` has
-//! functions alone, and this has tensors, numbers and their gradients.
+//! Scores and masks as code with what they capture, forward and backward, against float64: the family `code/`
+//! has functions alone, and this has tensors, numbers and their gradients.
 
 use bytemuck::{NoUninit, Zeroable, cast_slice};
 use fmha_core::expr::draw::Draw;
-use fmha_core::expr::{Number, Stored, Type};
+use fmha_core::expr::{Function, Number, Stored, Type};
 use fmha_core::reference::{Precision, backward, forward};
 use fmha_core::{
-    BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Elem,
-    Error, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, Strides,
+    BwdArgs, BwdProblem, CapturedGrad, CapturedTensor, DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims,
+    Elem, Error, FwdArgs, FwdProblem, PlanOptions, ScoreArgs, Strides,
 };
 use half::{bf16, f16};
 
@@ -42,6 +42,9 @@ impl Operand for bf16 {
     }
 }
 
+/// Which rows of K and V, and which of Q and dO.
+pub type Hidden = (fn(usize) -> bool, fn(usize) -> bool);
+
 /// One call forward and one backward.
 #[derive(Clone, Debug)]
 pub struct Check {
@@ -50,7 +53,7 @@ pub struct Check {
     /// Decides all numbers.
     pub seed: u64,
     /// Rows of K and V, and of Q and dO, that hold NaN: those that the mask hides as a whole.
-    pub hidden: Option<(fn(usize) -> bool, fn(usize) -> bool)>,
+    pub hidden: Option<Hidden>,
     /// Whether gradients are computed, and which of captured tensors.
     pub gradients: Gradients,
 }
@@ -77,7 +80,7 @@ impl Memory {
         let mut draw = Draw::new(seed);
         let mut tensors = vec![];
         let functions = || problem.code.score.iter().chain(&problem.code.mask);
-        for capture in functions().flat_map(|function| function.captures()) {
+        for capture in functions().flat_map(Function::captures) {
             let fmha_core::expr::CaptureKind::Tensor { stored, rank } = capture.kind else { continue };
             if tensors.iter().any(|(tensor, _): &(CapturedTensor, _)| tensor.name == capture.name) {
                 continue;
@@ -214,7 +217,8 @@ impl Check {
                 }
                 let found = f64::from(lse.host[head.span.lse_index(&fwd, head.i_head, i)]);
                 let wanted = head.lse[i as usize];
-                if found != wanted && !((found - wanted).abs() <= 1e-3 * wanted.abs().max(1.0)) {
+                let near = (found - wanted).abs() <= 1e-3 * wanted.abs().max(1.0);
+                if found != wanted && !near {
                     return Err(format!("LSE of head {} row {i} is {found}, not {wanted}", head.i_head));
                 }
             }
@@ -227,7 +231,7 @@ impl Check {
             .code
             .score
             .iter()
-            .flat_map(|score| score.captures())
+            .flat_map(Function::captures)
             .filter(|capture| {
                 self.gradients == Gradients::Captured
                     && capture.kind.value_type() == Type::Float
@@ -331,9 +335,39 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all.push(of(with(score, mask).softcap(9.0), 200, None));
     let (score, mask) = FORMS[2];
     all.push(of(with(score, mask).softcap(2.0), 201, None));
-    let hides: (fn(usize) -> bool, fn(usize) -> bool) = (|row| row % 5 == 2, |row| row == 7);
+    let hides: Hidden = (|row| row % 5 == 2, |row| row == 7);
     let mask = "k % 5 != 2 and q != 7";
     all.push(of(with("", mask), 300, Some(hides)));
     all.push(of(with("s * 0.5", mask).softcap(3.0), 301, Some(hides)));
     all
+}
+
+/// Runs checks of 16-bit operands, one in `step` of each type: f16 of odd extents, bf16 of several blocks.
+///
+/// # Errors
+/// What is off, or what refused it.
+pub fn run_16_bits(
+    device: &Device,
+    options: &PlanOptions,
+    gradients: Gradients,
+    step: usize,
+) -> Result<(), String> {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 37,
+        seqlen_k: 53,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 24,
+        head_dim_v: 16,
+    };
+    for check in checks(&FwdProblem::batch(DType::F16, dims), gradients).iter().step_by(step) {
+        check.run::<f16>(device, options)?;
+    }
+    let long = Dims { seqlen_q: 70, seqlen_k: 150, head_dim_qk: 64, head_dim_v: 64, ..dims };
+    for check in checks(&FwdProblem::batch(DType::Bf16, long), gradients).iter().skip(1 % step).step_by(step)
+    {
+        check.run::<bf16>(device, options)?;
+    }
+    Ok(())
 }

@@ -49,12 +49,8 @@ const CODELESS: &[&str] = &[
     "sm90_widened",
     "sm100",
     "sm100_widened",
-    "cdna_fwd",
-    "cdna_bwd",
     "cdna_decode",
     "cdna_widened",
-    "rdna_fwd",
-    "rdna_bwd",
     "rdna_decode",
     "rdna_widened",
 ];
@@ -99,13 +95,6 @@ pub const DECLARED: &[Declared] = &[
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| !p.code.is_empty())
         },
-    },
-    Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: true,
-        what: "a score or a mask as code is simt's",
-        applies: |_, problem| problem.is_some_and(|p| !p.code.is_empty()),
     },
     Declared {
         backends: &["cuda", "rocm"],

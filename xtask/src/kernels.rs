@@ -91,6 +91,9 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER
     },
     Row { in_test: Cases { filter: "^addresses/.*bf16", deal: 2 }, ..HOPPER },
+    // Scores and masks as code, each expression a kernel of its own; backend-cuda/tests/code.rs has a sample.
+    Row { in_all: Cases { filter: "^code/", deal: 1 }, ..HOPPER },
+    Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
     // Positions of a larger call, in everything that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute for, are of `--all`.

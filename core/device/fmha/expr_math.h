@@ -1,5 +1,5 @@
-// The functions of <cmath> that printed expressions call, in f32, for compilers without a mathematical library: clang for
-// AMD, and the host's, which tests them. NVRTC has them built in.
+// The functions of <cmath> that printed expressions call, in f32, for compilers without a mathematical library: clang
+// for AMD, and the host's, which tests them. NVRTC has them built in.
 //
 // Errors: those of the builtins, and a few units of the last place; tanhf 3e-7 absolute.
 #pragma once
@@ -38,23 +38,17 @@ FMHA_DEVICE float fmodf(float a, float b) {
   return float_of(sign | (rest < 0x800000u ? rest : uint32_t(exponent) << 23 | (rest & 0x7fffffu)));
 }
 
-// x less the nearest multiple of pi / 2, and that multiple modulo 4. Payne and Hanek, "Radian Reduction for Trigonometric
-// Functions", 1983: of 2 / pi only those bits are multiplied that neither count whole turns nor vanish.
+// x less the nearest multiple of pi / 2, and that multiple modulo 4. Payne and Hanek, "Radian Reduction for
+// Trigonometric Functions", 1983: of 2 / pi only those bits are multiplied that neither count whole turns nor vanish.
 struct Quadrant {
   float rest;
   int32_t of_four;
 };
+// Word i of 2 / pi behind the binary point; 0 before and behind them. Not a table: that would lie in memory.
 FMHA_DEVICE uint32_t two_over_pi(int32_t i) {
-  switch (i) {
-    case 0: return 0xa2f9836eu;
-    case 1: return 0x4e441529u;
-    case 2: return 0xfc2757d1u;
-    case 3: return 0xf534ddc0u;
-    case 4: return 0xdb629599u;
-    case 5: return 0x3c439041u;
-    case 6: return 0xfe5163abu;
-    default: return 0u;
-  }
+  const auto one = [i](int32_t at, uint32_t word) { return word & (0u - uint32_t(i == at)); };
+  return one(0, 0xa2f9836eu) | one(1, 0x4e441529u) | one(2, 0xfc2757d1u) | one(3, 0xf534ddc0u) | one(4, 0xdb629599u) |
+         one(5, 0x3c439041u) | one(6, 0xfe5163abu);
 }
 FMHA_DEVICE Quadrant quadrant(float x) {
   const float a = abs_of(x);
@@ -66,7 +60,7 @@ FMHA_DEVICE Quadrant quadrant(float x) {
   uint32_t window[3];
 #pragma unroll
   for (int32_t i = 0; i < 3; ++i) {
-    const uint32_t high = word + i < 0 ? 0u : two_over_pi(word + i), low = word + i + 1 < 0 ? 0u : two_over_pi(word + i + 1);
+    const uint32_t high = two_over_pi(word + i), low = two_over_pi(word + i + 1);
     window[i] = uint32_t(((uint64_t(high) << 32 | low) << shift) >> 32);
   }
   const uint64_t low = uint64_t(mantissa) * window[2];
@@ -90,7 +84,8 @@ FMHA_DEVICE float cos_of_rest(float x) {
   return 1.f + s * (-0.5f + s * (1.f / 24.f + s * (-1.f / 720.f + s * (1.f / 40320.f + s * (-1.f / 3628800.f)))));
 }
 FMHA_DEVICE float sine(float x, int32_t quarter_turns) {
-  if (x - x != 0.f) return float_of(0x7fc00000u);
+  // Not a difference: of a product, the compiler makes it one FMA, which gives what rounding left.
+  if (!(abs_of(x) < infinity())) return float_of(0x7fc00000u);
   const Quadrant at = quadrant(x);
   const int32_t of_four = (at.of_four + quarter_turns) & 3;
   const float value = of_four & 1 ? cos_of_rest(at.rest) : sin_of_rest(at.rest);

@@ -133,8 +133,8 @@ struct BwdHead {
     return pair;
   }
 
-  // What a pair adds to the gradients of captured tensors: `add(element, gradient)` in all lanes together, 0 from a pair that
-  // is not `seen`.
+  // What a pair adds to the gradients of captured tensors: `add(element, gradient)` in all lanes together, 0 from a
+  // pair that is not `seen`.
   template <class Add>
   FMHA_DEVICE void add_captured(int32_t i, int32_t j, bool seen, Add add) const {
     BwdPair here = {0.f, 0.f, 0.f, false};
@@ -305,9 +305,9 @@ FMHA_DEVICE void bwd_bias_row(const BwdParams& p, int32_t i_batch, int32_t i_hea
   }
 }
 
-// A share of the query rows, in order: what its pairs add to the gradients of captured tensors, into the share's own sums.
-// Elements are dealt out to the lanes, and each adds in the order of pairs, so that sums have one order and no lane waits
-// for another.
+// A share of the query rows, in order: what its pairs add to the gradients of captured tensors, into the share's own
+// sums. Elements are dealt out to the lanes, and each adds in the order of pairs, so that sums have one order and no
+// lane waits for another.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_captured_part(const BwdParams& p, int64_t part) {
   float* sums = p.captured_sums + part * p.captured_elems;
@@ -409,7 +409,8 @@ FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at, const Masks& masks = 
   if (i < span.seqlen_q) bwd_stats_row<spec, Lanes>(p, span, i_head, i, masks);
 }
 
-// The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink, then shares of captured gradients.
+// The second launch: row `at` of dQ, then of dK and dV, then of dBias, then of dSink, then shares of captured
+// gradients.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_row(const BwdParams& p, int64_t at, const Masks& masks = {}) {
   if (at < num_query_rows(p)) {

@@ -75,14 +75,16 @@ struct BranchlessTanh {
   }
 };
 
-// A map: a score as code, and a mask as code, which hides a pair by a score of -infinity. It comes first, and what it hides
-// no other modifier shows.
+// A map: a score as code, and a mask as code, which hides a pair by a score of -infinity. It comes first, and what it
+// hides no other modifier shows.
 struct Functions {
   static constexpr bool slope_is_within_one = false, is_first = true;
   const uint64_t* words;
   int32_t b, h, seqlen_q, seqlen_k;
 
   FMHA_DEVICE static constexpr bool in(const FwdSpec& spec) { return spec.code != CodeKind::None; }
+  // A kernel's text has the call's functions, or none.
+  FMHA_DEVICE static constexpr bool given(const FwdParams&) { return code::kIsGiven; }
   FMHA_DEVICE static Functions of(const FwdParams& p, const SeqSpan& span, int32_t i_head) {
     return {&p.code.elems[0], span.i_batch, i_head, span.seqlen_q, span.seqlen_k};
   }
@@ -99,8 +101,8 @@ struct Functions {
     const float y = s * scale, score = shows(pair) ? code::of_score::score(here, y) : -infinity();
     return {score, score == -infinity() ? 0.f : code::of_score::slope(here, y)};
   }
-  // Calls `add(n, element, derivative)` for each captured element that is read, the n-th of them, and has a gradient; elements
-  // count from the first sum.
+  // Calls `add(n, element, derivative)` for each captured element that is read, the n-th of them, and has a gradient;
+  // elements count from the first sum.
   template <class Add>
   FMHA_DEVICE void slopes(Pair pair, float y, Add add) const {
     using Layout = code::of_score::Layout;
@@ -173,7 +175,9 @@ FMHA_DEVICE constexpr int num_modifiers(const FwdSpec& spec) {
   return num_maps(spec) + Terms::num_in(spec) + ElementBias::in(spec);
 }
 // Whether a mask, as a band or as code, hides pairs: what K, V, Q or dO have there may be NaN.
-FMHA_DEVICE constexpr bool hides_pairs(const FwdSpec& spec) { return spec.mask != MaskKind::Full || Functions::in(spec); }
+FMHA_DEVICE constexpr bool hides_pairs(const FwdSpec& spec) {
+  return spec.mask != MaskKind::Full || Functions::in(spec);
+}
 // True where a score needs more than its scale.
 FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
 

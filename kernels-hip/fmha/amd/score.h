@@ -10,6 +10,29 @@ struct VectorUnit {
   FMHA_DEVICE static float rcp(float x) { return v_rcp_f32(x); }
 };
 
+// Whether a function has hidden the pair of a score: what follows it shows none. False in all kernels without
+// functions.
+FMHA_DEVICE bool is_hidden(float score) { return code::kIsGiven && score == -infinity(); }
+
+// Whether the call's functions show a pair. `product()`: its scaled product, for which a score asks.
+template <class Product>
+FMHA_DEVICE bool functions_show(const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair, Product product) {
+  if constexpr (!code::kIsGiven) return true;
+  return Functions::of(p, span, i_head).template at<ExactTanh>(pair, product(), 1.f).score != -infinity();
+}
+// Q[i] . K[j] of so many elements, scaled.
+template <DType dtype_q, DType dtype_k>
+FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t i_head,
+                                 int32_t i_head_kv, int32_t head_dim, int32_t i, int32_t j) {
+  const int64_t q = query_offset(p, span, i, i_head), k = row_offset(p.k, kv_row(p, layout, span, j), i_head_kv);
+  float dot = 0.f;
+#pragma nounroll
+  for (int32_t d = 0; d < head_dim; ++d)
+    dot += load_elem<dtype_q>(p.q.data, q + d) * load_elem<dtype_k>(p.k.data, k + d);
+  return dot * p.softmax_scale * scalar_of(p.descale_q, span.i_batch, i_head_kv, 1.f) *
+         scalar_of(p.descale_k, span.i_batch, i_head_kv, 1.f);
+}
+
 // Adds a term's elements. Places are clamped: the bias ends where the lengths do.
 template <class Elem, class Fragment>
 FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
@@ -20,7 +43,8 @@ FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSp
   for (int e = 0; e < Fragment::count; ++e) {
     const Pair pair = fragment.pair(e);
     const int64_t i = min(pair.i(), span.seqlen_q - 1);
-    fragment.add(e, float(data[i * p.bias.row + min(pair.j(), span.seqlen_k - 1)]));
+    const float x = float(data[i * p.bias.row + min(pair.j(), span.seqlen_k - 1)]);
+    fragment.add(e, is_hidden(fragment.at(e)) ? 0.f : x);
   }
 }
 
@@ -31,9 +55,10 @@ FMHA_DEVICE void map_given(Fragment fragment, const FwdParams& p, const SeqSpan&
   fragment.forget_place();
 #pragma unroll
   for (int e = 0; e < Fragment::count; ++e) {
+    const bool hidden = !Map::is_first && is_hidden(fragment.at(e));
     const Scored x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
-    fragment.set(e, x.score);
-    fragment.multiply_slope(e, x.slope);
+    fragment.set(e, hidden ? -infinity() : x.score);
+    fragment.multiply_slope(e, hidden ? 0.f : x.slope);
   }
 }
 template <class Term, class Fragment>
@@ -42,7 +67,10 @@ FMHA_DEVICE void add_given(Fragment fragment, const FwdParams& p, const SeqSpan&
   const Term term = Term::of(p, span, i_head);
   fragment.forget_place();
 #pragma unroll
-  for (int e = 0; e < Fragment::count; ++e) fragment.add(e, term.at(fragment.pair(e), 1.f));
+  for (int e = 0; e < Fragment::count; ++e) {
+    const float x = term.at(fragment.pair(e), 1.f);
+    fragment.add(e, is_hidden(fragment.at(e)) ? 0.f : x);
+  }
 }
 template <class Tanh, class Fragment, class... Map, class... Term>
 FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,

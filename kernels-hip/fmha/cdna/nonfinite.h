@@ -36,6 +36,7 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
 
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_key) {
+  if constexpr (code::kIsGiven) return true;
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
@@ -82,6 +83,11 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
 #pragma nounroll
   for (int32_t key = first_key; key < end; ++key) {
     if (!visible(job.band, wave.query, key)) continue;
+    const auto product = [&] {
+      return scaled_product<spec.dtype_qk, spec.dtype_qk>(p, KvKind::Packed, job.span, job.i_head, job.i_head_kv,
+                                                          params.head_dim_qk, wave.query, key);
+    };
+    if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) continue;
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
     // These elements of O were written by this very lane, so it needs no synchronisation to read them.
 #pragma nounroll

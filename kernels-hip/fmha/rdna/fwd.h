@@ -42,6 +42,7 @@ struct TileWalk {
 
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_key) {
+  if constexpr (code::kIsGiven) return true;
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }

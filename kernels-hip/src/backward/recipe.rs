@@ -24,7 +24,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         let class = |problem: &ValidBwd, _: &PlanOptions| {
             TileClass::of_bwd(problem, &BwdSpec { deterministic: true, ..BwdSpec::of(problem) })
         };
-        About { tiles: Some(Tiles { class, ..tiles }), ..About::new(U::NAME) }
+        About { tiles: Some(Tiles { class, ..tiles }), computes_code: true, ..About::new(U::NAME) }
     }
 
     fn own_tiles(

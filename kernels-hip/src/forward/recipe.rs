@@ -79,7 +79,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
     type Tile = K;
 
     fn about() -> About<ValidFwd> {
-        About { tiles: Some(K::tiles()), ..About::new(K::NAME) }
+        About { computes_code: true, tiles: Some(K::tiles()), ..About::new(K::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {

@@ -32,8 +32,11 @@ fn dq_of_mma_sync_has_one_order_where_that_is_asked_for_and_one_pass_where_it_ca
     assert_eq!(launches(&long, &tile("one_pass=0")), Ok(two));
     let said = launches(&wide, &tile("one_pass=1")).unwrap_err();
     assert!(said.contains("one_pass=1: head_dim_qk 256 is larger than 128"), "{said}");
-    let said = launches(&long.softcap(2.0), &tile("one_pass=1")).unwrap_err();
-    assert!(said.contains("one_pass=1: 1 of soft-cap, bias and dropout"), "{said}");
+    let modified = [long.clone().softcap(2.0), long.mask_code(Some("q >= k".parse().unwrap()))];
+    for problem in modified {
+        let said = launches(&problem, &tile("one_pass=1")).unwrap_err();
+        assert!(said.contains("one_pass=1: 1 of soft-cap, bias, code and dropout"), "{said}");
+    }
 }
 
 #[test]

@@ -1,8 +1,9 @@
-// Gradients of captured tensors: a CTA owns a block of queries of a head, walks its keys, and adds to sums in memory what each
-// pair adds to the elements that its score reads. The price is the two products of the scores and of dP once more.
+// Gradients of captured tensors: a CTA owns a block of queries of a head, walks its keys, and adds to sums in memory
+// what each pair adds to the elements that its score reads. The price is the two products of the scores and of dP
+// once more.
 //
-// A thread keeps the sum of the element that it added to last: where a score reads one element of a head, memory sees one
-// addition a warp.
+// A thread keeps the sum of the element that it added to last: where a score reads one element of a head, memory sees
+// one addition a warp.
 #pragma once
 #include <fmha/sm80/bwd/owner.cuh>
 

@@ -23,9 +23,9 @@ struct Pairs : ScorePair<spec, tile> {
     return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};
   }
 
-  // The slopes of a block's scores, which dS is multiplied by on its way to the product: two to a register, but for those
-  // of a function, of which f16 would lack the range and bf16 the digits.
-  static constexpr bool wide_slopes = Functions::in(kFwd);
+  // The slopes of a block's scores, which dS is multiplied by on its way to the product: two to a register, but for
+  // those of a function beside f16, of which f16 would lack the range and bf16 the digits.
+  static constexpr bool wide_slopes = Functions::in(kFwd) && kFwd.dtype_qk == DType::F16;
   struct Slopes {
     uint32_t pairs[has_slopes && !wide_slopes ? columns / 4 : 1];
     float wide[wide_slopes ? columns / 2 : 1];

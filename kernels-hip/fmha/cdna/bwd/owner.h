@@ -61,6 +61,8 @@ struct Owner {
       for (int i = 0; i < 16; ++i) {
         if constexpr (spec.dropout) dp[i] = kept >> i & 1 ? dp[i] * p.dropout_scale : 0.f;
         dp[i] = s[i] * (dp[i] - stats.delta(i));
+        // A pair that a function hides has a P of 0, and its dP may be NaN.
+        if constexpr (code::kIsGiven) dp[i] = s[i] == 0.f ? 0.f : dp[i];
         if constexpr (spec.modifies) dp[i] *= slopes[i];
       }
       U::add_to(dscore, stage.score, lanes.score(), b, dp);

@@ -83,7 +83,7 @@ FMHA_DEVICE uint32_t rows_there(int32_t first, int32_t end) {
 // The launch behind: words of queries, words of keys, then rows of dBias, then dSink.
 template <BwdSpec spec, bool splits_keys>
 FMHA_DEVICE void rest(const BwdParams& p) {
-  constexpr bool masks = spec.fwd.mask != MaskKind::Full;
+  constexpr bool masks = hides_pairs(spec.fwd);
   int64_t at = simt::row_of_wave();
   const auto place = [&](int32_t blocks, int32_t heads, int32_t& head, int32_t& first) {
     first = int32_t(at % blocks) * kRowsOfWord;

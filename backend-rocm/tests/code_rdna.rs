@@ -1,0 +1,35 @@
+//! Scores and masks as code on the emulated driver library of gfx1201, with what they capture and gradients,
+//! against float64. Needs clang; where there is none, a test says `absent` and checks nothing.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::sync::OnceLock;
+
+use fmha_conformance::captured::{Gradients, run_16_bits};
+use fmha_core::{Device, PlanOptions};
+
+mod support;
+
+/// The emulated device, or a word that it is absent.
+fn device() -> Option<&'static Device> {
+    static DEVICE: OnceLock<Option<Device>> = OnceLock::new();
+    let open = || support::clang_is_there().then(|| fmha_rocm::open(0, Some("gfx1201")).unwrap());
+    DEVICE.get_or_init(open).as_ref()
+}
+
+/// One check in `step`, of 16-bit operands, by kernels of tiles: nothing stands in for them.
+fn tiles(step: usize) {
+    let Some(device) = device() else { return };
+    run_16_bits(device, &PlanOptions::default().allow_fallback(false), Gradients::Operands, step).unwrap();
+}
+
+#[test]
+fn tiles_compute_functions_and_their_gradients() {
+    tiles(13);
+}
+
+#[test]
+#[ignore = "compiles a hundred kernels"]
+fn every_form_on_every_kernel() {
+    tiles(1);
+}
