@@ -1,8 +1,9 @@
 """FlashAttention 4's functions (module ``flash_attn.cute.interface``), by name, argument order, defaults and return
 values.
 
-Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``score_mod``, ``mask_mod``, block sparsity, gathered keys
-and ``qv`` are programs or layouts that the contract does not have, and are refused by name.
+Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``qv`` is part of longer rows, as of FlashAttention 3.
+``score_mod``, ``mask_mod``, block sparsity and gathered keys are programs or layouts that the contract does not have,
+and are refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import attention
+from . import _layouts, attention
 from ._mask import NONE, Mask, band, pair
 from ._numbers import flag, integer as whole
 from ._serving import bound
@@ -74,7 +75,6 @@ def flash_attn_func(
     a query sees the keys before its own. Bounds whose sum is below 0 are no window, as there.
     """
     refuse(
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -84,6 +84,11 @@ def flash_attn_func(
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
+    if qv is not None:
+        if q is None:
+            raise NotImplementedError("q is None beside qv: scores of qv alone are those of a call with q=qv and k=v")
+        softmax_scale = _layouts.scale_of(q, qv, softmax_scale)
+        q, k, v = _layouts.with_qv(q, qv, k, v)
     left, right = _window(window_size, causal)
     mask = _bottom_right(left, right)
     if _below_zero(left, right):
@@ -137,7 +142,6 @@ def flash_attn_varlen_func(
     """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``. A
     ``max_seqlen_*`` that is not given is bounded by the call's rows."""
     refuse(
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -145,6 +149,11 @@ def flash_attn_varlen_func(
         aux_tensors=aux_tensors,
         aux_scalars=aux_scalars,
     )
+    if qv is not None:
+        if q is None:
+            raise NotImplementedError("q is None beside qv: scores of qv alone are those of a call with q=qv and k=v")
+        softmax_scale = _layouts.scale_of(q, qv, softmax_scale)
+        q, k, v = _layouts.with_qv(q, qv, k, v)
     o, lse = _varlen(
         q,
         k,
