@@ -145,6 +145,8 @@ fn install(python: &Path, words: &[&str]) -> Result<(), String> {
 fn pip(python: &Path, verb: &[&str], words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]).args(verb).args(words);
+    // What lies there would count as installed.
+    pip.env_remove("PYTHONPATH");
     let said = format!("pip {} {}", verb[0], words.first().unwrap_or(&""));
     loudly(&mut pip).map_err(|reason| format!("{said}: {reason}"))
 }
