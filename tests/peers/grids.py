@@ -414,24 +414,49 @@ def page(folder):
     parts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not parts:
         sys.exit(f"{folder} has no sums of parts")
+    by_device = {}
+    for part in parts:
+        by_device.setdefault(part["device"], []).append(part)
+    sections = [line for device, parts in sorted(by_device.items()) for line in section(device, parts)]
+    lines = [
+        "# Calls of other libraries' suites",
+        "",
+        "`python tests/peers/grids.py --page FOLDER` writes this page from the sums of parts, which",
+        "`python tests/peers/grids.py --into FOLDER SEED:FIRST:COUNT` leaves. A call is a suite, one of its tests, and",
+        "one of each list of that test, each with equal chances; a combination that the suite skips is drawn again.",
+        "[testing.md](../testing.md) says what is compared. The share is that of refused calls among those that ran.",
+        "`unnamed` is a refusal that [the guide](../guide/7-what-differs-from-flashattention.md) does not name.",
+        "`too large` is a call beyond the bound of work on a device.",
+        "",
+        "Left out of the lists, since each of their calls is refused: FlashAttention 4's tests of `score_mod`,",
+        "`mask_mod`, block sparsity and gathered keys, and what asks which kernel of theirs ran.",
+        "",
+        *sections,
+    ]
+    PAGE.write_text("\n".join(lines))
+    counts = [counts for part in parts for counts in part["by_suite"].values()]
+    return 1 if any(one.get(name) for one in counts for name in BAD) else 0
+
+
+def section(device, parts):
+    """What came of the calls on a device."""
     spans = []
     for part in sorted(parts, key=lambda part: (part["seed"], part["suites"], part["first"])):
         key, first, end = (part["seed"], part["suites"]), part["first"], part["first"] + part["count"]
         if spans and spans[-1][0] == key and first < spans[-1][2]:
-            sys.exit(f"call {first} of seed {part['seed']} is in two parts")
+            sys.exit(f"call {first} of seed {part['seed']} is in two parts on {device}")
         if spans and spans[-1][0] == key and first == spans[-1][2]:
             spans[-1][2] = end
         else:
             spans.append([key, first, end])
     outcomes = ("right", "refused", "refused_unnamed", "wrong", "crashed", "large")
-    rows, total = [], collections.Counter()
+    rows, total, causes = [], collections.Counter(), collections.Counter()
     for suite, what in SUITES.items():
         counts = collections.Counter()
         for part in parts:
             counts.update(part["by_suite"].get(suite, {}))
         total.update(counts)
         rows.append((what, counts))
-    causes = collections.Counter()
     for part in parts:
         causes.update(part["causes"])
 
@@ -443,17 +468,8 @@ def page(folder):
         return "| " + " | ".join([what, str(drawn), *(str(counts[name]) for name in outcomes), share]) + " |"
 
     named = [f"| {cause.replace('|', '/')} | {count} |" for cause, count in causes.most_common()]
-    lines = [
-        "# Calls of other libraries' suites",
-        "",
-        "`python tests/peers/grids.py --page FOLDER` writes this page from the sums of parts, which",
-        "`python tests/peers/grids.py --into FOLDER SEED:FIRST:COUNT` leaves. A call is a suite, one of its tests, and",
-        "one of each list of that test, each with equal chances; a combination that the suite skips is drawn again.",
-        "[testing.md](../testing.md) says what is compared. The share is that of refused calls among those that ran.",
-        "`unnamed` is a refusal that [the guide](../guide/7-what-differs-from-flashattention.md) does not name.",
-        "`too large` is a call beyond the bound of work on this device.",
-        "",
-        *sorted({f"On {part['device']}." for part in parts}),
+    return [
+        f"## On {device}",
         "",
         "| suite | drawn | right | refused | unnamed | wrong | crashed | too large | refused of all |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -462,14 +478,9 @@ def page(folder):
         "",
         *(["| refused with | calls |", "|---|---|", *named] if named else ["No call was refused."]),
         "",
-        "Left out of the lists, since each of their calls is refused: FlashAttention 4's tests of `score_mod`,",
-        "`mask_mod`, block sparsity and gathered keys, and what asks which kernel of theirs ran.",
-        "",
         *(f"Calls {first} to {end - 1} of seed {key[0]}, in {len(parts)} parts." for key, first, end in spans),
         "",
     ]
-    PAGE.write_text("\n".join(lines))
-    return 1 if any(total[name] for name in BAD) else 0
 
 
 def main_of(words):

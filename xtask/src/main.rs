@@ -37,6 +37,7 @@ usage: cargo xtask test      set up, build in release, test what CI has time for
        cargo xtask wheel [--bundle ARCHS [FILTER]...]
                              the Python package with its library, into target/wheels; with compiled kernels for these
                              architectures: bf16 of head dimensions 64 and 128, or what `fmha bundle --filter` takes
+       cargo xtask wheels    wheels for Linux on x86-64 and AArch64 and for Windows; this system's is installed and tried
        cargo xtask c-install PREFIX
                              the C library under PREFIX: fmha.h, libfmha.so, libfmha.a, fmha.pc
        cargo xtask evidence ON FILE [CASES]
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
         }
         ["python"] => ended(suite::python_alone()),
         ["wheel"] => ended(python::wheel(None, &[])),
+        ["wheels"] => ended(python::wheels()),
         ["wheel", "--bundle", archs, ref filters @ ..] => ended(python::wheel(Some(archs), filters)),
         ["c-install", prefix] => ended(install_c_library(Path::new(prefix))),
         ["support"] => ended(evidence::write_table()),

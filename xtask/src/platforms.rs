@@ -112,6 +112,24 @@ pub(crate) fn steps(all: bool, tally: &mut Tally) -> Vec<Step> {
     steps
 }
 
+/// How programs of another system are made and run here.
+pub(crate) struct Emulated {
+    pub(crate) c_compiler: &'static str,
+    /// The words before a program.
+    pub(crate) runner: &'static str,
+    pub(crate) environment: Vec<(String, String)>,
+}
+
+/// That of a target; what is missing is installed.
+///
+/// # Errors
+/// Why programs of the target do not run here.
+pub(crate) fn emulated(triple: &str) -> Result<Emulated, String> {
+    let found = TARGETS.iter().find(|target| target.triple == triple).and_then(|target| target.run.as_ref());
+    let run = found.ok_or_else(|| format!("there is no emulator of {triple}"))?;
+    Ok(Emulated { c_compiler: run.linker, runner: run.runner, environment: run.set_up()? })
+}
+
 impl Target {
     /// A variable's name as Cargo or cc has it for this target.
     fn variable(&self, before: &str, after: &str) -> String {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::platforms::{self, Emulated};
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
@@ -144,6 +145,8 @@ fn install(python: &Path, words: &[&str]) -> Result<(), String> {
 fn pip(python: &Path, verb: &[&str], words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]).args(verb).args(words);
+    // What lies there would count as installed.
+    pip.env_remove("PYTHONPATH");
     let said = format!("pip {} {}", verb[0], words.first().unwrap_or(&""));
     loudly(&mut pip).map_err(|reason| format!("{said}: {reason}"))
 }
@@ -166,31 +169,145 @@ impl Environment {
 /// What a bundle in a wheel has where nobody says it: the shapes of most models, forward and backward.
 const COMMON: [&str; 2] = ["bf16/d64x64", "bf16/d128x128"];
 
-/// Builds the wheel into `target/wheels`, with the kernels of some architectures where it is asked to: those of the table whose
-/// problems have one of `filters` in their names, or [`COMMON`].
+/// A system that wheels are made for, on whichever one this is: zig compiles and links for each.
+struct System {
+    triple: &'static str,
+    /// The library, as the package looks for it there.
+    library: &'static str,
+    /// The platform that a wheel names, without a version of glibc.
+    platform: &'static str,
+}
+
+const SYSTEMS: [System; 3] = [
+    System { triple: "x86_64-unknown-linux-gnu", library: "libfmha_native.so", platform: "manylinux_x86_64" },
+    System {
+        triple: "aarch64-unknown-linux-gnu",
+        library: "libfmha_native.so",
+        platform: "manylinux_aarch64",
+    },
+    System { triple: "x86_64-pc-windows-gnu", library: "fmha_native.dll", platform: "win_amd64" },
+];
+
+/// The oldest glibc that a wheel asks for: that of every living distribution.
+const GLIBC: &str = "2.28";
+
+/// Builds a wheel for each of [`SYSTEMS`] into `target/wheels`. That of this one is installed where there is nothing; the
+/// libraries of the others serve the first example in C on an emulator, where there is one.
+///
+/// # Errors
+/// What is missing, or does not build, or what the installed package says.
+pub(crate) fn wheels() -> Result<(), String> {
+    let python = tools()?;
+    for system in &SYSTEMS {
+        let made = wheel_for(&python, system, None, &[])?;
+        if system.triple.starts_with(std::env::consts::ARCH) && system.triple.contains(std::env::consts::OS) {
+            tried(&made)?;
+        } else {
+            tried_on_emulator(&python, system, &made)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs the first example in C on the library of a wheel, which has the whole C interface.
+fn tried_on_emulator(python: &Path, system: &System, wheel: &Path) -> Result<(), String> {
+    let Emulated { c_compiler, runner, environment } = match platforms::emulated(system.triple) {
+        Ok(found) => found,
+        Err(reason) => {
+            println!("absent: {}: tried by nobody: {reason}", wheel.display());
+            return Ok(());
+        }
+    };
+    let folder = target().join("wheel-trial");
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    }
+    loudly(Command::new(python).args(["-m", "zipfile", "-e"]).arg(wheel).arg(&folder))?;
+    let (folder, c) = (folder.join("fmha"), package().join("../c"));
+    let program = folder.join("first_call.exe");
+    let mut compile = Command::new(c_compiler);
+    compile.args(["-std=c11", "-I"]).arg(&c).arg(c.join("examples/first_call.c"));
+    loudly(compile.arg(folder.join(system.library)).arg("-lm").arg("-o").arg(&program))?;
+    let mut words = runner.split(' ');
+    let mut run = Command::new(words.next().unwrap_or_default());
+    // Windows looks for the library beside the program, Linux where it is told.
+    run.args(words).arg(&program).arg("cpu").envs(environment).env("LD_LIBRARY_PATH", &folder);
+    loudly(&mut run)?;
+    println!("{}: its library serves the first example in C by {runner}", wheel.display());
+    Ok(())
+}
+
+/// A first call of an installed wheel.
+const FIRST: &str =
+    "import fmha, numpy as np; x = np.ones((1, 4, 2, 8), 'f4'); assert fmha.attention(x, x, x).sum() == 64";
+
+/// Installs a wheel and NumPy into an empty environment, and makes a call.
+fn tried(wheel: &Path) -> Result<(), String> {
+    let folder = target().join("wheel-trial");
+    if folder.exists() {
+        std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    }
+    let python = created(&folder)?;
+    install(&python, &[&wheel.display().to_string(), "numpy"])?;
+    loudly(Command::new(&python).args(["-I", "-c", FIRST]))?;
+    println!("{}: installed where there was nothing, and computes", wheel.display());
+    Ok(())
+}
+
+/// What builds wheels: pip, setuptools, zig.
+fn tools() -> Result<PathBuf, String> {
+    let python = created(&target().join("wheel-tools"))?;
+    install(&python, &["setuptools>=78", "ziglang", "cargo-zigbuild"])?;
+    Ok(python)
+}
+
+/// Builds this system's wheel into `target/wheels`, with the kernels of some architectures where it is asked to: those of the
+/// table whose problems have one of `filters` in their names, or [`COMMON`].
 ///
 /// # Errors
 /// What is missing, or does not build.
 pub(crate) fn wheel(archs: Option<&str>, filters: &[&str]) -> Result<(), String> {
-    let python = created(&target().join("wheel-tools"))?;
-    install(&python, &["setuptools>=78", "ziglang", "cargo-zigbuild"])?;
-    let library = library(&python)?;
-    let bytes = std::fs::read(&library).map_err(|error| format!("{}: {error}", library.display()))?;
-    let (major, minor) = glibc(&bytes).ok_or_else(|| format!("{}: names no glibc", library.display()))?;
+    let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    let system = SYSTEMS.iter().find(|system| system.triple == triple);
+    wheel_for(&tools()?, system.ok_or_else(|| format!("{triple}: no wheel is made for it"))?, archs, filters)
+        .map(drop)
+}
+
+/// The wheel's path.
+fn wheel_for(
+    python: &Path,
+    system: &System,
+    archs: Option<&str>,
+    filters: &[&str],
+) -> Result<PathBuf, String> {
+    let library = library(python, system)?;
+    let tag = match system.platform.strip_prefix("manylinux_") {
+        Some(arch) => {
+            let bytes = std::fs::read(&library).map_err(|error| format!("{}: {error}", library.display()))?;
+            let (major, minor) =
+                glibc(&bytes).ok_or_else(|| format!("{}: names no glibc", library.display()))?;
+            format!("manylinux_{major}_{}_{arch}", minor.max(28))
+        }
+        None => system.platform.to_owned(),
+    };
     let (source, wheels) = (target().join("wheel"), target().join("wheels"));
-    stage(&source, &library)?;
+    stage(&source, &library, system.library)?;
     if let Some(archs) = archs {
         bundle(&source, archs, if filters.is_empty() { &COMMON } else { filters })?;
     }
-    let tag = format!("manylinux_{major}_{}_{}", minor.max(28), std::env::consts::ARCH);
-    let mut build = Command::new(&python);
+    let mut build = Command::new(python);
     build
         .args(["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"])
         .arg(&wheels);
     build.arg(format!("--config-settings=--build-option=--plat-name={tag}")).arg(&source);
     loudly(&mut build)?;
-    println!("{}: needs glibc {major}.{minor}", wheels.join(format!("fmha-*-{tag}.whl")).display());
-    Ok(())
+    let ending = format!("-{tag}.whl");
+    let made = std::fs::read_dir(&wheels).map_err(|error| format!("{}: {error}", wheels.display()))?;
+    let mut made = made.flatten().map(|entry| entry.path());
+    let made = made.find(|path| path.display().to_string().ends_with(&ending));
+    let made = made.ok_or_else(|| format!("pip left no wheel that ends in {ending}"))?;
+    println!("{}", made.display());
+    Ok(made)
 }
 
 /// Compiled kernels beside the library, a file a filter.
@@ -205,28 +322,23 @@ fn bundle(source: &Path, archs: &str, filters: &[&str]) -> Result<(), String> {
     Ok(())
 }
 
-/// The glibc that a manylinux tag of every living distribution has, by zig's linker where it is to be had.
-fn library(python: &Path) -> Result<PathBuf, String> {
-    const NAME: &str = "libfmha_native.so";
-    let triple = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
-    let folder = target().join("manylinux");
+/// The library for a system, by zig's compiler and linker.
+fn library(python: &Path, system: &System) -> Result<PathBuf, String> {
+    let _ = runs(Command::new("rustup").args(["target", "add", system.triple]));
+    let folder = target().join("wheel-build");
+    let aim = match system.triple.ends_with("-linux-gnu") {
+        true => format!("{}.{GLIBC}", system.triple),
+        false => system.triple.to_owned(),
+    };
     let mut zig = Command::new(env!("CARGO"));
-    zig.args([
-        "zigbuild",
-        "--release",
-        "-p",
-        "fmha-py",
-        "--target",
-        &format!("{triple}.2.28"),
-        "--target-dir",
-    ]);
-    zig.arg(&folder).env("CARGO_ZIGBUILD_PYTHON", python);
+    zig.args(["zigbuild", "--release", "-p", "fmha-py", "--target", &aim, "--target-dir"]).arg(&folder);
+    zig.env("CARGO_ZIGBUILD_PYTHON", python);
     if let Some(bin) = python.parent() {
         let path = std::env::var("PATH").unwrap_or_default();
         zig.env("PATH", format!("{}:{path}", bin.display()));
     }
     loudly(&mut zig)?;
-    Ok(folder.join(triple).join("release").join(NAME))
+    Ok(folder.join(system.triple).join("release").join(system.library))
 }
 
 /// The newest glibc whose symbols a library asks for.
@@ -243,7 +355,7 @@ fn glibc(library: &[u8]) -> Option<(u32, u32)> {
 }
 
 /// The package with its library, as a wheel has them, in a folder of its own.
-fn stage(folder: &Path, library: &Path) -> Result<(), String> {
+fn stage(folder: &Path, library: &Path, name: &str) -> Result<(), String> {
     let copy = || -> std::io::Result<()> {
         if folder.exists() {
             std::fs::remove_dir_all(folder)?;
@@ -261,7 +373,7 @@ fn stage(folder: &Path, library: &Path) -> Result<(), String> {
                 std::fs::copy(entry.path(), folder.join("fmha").join(entry.file_name()))?;
             }
         }
-        std::fs::copy(library, folder.join("fmha/libfmha_native.so"))?;
+        std::fs::copy(library, folder.join("fmha").join(name))?;
         Ok(())
     };
     copy().map_err(|error| format!("{}: {error}", folder.display()))

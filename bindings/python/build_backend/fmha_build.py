@@ -23,8 +23,9 @@ from setuptools import build_meta
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 
-#: The library's file, as Cargo names it on this system.
-FILE = {"win32": "fmha_native.dll", "darwin": "libfmha_native.dylib"}.get(sys.platform, "libfmha_native.so")
+#: The library's file, as Cargo names it on each system, and on this one.
+FILES = {"win32": "fmha_native.dll", "darwin": "libfmha_native.dylib", "linux": "libfmha_native.so"}
+FILE = FILES.get(sys.platform, FILES["linux"])
 
 get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
@@ -64,14 +65,14 @@ def _built() -> pathlib.Path:
 @contextlib.contextmanager
 def _staged():
     """A copy of the package with its library, as the current folder: nothing is left in the source tree."""
-    library = HERE / "fmha" / FILE
-    if not library.is_file():
-        library = _built()
+    # Beside the package it may be another system's: a wheel for that is packed here.
+    beside = [path for path in (HERE / "fmha" / name for name in FILES.values()) if path.is_file()]
+    library = beside[0] if beside else _built()
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         stage = pathlib.Path(folder)
         shutil.copytree(HERE / "fmha", stage / "fmha", ignore=shutil.ignore_patterns("__pycache__", "*fmha_native*"))
-        shutil.copy(library, stage / "fmha" / FILE)
+        shutil.copy(library, stage / "fmha" / library.name)
         licences = [path for place in (HERE, HERE / "workspace", HERE.parents[1]) for path in place.glob("LICENSE-*")]
         for path in [HERE / "pyproject.toml", HERE / "README.md", *licences]:
             shutil.copy(path, stage)

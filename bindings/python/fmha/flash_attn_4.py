@@ -3,8 +3,8 @@ values.
 
 Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``score_mod`` and ``mask_mod`` that are plain functions of
 Python are called once with traced values and have gradients, to floating ``aux_tensors`` too; beside a ``mask_mod``
-``causal`` and ``window_size`` say nothing, as there. CuTe's programs, ``score_mod_bwd``, block sparsity, gathered keys
-and ``qv`` are refused by name.
+``causal`` and ``window_size`` say nothing, as there. ``qv`` is part of longer rows, as of FlashAttention 3. CuTe's
+programs, ``score_mod_bwd``, block sparsity and gathered keys are refused by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import _code, _torch, attention
+from . import _code, _layouts, _torch, attention
 from ._mask import NONE, Mask, band, pair
 from ._numbers import flag, integer as whole
 from ._serving import bound
@@ -108,13 +108,17 @@ def flash_attn_func(
     a query sees the keys before its own. Bounds whose sum is below 0 are no window, as there.
     """
     refuse(
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod_bwd=score_mod_bwd,
         aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
+    if qv is not None:
+        if q is None:
+            raise NotImplementedError("q is None beside qv: scores of qv alone are those of a call with q=qv and k=v")
+        softmax_scale = _layouts.scale_of(q, qv, softmax_scale)
+        q, k, v = _layouts.with_qv(q, qv, k, v)
     code = _functions(score_mod, mask_mod, aux_tensors, softcap, q)
     if mask_mod is not None:
         causal, window_size = False, (None, None)
@@ -172,11 +176,15 @@ def flash_attn_varlen_func(
     """Packed where ``cu_seqlens_*`` are given, else with a batch axis; paged K and V with ``page_table``. A
     ``max_seqlen_*`` that is not given is bounded by the call's rows."""
     refuse(
-        qv=qv,
         gather_kv_indices=gather_kv_indices,
         score_mod_bwd=score_mod_bwd,
         aux_scalars=aux_scalars,
     )
+    if qv is not None:
+        if q is None:
+            raise NotImplementedError("q is None beside qv: scores of qv alone are those of a call with q=qv and k=v")
+        softmax_scale = _layouts.scale_of(q, qv, softmax_scale)
+        q, k, v = _layouts.with_qv(q, qv, k, v)
     code = _functions(score_mod, mask_mod, aux_tensors, softcap, q)
     if mask_mod is not None:
         causal, window_size = False, (None, None)

@@ -178,6 +178,13 @@ def test_qv_is_a_second_product_with_v(beside, chunk):
         *rows, offsets([7, 7]), offsets([11, 11]), 7, 11, **dict(plain, qv=qv.flatten(0, 1))
     )
     close(packed, wanted.flatten(0, 1), tolerance(q.dtype))
+    if not chunk:
+        out, lse = fa4.flash_attn_func(q, k, v, qv=qv, causal=True, return_lse=True)
+        close(out, wanted, tolerance(q.dtype))
+        close(lse, wanted_lse, 1e-5)
+        used = dict(cu_seqlens_q=offsets([7, 7]), seqused_k=i32(11, 11))
+        mixed, _ = fa4.flash_attn_varlen_func(q.flatten(0, 1), k, v, qv=qv.flatten(0, 1), causal=True, **used)
+        close(mixed, wanted.flatten(0, 1), tolerance(q.dtype))
     over = fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=i32(11, 9), **plain)
     seen = seen_in_chunks(chunk or 100, 7, 9, fmha.CAUSAL)
     close(over[:1], wanted[:1], tolerance(q.dtype))

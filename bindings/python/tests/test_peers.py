@@ -53,16 +53,20 @@ def test_each_value_of_each_list_is_drawn_as_often_as_its_neighbours(grids):
 def test_the_page_sums_parts_and_refuses_a_call_in_two_of_them(grids, tmp_path, monkeypatch):
     monkeypatch.setattr(grids, "PAGE", tmp_path / "page.md")
 
-    def part(first, count, outcomes, causes=()):
-        about = {"seed": 3, "first": first, "count": count, "suites": ["fa2"], "device": "a device"}
+    def part(first, count, outcomes, causes=(), device="a device"):
+        about = {"seed": 3, "first": first, "count": count, "suites": ["fa2"], "device": device}
         text = json.dumps({**about, "by_suite": {"fa2": outcomes}, "causes": dict(causes)})
-        (tmp_path / f"{first}.json").write_text(text)
+        (tmp_path / f"{device}-{first}.json").write_text(text)
 
     part(0, 100, {"right": 90, "large": 10})
     part(100, 50, {"right": 48, "refused": 2}, {"ValueError: no": 2})
     assert grids.main_of(["--page", str(tmp_path)]) == 0
     page = grids.PAGE.read_text()
     assert "| FlashAttention 2 | 150 | 138 | 2 | 0 | 0 | 0 | 10 | 1.4 % |" in page and "| ValueError: no | 2 |" in page
+    part(0, 100, {"right": 100}, device="another")
+    assert grids.main_of(["--page", str(tmp_path)]) == 0
+    page = grids.PAGE.read_text()
+    assert "## On another" in page and "| all | 150 | 138 |" in page and "| all | 100 | 100 |" in page
     part(150, 10, {"right": 9, "wrong": 1})
     assert grids.main_of(["--page", str(tmp_path)]) == 1
     part(140, 10, {"right": 10})

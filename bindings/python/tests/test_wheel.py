@@ -125,6 +125,22 @@ def test_without_cargo_or_a_library_no_wheel_is_made_and_the_reason_is_said(tmp_
     assert not list(tmp_path.glob("*.whl")) and not list(tmp_path.glob("*.tar.gz"))
 
 
+def test_a_wheel_for_another_system_has_that_ones_library(tmp_path):
+    pytest.importorskip("setuptools", minversion="78", reason="setuptools 78 is not installed: no wheel is built")
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE / "fmha", source / "fmha", ignore=shutil.ignore_patterns("__pycache__", "*fmha_native*"))
+    shutil.copytree(PACKAGE / "build_backend", source / "build_backend", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(PACKAGE / name, source)
+    (source / "fmha/fmha_native.dll").write_bytes(b"MZ")
+    options = {"--build-option": "--plat-name=win_amd64"}
+    ran = hook(source, f"build_wheel({str(tmp_path)!r}, {options!r})", CARGO="/nowhere/cargo")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (wheel,) = tmp_path.glob("*-win_amd64.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        assert [name for name in packed.namelist() if name.endswith((".dll", ".so"))] == ["fmha/fmha_native.dll"]
+
+
 def test_a_wheel_has_the_library_that_cargo_names(tmp_path):
     """Cargo is played by a program that names a file, and fails where it is asked for another package."""
     pytest.importorskip("setuptools", minversion="78", reason="setuptools 78 is not installed: no wheel is built")

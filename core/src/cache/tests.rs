@@ -495,7 +495,7 @@ fn a_file_that_is_cut_or_of_another_kernel_is_not_taken() {
 #[test]
 #[ignore = "a process of the test below, which starts it"]
 fn a_process_that_stores_beyond_the_limit() {
-    let Some(folder) = std::env::var_os("FMHA_TEST_FOLDER") else { return };
+    let Some(folder) = std::env::var_os("CACHE_TEST_FOLDER") else { return };
     let disk = Disk::with_limit(Path::new(&folder), 10 * size_of(&made("own 100")));
     for i in 100..140 {
         let kernel = made(&format!("own {i}"));
@@ -514,7 +514,7 @@ fn processes_that_make_room_at_once_keep_what_there_is_room_for() {
     let start = || {
         let mut process = std::process::Command::new(std::env::current_exe().unwrap());
         process.args(["cache::tests::a_process_that_stores_beyond_the_limit", "--exact", "--ignored"]);
-        process.env("FMHA_TEST_FOLDER", folder.path()).stdout(std::process::Stdio::piped());
+        process.env("CACHE_TEST_FOLDER", folder.path()).stdout(std::process::Stdio::piped());
         process.stderr(std::process::Stdio::piped()).spawn().unwrap()
     };
     for process in [start(), start(), start()] {
