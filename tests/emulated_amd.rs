@@ -21,7 +21,7 @@ use fmha_core::{AnyProblem, Device, PlanOptions};
 
 const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
-/// Of the tile kernels of an architecture, one in so many; those of one are not those of another.
+/// Tile kernels of an architecture for each that runs; each architecture runs others.
 const PARTS: u64 = 90;
 /// What may be wrong on one architecture alone: its matrix instructions, its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
@@ -124,7 +124,7 @@ fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
     jobs.into_iter().map(|job| job.source.entry).filter(|entry| entry.contains("kTile")).collect()
 }
 
-/// Its products ask for few kernels: two or three for each of two types, of head dims in whole 64 (of RDNA 32), of five
+/// Products of the backward ask for few kernels: two or three for each of two types, of head dims in whole 64 (of RDNA 32), of five
 /// kinds of scores and every two modifiers of them, of two ways to load and to store, of the gradients' types.
 #[test]
 fn the_batterys_backward_asks_for_few_products() {
@@ -142,7 +142,7 @@ fn the_batterys_backward_asks_for_few_products() {
     }
 }
 
-/// Of the backward on MFMA and on WMMA: what may be wrong on one architecture alone, and each kind of problem on one of them.
+/// Cases of the backward on MFMA and on WMMA: what may be wrong on one architecture alone, and each kind of problem on one of them.
 const BACKWARD: [(&str, &str, &[&str]); 5] = [
     (
         "gfx90a",

@@ -220,7 +220,7 @@ fn is_wanted(isa: Isa, cap: Option<Isa>, vendor: &str) -> bool {
     }
 }
 
-/// Who made the processor, in its own word; nothing where it has none.
+/// Vendor of the processor, as `cpuid` spells it; empty where the processor does not say.
 fn vendor() -> String {
     #[cfg(target_arch = "x86_64")]
     {

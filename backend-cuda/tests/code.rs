@@ -55,7 +55,7 @@ fn sm80_computes_functions_and_gradients_of_what_they_capture() {
     tiles("sm80", Gradients::Captured, 13);
 }
 
-/// Its backward has none.
+/// Hopper's backward has none.
 #[test]
 fn sm90_computes_functions_forward() {
     tiles("sm90", Gradients::None, 13);

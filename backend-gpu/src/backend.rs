@@ -21,7 +21,7 @@ use crate::recipe::{AnyAddress, Choice, Facts as _, GpuProblem, Planned as Chose
 use crate::select::{Selected, select};
 use crate::steps::{Handle, Ready, Step, Steps};
 
-/// The same of a problem, whichever operation's it is.
+/// Evaluates one expression for a problem of any operation.
 macro_rules! whichever {
     ($any:expr, $problem:ident => $value:expr) => {
         match $any {

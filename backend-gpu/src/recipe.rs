@@ -21,9 +21,9 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     /// The name that selects its backend: `cuda`.
     const KIND: &'static str;
 
-    /// Its driver.
+    /// The vendor's driver.
     type Driver: Driver;
-    /// Its compiler.
+    /// The vendor's compiler.
     type Toolchain: Toolchain;
     /// What its recipes know of a device.
     type Facts: Facts;

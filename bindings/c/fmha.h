@@ -46,7 +46,7 @@
 // Partial results are added as they are, in f32 and in their order, and rounded once: gradients of parts.
 #define FMHA_SUM 1
 
-// The same, to what O holds: the first term.
+// Adds to what O holds, as the first term.
 #define FMHA_ADD_TO 2
 
 // Most axes of a captured tensor.
@@ -85,7 +85,7 @@ typedef struct FmhaPlan FmhaPlan;
 // A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
 // batch and head.
 typedef struct FmhaTensor {
-  // Its first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
+  // The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
   // a tensor of 0 elements.
   void *data;
   // From sequence to sequence; packed: not used.
@@ -117,9 +117,9 @@ typedef struct FmhaGradients {
   const float *dlse;
   // Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
   float *dsink;
-  // Of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  // Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_grad;
-  // Of dbias, likewise; 0 where there is none.
+  // Type of dbias: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_dbias;
 } FmhaGradients;
 
@@ -151,7 +151,7 @@ typedef struct FmhaCache {
   int32_t rotary_dim;
   // 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
   int32_t rotary_interleaved;
-  // Of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
+  // Type of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
   int32_t dtype_rotary;
   // FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
   int32_t dtype_cache;
@@ -203,7 +203,7 @@ typedef struct FmhaCaptured {
   float real;
   // A tensor's axes: 0 to FMHA_MAX_RANK.
   int32_t num_dims;
-  // Of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+  // Type of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_grad;
   // 0.
   int32_t reserved;
@@ -325,13 +325,13 @@ typedef struct FmhaCall {
   uint64_t dropout_offset;
   // Probability that an element of P is dropped.
   float p_drop;
-  // Of Q and K: FMHA_F16, ...
+  // Type of Q and K: FMHA_F16, ...
   int32_t dtype_qk;
-  // Of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+  // Type of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
   int32_t dtype_v;
-  // Of O.
+  // Type of O.
   int32_t dtype_o;
-  // Of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+  // Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
   int32_t dtype_bias;
   // FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
   int32_t v_layout;
@@ -354,7 +354,7 @@ typedef struct FmhaOptions {
   const char *backend;
   // This kernel or a refusal; null: the backend's choice.
   const char *kernel;
-  // Its tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+  // The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
   const char *tile;
   // 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
   int32_t allow_fallback;
@@ -402,9 +402,9 @@ typedef struct FmhaCombine {
   float *lse;
   // As in FmhaCall.
   void *stream;
-  // Of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  // Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_part;
-  // Of the combined O, likewise.
+  // Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_o;
   // How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
@@ -551,7 +551,7 @@ void fmha_drop(struct FmhaPlan *plan);
 // As `fmha_plan`; `buffer` is null or writable.
 int fmha_buffer(const struct FmhaOptions *options, uint64_t bytes, struct FmhaBuffer **buffer);
 
-// Its first byte, in the memory of its backend. Of the CPU it can be read and written as it is.
+// The buffer's first byte, in the memory of its backend. Host code can read and write a CPU buffer through it.
 //
 // # Safety
 // `buffer` is null (then so is the address) or from `fmha_buffer`.

@@ -55,7 +55,7 @@ pub(super) enum Call {
     Backward(Box<HostBwd>, Box<BwdPlan>),
 }
 
-/// Of it alone, every type of a result makes a NaN.
+/// A byte that makes a NaN of every type of a result when it fills an element.
 const NAN_BYTE: u8 = 0xFF;
 
 impl Call {

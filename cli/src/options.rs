@@ -152,7 +152,7 @@ pub(super) struct ProblemArgs {
     #[arg(long)]
     pub(super) dlse: bool,
 
-    /// The same bits every run, or a refusal (forward always keeps it)
+    /// Equal bits on every run, or a refusal (forward always keeps it)
     #[arg(long)]
     pub(super) deterministic: bool,
 
@@ -243,7 +243,7 @@ impl BackendArgs {
         emulate.chain(kernel).chain(tile).chain(accuracy).chain(flags).collect()
     }
 
-    /// The same with the backend's name, as another process of this command reads them.
+    /// All words of the options, the backend's name first, as another process of this command reads them.
     pub(super) fn all_words(&self) -> Vec<String> {
         [vec![format!("--backend={}", self.backend)], self.words()].concat()
     }

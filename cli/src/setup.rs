@@ -30,7 +30,7 @@ pub(super) struct Setup {
     /// Heads come before rows in files of Q, K and V, and of O.
     pub(super) iperm: bool,
     pub(super) operm: bool,
-    /// The same bits every run.
+    /// Whether every run gives equal bits.
     pub(super) deterministic: bool,
     pub(super) cache: CachePlaces,
     /// The numbers of masks as data.

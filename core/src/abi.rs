@@ -15,13 +15,13 @@ use crate::mask::{MaskAlign, MaskBounds, MaskKind, MaskSpec};
 
 /// A type that both sides know.
 pub trait AbiType: Copy {
-    /// Its C++ name.
+    /// The type's C++ name.
     fn c_name() -> String;
 }
 
 /// A struct of run-time arguments.
 pub trait AbiStruct: AbiType {
-    /// Its C++ definition, with the assertion that host and device agree.
+    /// The type's C++ definition, with the assertion that host and device agree.
     fn c_definition() -> String;
 }
 
@@ -248,7 +248,7 @@ pub fn struct_text(name: &str, fields: &[(String, &str)], size: usize, align: us
 abi_struct! {
     /// A tensor over the logical axes `[batch, row, head, dim]`; strides in elements.
     pub struct View {
-        /// Its first element.
+        /// The tensor's first element.
         pub data: DevPtr<Untyped>,
         /// From sequence to sequence: 0 when packed, or when broadcast.
         pub batch: i64,
@@ -422,7 +422,7 @@ abi_struct! {
         pub dropout_offset: u32,
         /// Position of the call's first query in the whole that it is a part of.
         pub dropout_first_query: i32,
-        /// Of the whole's keys, taken by fours, those that the call's first key is among.
+        /// Index of the four of the whole's keys that holds the call's first key.
         pub dropout_first_quad: i32,
         /// Which of the four it is; 0 for kernels that decide four keys at once.
         pub dropout_key_of_quad: i32,
@@ -516,9 +516,9 @@ pub const MAX_PARTS: usize = 128;
 abi_struct! {
     /// One partial result.
     pub struct PartPointers {
-        /// Its O.
+        /// The part's O.
         pub o: DevPtr<Untyped>,
-        /// Its LSE, `[batch, num_heads_q, seqlen_q]`.
+        /// The part's LSE, `[batch, num_heads_q, seqlen_q]`.
         pub lse: DevPtr<f32>,
     }
 }

@@ -78,7 +78,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// Its driver's queues. `None`: it computes in host memory before it returns; or its memory is a device's, and it
+    /// The driver's queues. `None`: the backend computes in host memory before it returns; or its memory is a device's, and it
     /// only plans.
     fn queues(&self) -> Option<&dyn Queues> {
         None
@@ -87,7 +87,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// Where its memory is.
     fn memory(&self) -> &dyn DeviceMemory;
 
-    /// Its part in memory that processes of a host share, if it has one.
+    /// The backend's part in memory that processes of a host share, if it has one.
     fn peers(&self) -> Option<&dyn Peers> {
         None
     }
@@ -321,19 +321,19 @@ impl DevBuffer {
         self.elem.read()
     }
 
-    /// Whose memory it is.
+    /// The memory's space.
     #[must_use]
     pub fn space(&self) -> MemorySpace {
         self.space
     }
 
-    /// Its size.
+    /// The buffer's size, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Its first byte.
+    /// The buffer's first byte.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr

@@ -14,7 +14,7 @@ pub struct BwdWorkspace {
     semaphores: Option<u64>,
     flags: u64,
     captured: Option<CapturedSums>,
-    /// Of all.
+    /// Bytes of the whole workspace.
     pub bytes: u64,
     stats_head: i64,
     stats_batch: i64,
@@ -121,13 +121,13 @@ impl BwdWorkspace {
 /// Rows that `fmha/row_bwd.h` computes one by one, whether their sequence has them or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdRows {
-    /// Of dQ, and of LSE and delta.
+    /// Rows of dQ, of LSE and of delta.
     pub queries: u64,
-    /// Of dK and dV.
+    /// Rows of dK and of dV.
     pub keys: u64,
-    /// Of dBias.
+    /// Rows of dBias.
     pub bias: u64,
-    /// Of dSink: heads.
+    /// Elements of dSink: heads.
     pub sinks: u64,
 }
 

@@ -5,14 +5,14 @@ use crate::error::{Error, Result};
 /// One environment variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EnvVar {
-    /// Its name.
+    /// The variable's name.
     pub name: &'static str,
     /// What it sets.
     pub meaning: &'static str,
 }
 
 impl EnvVar {
-    /// Its value, if set and not empty.
+    /// The variable's value, if set and not empty.
     ///
     /// # Errors
     /// [`Error::System`] where the value is not UTF-8: what the user wants cannot be known, and the

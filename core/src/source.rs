@@ -23,7 +23,7 @@ use crate::spec::{BiasKind, BwdSpec, CodeKind, CombineSpec, FwdSpec, KvKind};
 pub struct Header {
     /// Such as `fmha/mask.h`.
     pub name: Cow<'static, str>,
-    /// Its text.
+    /// The header's text.
     pub text: Cow<'static, str>,
 }
 
@@ -186,7 +186,7 @@ pub fn headers() -> Vec<Header> {
         "num.h",
     ));
     headers.push(expr_h());
-    // Of a call without functions; `KernelSource::with_code` puts another in its place.
+    // The header of a call without functions; `KernelSource::with_code` puts another in its place.
     headers.push(CodeSource { code: &Code::default(), gradients: &[] }.header());
     headers.push(Header::rendered("fmha/params.h", params_h()));
     headers.push(Header::rendered("fmha/spec.h", spec_h()));
@@ -323,11 +323,11 @@ mod tests {
         assert!(names(KernelSource::new("includes nothing".to_owned(), all)).is_empty());
     }
 
-    /// Or what a recipe adds that includes it.
+    /// Holds too for the headers that a recipe adds.
     #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let mut headers = headers();
-        headers.extend([crate::cache_update::header(), crate::lists::header()]);
+        headers.extend([crate::cache_update::header(), crate::lists::header(), crate::masks::header()]);
         for header in &headers {
             for name in includes(&header.text) {
                 assert!(headers.iter().any(|header| header.name == name), "{}: {name}", header.name);

@@ -334,7 +334,7 @@ pub const fn padded_dim(head_dim: i32) -> i32 {
     round_up(head_dim, 16)
 }
 
-/// Of a tile whose rows are so many bytes in all.
+/// Bytes of a tile in shared memory, whose rows have so many in all.
 const fn tile_bytes(bytes: i32) -> i32 {
     round_up(bytes, 1024)
 }
@@ -439,7 +439,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Band)
 }
 
-/// The same under a tree mask, of which the kernel takes [`TreeMask`](tree_mask::TreeMask) too.
+/// The forward kernel under a tree mask: it takes a [`TreeMask`](tree_mask::TreeMask) too.
 #[must_use]
 pub fn fwd_tree(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Tree)

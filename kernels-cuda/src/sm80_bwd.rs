@@ -217,7 +217,7 @@ pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candida
     Candidates::of([two].into_iter().chain(one))
 }
 
-/// Of so many 16-bit elements.
+/// Bytes of a tile of so many 16-bit elements.
 const fn tile_bytes(elems: i32) -> i32 {
     round_up(elems * 2, 1024)
 }

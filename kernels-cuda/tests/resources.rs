@@ -247,7 +247,7 @@ fn shares() -> Vec<(String, KernelSource)> {
     ]
 }
 
-/// Of the Blackwell kernel, what changes its registers: head dimensions, masks, modifiers.
+/// Kernels of Blackwell's forward, by what changes its registers: head dimensions, masks, modifiers.
 fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let plain = |qk, v, mask| FwdSpec { head_dim_v: v, ..FwdSpec::plain(DType::Bf16, qk, mask) };
     let upper = plain(128, 128, MaskKind::Upper);
@@ -300,7 +300,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of the Blackwell backward: each head dimension's tile, masks, what modifiers cost.
+/// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.
 fn blackwell_backward() -> Vec<(String, KernelSource)> {
     type Change = fn(&mut BwdSpec);
     let cases: [(&str, i32, MaskKind, Change); 12] = [
@@ -341,7 +341,7 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of the Hopper backward: every head dimension's tile, orders of its products, what modifiers cost.
+/// Kernels of Hopper's backward: every head dimension's tile, orders of its products, what modifiers cost.
 ///
 /// Persistent kernels spill some 50 bytes of their loading thread, which has 24 registers.
 fn backward_kernels() -> Vec<(String, KernelSource)> {
@@ -425,7 +425,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_bwd::Sm90BwdTile { load_registers: 40, ..tile };
         kernels.push((format!("sm90_bwd_{name}_40_registers"), sm90_bwd::main(&spec, &tile)));
     }
-    // Of short sequences, whose second CTA of a cluster would be idle.
+    // Kernels of short sequences, whose second CTA of a cluster would be idle.
     for (name, spec) in [("full", plain(256, MaskKind::Full)), ("upper", plain(256, MaskKind::Upper))] {
         let tile = sm90_bwd::default_tile(&spec);
         let tile = sm90_bwd::Sm90BwdTile { walk: sm90_bwd::BwdWalk::SplitDims, ..tile };
@@ -434,7 +434,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Of the kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. None
+/// Kernels of mma.sync, with an A100's tiles and, for wide head dimensions, an RTX 4090's. None
 /// spills, and none has a stack: an array that is not in registers would be on it, and no spill.
 fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     let (a100, ada) =
@@ -546,7 +546,7 @@ fn tma_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
         .into()
 }
 
-/// Of latent attention and of wide heads: whole rows and parts of the keys, contiguous and in pages.
+/// Kernels of latent attention and of wide heads: whole rows and parts of the keys, contiguous and in pages.
 fn latent_kernels() -> Vec<(String, KernelSource)> {
     let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let plain = |mask| wide(576, mask);

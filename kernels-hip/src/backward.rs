@@ -97,7 +97,7 @@ abi_spec! {
         pub store: StorePath = Takes::nothing(),
         /// What is summed.
         pub sums: BwdSums = Takes::nothing(),
-        /// Of a workgroup; the device's text asserts it.
+        /// Bytes of LDS of a workgroup; the device's text asserts the number.
         pub lds_bytes: i32 = Takes::nothing(),
     }
 }
@@ -137,7 +137,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     /// Rows are padded to these many elements.
     const LINE: u32;
 
-    /// That an architecture has the unit.
+    /// Checks that an architecture has the unit.
     ///
     /// # Errors
     /// The architecture.
@@ -197,12 +197,12 @@ pub(crate) struct Backward<U> {
     unit: std::marker::PhantomData<U>,
     spec: MatrixBwdSpec,
     rows_spec: BwdSpec,
-    /// Of each launch of products, dQ's first.
+    /// Tiles of the launches of products, dQ's first.
     pub(crate) tiles: Vec<MatrixBwdTile>,
     workspace: BwdWorkspace,
     /// A number for each KV head of each sequence, in front of the workspace: whether it has far queries.
     far_bytes: u64,
-    /// Of queries, each sequence's in whole words of 32.
+    /// Rows of the queries' statistics, each sequence's in whole words of 32.
     stats_rows: u64,
     rows: BwdRows,
 }
@@ -338,7 +338,7 @@ impl<U: Unit> Backward<U> {
         self.stats_rows.div_ceil(WAVES_OF_A_ROW_WORKGROUP)
     }
 
-    /// Of the launch behind.
+    /// Workgroups of the launch behind the products.
     #[must_use]
     pub(crate) fn rest_workgroups(&self, problem: &BwdProblem) -> u64 {
         let dims = problem.fwd.dims;
@@ -349,7 +349,7 @@ impl<U: Unit> Backward<U> {
         (words + self.rows.bias + self.rows.sinks).div_ceil(WAVES_OF_A_ROW_WORKGROUP)
     }
 
-    /// Of a launch of products.
+    /// Workgroups of a launch of products.
     #[must_use]
     pub(crate) fn workgroups(problem: &BwdProblem, tile: &MatrixBwdTile) -> u64 {
         let dims = problem.fwd.dims;

@@ -78,7 +78,7 @@ pub(crate) fn modifies_score(problem: &FwdProblem) -> bool {
 
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
 
-/// That the architecture's matrix instructions have the problem's types, and that its tensors are as both kernels read them.
+/// Checks that the architecture's matrix instructions have the problem's types, and that its tensors are as both kernels read them.
 ///
 /// # Errors
 /// The field that `kernel` does not take, and its number.

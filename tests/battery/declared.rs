@@ -7,7 +7,7 @@ use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
-    /// Whose it is, by [`fmha_core::Device::kind`].
+    /// Backends that refuse so, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
     /// Which of its kernels refuse, each where it was asked for; none: any.
     pub kernels: &'static [&'static str],
@@ -29,7 +29,7 @@ fn updates_the_cache(case: &Case, problem: Option<&FwdProblem>) -> bool {
         || matches!(&case.body, Body::Law(law) if matches!(law.kind, LawKind::AppendIsWritten(_)))
 }
 
-/// Of FP8 beside queries of 16 bits, or seen by a tree mask.
+/// Whether a cache is of FP8 beside queries of 16 bits, or seen by a tree mask.
 fn is_no_plain_cache(problem: &FwdProblem) -> bool {
     problem.cache.dtype.is_some() || problem.cache.tree_mask
 }

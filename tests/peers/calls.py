@@ -100,7 +100,7 @@ def window_of(case, rng, keys):
         bound = 0 if case["causal"] else right
         mask = fmha.NONE if left < 0 and bound < 0 else fmha.Mask(2, left, bound)
         return (left, right), lambda n, m: visible(mask, n, m)
-    # That of 4 has windows that begin behind the diagonal, or end before it.
+    # FlashAttention 4 has windows that begin behind the diagonal, or end before it.
     window = [(None, None), (left, right), (None, -right), (-left, None)][kind]
 
     def seen(n, m):

@@ -187,7 +187,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/fixed_parts/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // The same bits whoever claims a tile.
+    // Equal bits, whichever CTA claims a tile.
     Row {
         kernel: Some("sm90"),
         mode: Mode::DrawnOrder,
@@ -249,7 +249,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("simt"),
-        // Of FP8 over several blocks not the rows of D 224 and 256, which differ from the others in a loop's length.
+        // FP8 over several blocks without the rows of D 224 and 256, which differ from the others in a loop's length.
         in_test: Cases {
             filter: "^((definition|guards|lists)/|fp8/([^b]|blocks/[^/]*/([^d]|d[^2])))",
             deal: 288,
@@ -284,7 +284,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: CLUSTER_CASES, deal: 1 },
         ..BLACKWELL
     },
-    // Its loads from tensor memory find maxima: of blocks that no mask cuts.
+    // Blackwell Ultra's loads from tensor memory find maxima: of blocks that no mask cuts.
     Row {
         arch: "sm_103a",
         in_test: Cases { filter: "^edges/(off_tile|long|nan|inf).*bf16", deal: 2 },
@@ -316,7 +316,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
     },
-    // Its backward, two blocks each way, the mask's edges, rows behind a sequence, additions in one order: every access ordered by
+    // Blackwell's backward, two blocks each way, the mask's edges, rows behind a sequence, additions in one order: every access ordered by
     // vector clocks; and where it refuses, the kernels that serve.
     Row {
         mode: Mode::HappensBefore,

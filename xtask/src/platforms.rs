@@ -120,7 +120,7 @@ pub(crate) struct Emulated {
     pub(crate) environment: Vec<(String, String)>,
 }
 
-/// That of a target; what is missing is installed.
+/// Checks one target; what is missing is installed.
 ///
 /// # Errors
 /// Why programs of the target do not run here.

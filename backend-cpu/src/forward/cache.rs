@@ -353,7 +353,7 @@ const AHEAD_BYTES: usize = 16 << 10;
 
 /// Rows of some heads to one place for each head, in the order of their addresses.
 struct Together<'a> {
-    /// Of the first head.
+    /// Rows of the first head.
     from: Matrix,
     /// Bytes from head to head.
     from_head: isize,

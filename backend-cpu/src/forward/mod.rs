@@ -96,7 +96,7 @@ struct Scratch {
     columns: Floats,
     /// A panel's, or those of two panels for products in tiles.
     scores: Floats,
-    /// Of a bias, or of keep factors.
+    /// One panel of a bias, or of keep factors.
     extra: Floats,
     code: CodeLanes,
     /// Which pairs of a panel code hides.

@@ -470,7 +470,7 @@ fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
         let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
         return Err(ProblemError::new("alibi_per_batch", text));
     }
-    // Of no elements a bias may be null whatever its type, and adds to no score.
+    // A bias without elements may be null whatever its type: it adds to no score.
     if !elementwise && !has_no_scores(call) {
         none_of("dtype_bias", call.dtype_bias, "bias.data")?;
     }

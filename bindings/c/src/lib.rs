@@ -45,7 +45,7 @@ fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
     guard_text(|| body().map_err(|error| error.to_string()))
 }
 
-/// The same, of errors that are told as they are.
+/// Runs `body` behind the guard of [`guard`], with errors that are texts already.
 fn guard_text(body: impl FnOnce() -> Result<(), String>) -> c_int {
     let text = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn fmha_buffer(
     })
 }
 
-/// Its first byte, in the memory of its backend. Of the CPU it can be read and written as it is.
+/// The buffer's first byte, in the memory of its backend. Host code can read and write a CPU buffer through it.
 ///
 /// # Safety
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.

@@ -32,7 +32,7 @@ pub const FMHA_EXACT: i32 = 1;
 pub const FMHA_BY_LSE: i32 = 0;
 /// Partial results are added as they are, in f32 and in their order, and rounded once: gradients of parts.
 pub const FMHA_SUM: i32 = 1;
-/// The same, to what O holds: the first term.
+/// Adds to what O holds, as the first term.
 pub const FMHA_ADD_TO: i32 = 2;
 
 /// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
@@ -40,7 +40,7 @@ pub const FMHA_ADD_TO: i32 = 2;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaTensor {
-    /// Its first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
+    /// The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
     /// a tensor of 0 elements.
     pub data: *mut c_void,
     /// From sequence to sequence; packed: not used.
@@ -74,9 +74,9 @@ pub struct FmhaGradients {
     pub dlse: *const f32,
     /// Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
     pub dsink: *mut f32,
-    /// Of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    /// Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_grad: i32,
-    /// Of dbias, likewise; 0 where there is none.
+    /// Type of dbias: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_dbias: i32,
 }
 
@@ -110,7 +110,7 @@ pub struct FmhaCache {
     pub rotary_dim: i32,
     /// 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
     pub rotary_interleaved: i32,
-    /// Of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
+    /// Type of rotary_cos and rotary_sin: FMHA_F32, or dtype_qk; 0 where there are none.
     pub dtype_rotary: i32,
     /// FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
     pub dtype_cache: i32,
@@ -169,7 +169,7 @@ pub struct FmhaCaptured {
     pub real: f32,
     /// A tensor's axes: 0 to FMHA_MAX_RANK.
     pub num_dims: i32,
-    /// Of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+    /// Type of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_grad: i32,
     /// 0.
     pub reserved: i32,
@@ -295,13 +295,13 @@ pub struct FmhaCall {
     pub dropout_offset: u64,
     /// Probability that an element of P is dropped.
     pub p_drop: f32,
-    /// Of Q and K: FMHA_F16, ...
+    /// Type of Q and K: FMHA_F16, ...
     pub dtype_qk: i32,
-    /// Of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
+    /// Type of V: that of Q and K, or FMHA_F16 or FMHA_BF16 beside FP8 Q and K.
     pub dtype_v: i32,
-    /// Of O.
+    /// Type of O.
     pub dtype_o: i32,
-    /// Of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
+    /// Type of the bias: FMHA_F32 or the inputs' 16-bit type; 0 where there is none.
     pub dtype_bias: i32,
     /// FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
     pub v_layout: i32,
@@ -350,9 +350,9 @@ pub struct FmhaCombine {
     pub lse: *mut f32,
     /// As in FmhaCall.
     pub stream: *mut c_void,
-    /// Of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    /// Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_part: i32,
-    /// Of the combined O, likewise.
+    /// Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_o: i32,
     /// How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
@@ -370,7 +370,7 @@ pub struct FmhaOptions {
     pub backend: *const c_char,
     /// This kernel or a refusal; null: the backend's choice.
     pub kernel: *const c_char,
-    /// Its tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
+    /// The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
     pub tile: *const c_char,
     /// 1: a kernel that is correct but far from fast may serve; 0: a refusal instead.
     pub allow_fallback: i32,

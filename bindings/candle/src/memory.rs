@@ -234,7 +234,7 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// Its type as attention's.
+    /// The tensor's type as attention names it.
     pub(crate) fn float(&self) -> Result<fmha::DType> {
         match self.dtype {
             DType::F32 => Ok(fmha::DType::F32),
@@ -284,7 +284,7 @@ impl<'a> Written<'a> {
 }
 
 impl Output {
-    /// Its bytes.
+    /// Bytes of the output.
     pub(crate) fn bytes(&self) -> usize {
         self.shape.elem_count() * self.dtype.size_in_bytes()
     }

@@ -250,7 +250,7 @@ def _sharding_rule(static: _Static, operands: Sequence[Any], results: Sequence[A
     q, k = (operands[static.names.index(name)].shape for name in "qk")
     ratio = q[2] // max(k[2], 1)
     alone = (f"x{i}" for i in itertools.count())
-    # Of one head of K, the query heads stay together: its gradient is the sum over them.
+    # The query heads of one head of K stay together: the gradient of K is the sum over them.
     heads = "k" if ratio == 1 else "h" if k[2] == 1 else "(k g)"
     sizes = {"g": ratio} if heads == "(k g)" else {}
     # In the order in which the rule names them, which the compiler wants.

@@ -213,7 +213,7 @@ pub const OPTIONS: [&str; 9] = [
 pub const ALLOW_FALLBACK: i64 = 1;
 /// The true running maximum is subtracted.
 pub const EXACT: i64 = 2;
-/// The same bits in every run.
+/// Whether every run gives equal bits.
 pub const DETERMINISTIC: i64 = 4;
 /// The bits of a sequence depend on its own lengths and contents alone.
 pub const BATCH_INVARIANT: i64 = 8;
@@ -232,7 +232,7 @@ pub const ADDS_TO: i64 = 256;
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Captured {
-    /// Its name in the texts: a C string.
+    /// The capture's name in the texts: a C string.
     pub name: *const c_char,
     /// The tensor; [`Tensor::ABSENT`]: a number.
     pub tensor: Tensor,

@@ -13,7 +13,7 @@ pub const U8: i32 = 101;
 pub const U32: i32 = 102;
 /// What NumPy makes where nobody names a type. No operand has it; a refusal says its name.
 pub const F64: i32 = 103;
-/// Of what functions capture.
+/// Type of tensors that functions capture: i64.
 pub const I64: i32 = 104;
 /// Likewise: bytes, true iff not 0.
 pub const BOOL: i32 = 105;
@@ -48,7 +48,7 @@ impl Device {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Tensor {
-    /// Its first element; null for a tensor of 0 elements, or one that is not given.
+    /// The tensor's first element; null for a tensor of 0 elements, or one that is not given.
     pub data: *mut c_void,
     /// Sizes of its axes, outermost first; the first `num_dims` count.
     pub sizes: [i64; MAX_DIMS],

@@ -401,7 +401,7 @@ impl Operands {
         }
         for (name, slice, wanted) in [("k_new", &cache.k_new, k_new), ("v_new", &cache.v_new, v_new)] {
             if let Some((strides, shape, dtype)) = wanted {
-                // Of packed rows the arguments say how many there are.
+                // The arguments say how many packed rows there are.
                 check_input(name, strides, shape, dtype)?;
             }
             self.optional_tensor(name, slice.as_ref().map(Access::input), wanted)?;

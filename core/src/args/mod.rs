@@ -21,7 +21,7 @@ use crate::dropout::DropoutSeed;
 use crate::expr::Number;
 use crate::layout::Totals;
 
-/// Who can read an address.
+/// The processor that can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemorySpace {
     /// The processor that runs this code.
@@ -110,19 +110,19 @@ impl<'a> DevSlice<'a> {
         self.space
     }
 
-    /// Its first byte.
+    /// The slice's first byte.
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
         self.ptr
     }
 
-    /// Its size.
+    /// The slice's size, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The same memory without its first `bytes`; nothing where there are not so many.
+    /// This memory without its first `bytes`; empty where it has fewer.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         let bytes = bytes.min(self.bytes);
@@ -201,19 +201,19 @@ impl<'a> DevSliceMut<'a> {
         self.space
     }
 
-    /// Its first byte. Writing through it is for the call that holds these arguments.
+    /// The slice's first byte. Writing through it is for the call that holds these arguments.
     #[must_use]
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.ptr
     }
 
-    /// Its size.
+    /// The slice's size, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The same memory without its first `bytes`, for as long as it is borrowed; nothing where there are not so many.
+    /// This memory without its first `bytes`, for as long as it is borrowed; empty where it has fewer.
     #[must_use]
     pub fn skip(&mut self, bytes: u64) -> DevSliceMut<'_> {
         let bytes = bytes.min(self.bytes);
@@ -240,7 +240,7 @@ impl<'a> DevSliceMut<'a> {
         Some(unsafe { std::slice::from_raw_parts_mut(ptr, self.bytes as usize) })
     }
 
-    /// The same memory as an input of a later call.
+    /// This memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
         let elem =

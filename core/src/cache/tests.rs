@@ -74,7 +74,7 @@ fn a_key_changes_with_every_input_and_with_nothing_else() {
     };
     with(&mut others[3], [("fmha/a.h", "c"), ("fmha/b.h", "b")]);
     with(&mut others[4], [("fmha/a.h", "a"), ("fmha/c.h", "b")]);
-    // The same text, divided otherwise.
+    // Equal text, divided otherwise.
     with(&mut others[5], [("fmha/a.h", ""), ("afmha/b.h", "b")]);
     others[6].flags = vec!["-".to_owned(), "x".to_owned()];
     for other in &others {
@@ -462,7 +462,7 @@ fn what_an_earlier_cache_kept_unpacked_is_packed_when_it_is_used() {
     std::fs::write(disk.path(&name), plain).unwrap();
     assert_eq!(disk.load(&name), Some(Arc::unwrap_or_clone(kernel)));
     assert_eq!(std::fs::read(disk.path(&name)).unwrap(), packed);
-    // Of a version that nobody knows, it is as good as none.
+    // An entry of an unknown version counts as absent.
     let mut unknown = packed;
     unknown[8] = 1;
     std::fs::write(disk.path(&name), unknown).unwrap();

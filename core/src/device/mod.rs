@@ -106,13 +106,13 @@ impl Device {
         self.0.tuner()
     }
 
-    /// Its memory.
+    /// The device's memory.
     #[must_use]
     pub fn memory(&self) -> &dyn DeviceMemory {
         self.0.memory()
     }
 
-    /// Its part in memory that processes of a host share, if it has one.
+    /// The device's part in memory that processes of a host share, if it has one.
     #[must_use]
     pub fn peers(&self) -> Option<&dyn Peers> {
         self.0.peers()
@@ -233,7 +233,7 @@ impl Device {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Its queues; none where a run computes before it returns.
+    /// The device's queues; none where a run computes before it returns.
     ///
     /// # Errors
     /// That it only plans.

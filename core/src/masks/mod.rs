@@ -33,7 +33,7 @@ pub struct Masks {
     pub block_lists: Option<BlockLists>,
 }
 
-/// Whose mask a row of it is.
+/// Axes that a mask has beside rows and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MaskAxes {
     /// Whether each sequence of a batch has a mask of its own. Packed rows always have.
@@ -61,7 +61,7 @@ impl MaskAxes {
 /// row i sees key j iff E(2p) <= j < E(2p + 1) for some p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Intervals {
-    /// Whose they are.
+    /// Sequences and heads that have masks of their own.
     pub axes: MaskAxes,
     /// Endpoints of a row: two for each interval.
     pub endpoints: u32,
@@ -73,7 +73,7 @@ pub struct Intervals {
 /// A bit for each query and key, in u32 words: bit `j % 32` of word `j / 32`, 1 = seen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MaskBits {
-    /// Whose they are.
+    /// Sequences and heads that have masks of their own.
     pub axes: MaskAxes,
     /// `batch`, `head`, `seq` (from query to query) and `dim` (from word to word), from 0 up.
     pub strides: Strides,
@@ -82,7 +82,7 @@ pub struct MaskBits {
 /// Which blocks of keys each block of queries sees. Blocks count from query 0 and key 0 of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockLists {
-    /// Whose they are. Packed calls have the batch axis too.
+    /// Sequences and heads that have lists of their own. Packed calls have the batch axis too.
     pub axes: MaskAxes,
     /// Queries of a block.
     pub block_q: u32,

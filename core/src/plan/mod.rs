@@ -34,7 +34,7 @@ use crate::seq::{checked_spans, spans};
 pub struct Workspace {
     /// Bytes that a run uses, from the start. 0: it needs none.
     pub bytes: u64,
-    /// Of them, the first ones: the run clears them before its first step.
+    /// Leading bytes that the run clears before its first step.
     pub zeroed_bytes: u64,
 }
 
@@ -73,7 +73,7 @@ impl fmt::Display for Workspace {
 pub struct Step {
     /// The kernel's name.
     pub kernel: String,
-    /// Its resources, launch and origin.
+    /// The kernel's resources, launch and origin.
     pub explain: Explain,
 }
 

@@ -54,23 +54,23 @@ pub struct HeadBackward {
 /// its terms: what rounding errors are measured by. Shaped like the gradients.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BackwardSpread {
-    /// Of dQ.
+    /// Spread of dQ.
     pub dq: Vec<f64>,
-    /// Of dK.
+    /// Spread of dK.
     pub dk: Vec<f64>,
-    /// Of dV.
+    /// Spread of dV.
     pub dv: Vec<f64>,
-    /// Of dS.
+    /// Spread of dS.
     pub ds: Vec<f64>,
-    /// Of dSink.
+    /// Spread of dSink.
     pub dsink: f64,
     /// Spread of the captured tensors' gradients.
     pub dcaptured: Vec<Vec<f64>>,
-    /// Of dK, from [far](is_far) queries alone.
+    /// Spread of dK, from [far](is_far) queries alone.
     pub far_dk: Vec<f64>,
-    /// Of dV, likewise.
+    /// Spread of dV, from far queries alone.
     pub far_dv: Vec<f64>,
-    /// Of dSink, likewise.
+    /// Spread of dSink, from far queries alone.
     pub far_dsink: f64,
 }
 

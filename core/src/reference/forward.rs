@@ -118,7 +118,7 @@ pub(super) struct Softmax<T> {
     pub(super) row_sum: T,
     /// `ln sum_j exp S[j]`; −inf for a row that sees nothing.
     pub(super) lse: T,
-    /// The same without the sink.
+    /// `lse` without the sink.
     pub(super) lse_of_keys: T,
 }
 

@@ -18,7 +18,7 @@ pub(super) struct Query<'a, T> {
     dlse: T,
     /// D.
     d: T,
-    /// Its square, and those of its terms.
+    /// The square of `d`, plus the squares of its terms.
     d_square: T,
     is_far: bool,
 }

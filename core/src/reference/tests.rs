@@ -525,7 +525,7 @@ fn combining_the_halves_of_the_keys_gives_the_whole() {
         let mut problem = whole.clone();
         problem.dims.seqlen_k = range.end - range.start;
         let mut operands = operands.clone();
-        // The same strides, from a later first row: K and V keep their batch stride.
+        // Equal strides, from a later first row: K and V keep their batch stride.
         operands.k.drain(..(i64::from(range.start) * problem.strides.k.seq) as usize);
         operands.v.drain(..(i64::from(range.start) * problem.strides.v.seq) as usize);
         let heads = operands.forward(&problem);

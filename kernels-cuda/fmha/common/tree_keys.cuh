@@ -11,7 +11,7 @@ struct TreeKeys {
   static constexpr bool all = false, has_classes = false;
   const TreeMask& mask;
 
-  // Of rows and keys beyond the sequence, which other tests hide, the last one's bit.
+  // Reads the last bit for rows and keys beyond the sequence, which other tests hide.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t i, int32_t j) const {
     const int32_t bit = min(j + span.seqlen_q - span.seqlen_k, span.seqlen_q - 1);
     if (bit < 0) return true;

@@ -255,7 +255,7 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8);
     }
 
-    /// The same tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory holds the barriers too.
+    /// This tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory holds the barriers too.
     /// A CTA has a warp more, so one of eight warps takes the place of two of four, which would leave a thread 200 registers. Nine warps
     /// leave it 168, with which head dimensions above 192 spill.
     #[must_use]

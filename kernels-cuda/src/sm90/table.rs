@@ -17,7 +17,7 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     choose_tile_as(problem, None)
 }
 
-/// The same, with the heads of a group side by side or not where `packs` says which; a tile that cannot have them so stays.
+/// The tile for a problem, with the heads of a group side by side or not where `packs` says which; a tile that cannot have them so stays.
 pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -58,7 +58,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         (128, MaskKind::Full) if !modifies(&spec) && tile.pv != ValueProduct::F16 && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
-        // Of 192 rows a third would be empty: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
+        // A tile of 192 rows would be empty by a third: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
         // 316, with four stages 315, at 256 (302); 398 and 366 at 512.
         (64, MaskKind::Full) if !modifies(&spec) && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             tile.block_m = 128;
@@ -216,9 +216,9 @@ const MOST_PARTS: u32 = 128;
 struct CostOfParts {
     tiles: u32,
     num_sms: u32,
-    /// Of a CTA that has the device for itself, a key.
+    /// Time of a key, of a CTA that has the device for itself.
     seconds_per_key: f64,
-    /// Of all multiprocessors together, what memory takes for a key of every tile.
+    /// Time that memory takes for one key of every tile, with all multiprocessors at work.
     memory_seconds_per_key: f64,
     /// Bytes of a part's O.
     part_bytes: f64,
@@ -441,7 +441,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         128 if full => (128, 160, true, 40),
         // 144 keys: 8k 773 beside 784.
         128 => (128, 128, true, 32),
-        // Of 8 bits.
+        // FP8 alone.
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
         // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal at 8k with an
@@ -456,7 +456,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         block_m,
         block_n,
         stages: 2,
-        // Of unlike tiles a fixed order leaves up to a fifth of the SMs idle: 16k causal, D 128, 576 TFLOP/s fixed, 729
+        // A fixed order of unlike tiles leaves up to a fifth of the SMs idle: 16k causal, D 128, 576 TFLOP/s fixed, 729
         // dynamic. Tiles of D 64 are unlike without a mask too, where some take exact maxima; fixed and dynamic, normal
         // scores and eight times as far apart, bf16: 485, 490 and 421, 449 at 1k, 588, 598 and 482, 549 at 4k, 629, 637
         // and 585, 585 at 8k. D 128 full 574 and 569 at 512, 746 and 749 at 2k; D 256 600 and 592, 783 and 785.

@@ -12,7 +12,7 @@ use crate::paths::LoadPath;
 
 /// A kernel whose pieces of work are tiles of queries, with all of their keys.
 pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
-    /// Its name in plans and refusals.
+    /// The kernel's name in plans and refusals.
     const NAME: &'static str;
     /// The kernel's name where a launch before widens the cache.
     const WIDENED: &'static str;

@@ -17,7 +17,7 @@ use crate::verdict::{Groups, Place, Verdict};
 /// Sums of every gradient, in the order of [`NAMES`].
 type Stats = [Groups; 5];
 
-/// Of each what has no terms in far rows, and what has.
+/// Names of the parts of each gradient: without terms of far rows, and with them.
 const NAMES: [([&str; 2], Operand); 5] = [
     (["dq", "dq of far rows"], Operand::Dq),
     (["dk", "dk with far rows"], Operand::Dk),
@@ -71,7 +71,7 @@ impl Shared {
 struct Part {
     stats: Stats,
     forward: Forward,
-    /// Of rows that are not far, and of those that are.
+    /// Largest logits: of rows that are not far, and of far rows.
     logits: [f64; 2],
     dbias: Shared,
     dsink: Shared,
@@ -360,7 +360,7 @@ mod tests {
         solved_with(|_| ())
     }
 
-    /// Of inputs that `change` has changed.
+    /// Solves a problem whose inputs `change` has changed.
     fn solved_with(change: impl FnOnce(&mut HostBwd)) -> HostBwd {
         let dims = Dims {
             batch: 1,
@@ -433,7 +433,7 @@ mod tests {
             (Operand::Dbias, [0, 35, 1, 7], 9.0, "dbias of far rows"),
             (Operand::Dk, [0, 20, 0, 2], 9.0, "dk with far rows"),
             (Operand::Dk, [0, 29, 0, 2], 1e-3, "dk"), // that row does not see this key
-            // That row's P of 1 in place of 1 / 30.
+            // The row's P is 1 in place of 1 / 30.
             (Operand::Dv, [0, 20, 0, 2], 4.0, "dv with far rows"),
         ] {
             for selection in [&Selection::default(), &sample] {

@@ -144,7 +144,7 @@ impl Shared<'_> {
         }
     }
 
-    /// That of O's sums: of pairs of keys where dot products of bf16 are taken.
+    /// Order in which O's sums take their terms: by pairs of keys where the processor has dot products of bf16.
     fn order_of_sums<S: Simd>(&self) -> Order {
         if S::BF16_DOT && S::DOTS_OUTRUN_FMAS && self.v.taken_as() == DType::Bf16 {
             Order::Fours

@@ -56,7 +56,7 @@ pub(super) const DRAWN_SEED: &str = "drawn_seed";
 /// One operator.
 pub(super) struct Operator {
     pub(super) name: &'static str,
-    /// Its tensors, which come first.
+    /// The operator's tensors, which come first.
     pub(super) tensors: &'static [(Slot, Take)],
     /// How its numbers follow.
     pub(super) numbers: Spelt,

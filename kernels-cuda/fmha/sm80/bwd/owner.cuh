@@ -20,7 +20,7 @@ struct OwnQueries {
   const float* origins;  // in memory, of the thread's rows: seldom asked for
   bool there[2];
 
-  // Of a warp's rows from `first` on.
+  // Reads what a warp's rows from `first` on have.
   FMHA_DEVICE static OwnQueries of(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t first) {
     const int32_t row = first + threadIdx.x % 32 / 4;
     OwnQueries own;
@@ -43,7 +43,7 @@ struct OwnQueries {
   FMHA_DEVICE float lse_log2(int e) const { return of_lse_log2[Fragment::row(e)]; }
   FMHA_DEVICE float delta(int e) const { return of_delta[Fragment::row(e)]; }
 };
-// Of a block that is walked, in shared memory.
+// Numbers of the queries of a walked block, in shared memory.
 template <class Fragment>
 struct WalkedQueries {
   const QueryStats<Fragment::columns>& stats;

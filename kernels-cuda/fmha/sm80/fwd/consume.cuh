@@ -23,11 +23,11 @@ struct Consumer {
   const Work& work;
   Shared& smem;
   const Keys& keys;
-  // Of the warp's rows the first, in the CTA and of the sequence's (packed) rows.
+  // First row of the warp, in the CTA and among the sequence's (packed) rows.
   const int32_t warp = threadIdx.x / 32, warp_row = warp / tile.value_parts * warp_rows(tile), first_row = work.first_row + warp_row;
   const int32_t part = warp % tile.value_parts;  // of O's columns
   const int32_t first_query = query_of<tile>(p, first_row), last_query = query_of<tile>(p, first_row + warp_rows(tile) - 1);
-  // Of FP8 scores.
+  // Factor of FP8 scores.
   const float descale = is_fp8(spec.dtype_qk) ? scalar_of(p.descale_q, work.i_batch, work.i_head_kv, 1.f) * scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
   const ScoreModifiers modifiers = {p, fabsf(descale)};
   const float scale_log2 = modifiers.scale_log2();
@@ -36,7 +36,7 @@ struct Consumer {
   RowSoftmax softmax[rows_of_sixteen];
   mma::RegisterTile<typename Shared::Value, n> probs[rows_of_sixteen];
 
-  // Of a cache that the products read as it lies.
+  // Factors of a cache that the products read as it lies.
   static constexpr bool reads_raw = reads_raw_blocks(spec, tile);
   const float descale_k = reads_raw ? scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
   const float descale_v = reads_raw ? scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f) : 1.f;

@@ -75,7 +75,7 @@ FMHA_DEVICE void for_each_row(uint32_t rows, int32_t first, Row row) {
 
 FMHA_DEVICE uint32_t uniform_word(uint32_t x) { return uint32_t(v_readfirstlane_b32(int32_t(x))); }
 
-// Of the rows `first` ..., those before `end`.
+// A bit for each of the rows from `first` on that lies before `end`.
 FMHA_DEVICE uint32_t rows_there(int32_t first, int32_t end) {
   return end - first >= kRowsOfWord ? ~0u : (1u << max(end - first, 0)) - 1;
 }
