@@ -69,6 +69,8 @@ class Tracer:
         self._labels: Dict[int, str] = {}
         #: Names by the identity of what is captured, which lives as long as this.
         self._names: Dict[int, str] = {}
+        #: Tensors as the function has them, each with its name and type.
+        self._captured: List[Tuple[Any, str, str]] = []
         self._tensors: List[Tuple[str, Any, str]] = []
         self._numbers: List[Tuple[str, Any]] = []
         self._kept: List[Any] = []
@@ -98,16 +100,17 @@ class Tracer:
 
     def tensor(self, x: Any) -> Tuple[str, str]:
         """The name and the type of a captured tensor."""
-        if id(x) not in self._names:
-            ready = self._prepared(x)
-            stored = self._stored(ready)
-            assert stored is not None
-            name = self._new_name(self._labels.get(id(x)), "t")
-            self._names[id(x)] = name
-            self._kept.append(x)
-            self._tensors.append((name, ready, stored))
-        name = self._names[id(x)]
-        return name, next(stored for known, _, stored in self._tensors if known == name)
+        # By identity: torch's compiler has no `id` of a tensor that the graph makes.
+        for known, name, stored in self._captured:
+            if known is x:
+                return name, stored
+        ready = self._prepared(x)
+        kind = self._stored(ready)
+        assert kind is not None
+        name = self._new_name(None if self.is_compiling else self._labels.get(id(x)), "t")
+        self._captured.append((x, name, kind))
+        self._tensors.append((name, ready, kind))
+        return name, kind
 
     def number(self, x: Any, label: Optional[str]) -> Tuple[str, str]:
         """The name and the type of a captured number."""
@@ -142,7 +145,7 @@ class Tracer:
         return {**{name: tensor for name, tensor, _ in self._tensors}, **dict(self._numbers)}
 
     def _new_name(self, label: Optional[str], letter: str) -> str:
-        taken = {*self._names.values(), *self._taken}
+        taken = {*self._names.values(), *(name for name, *_ in self._tensors), *self._taken}
         name = label or ""
         sound = name.isascii() and name.isidentifier() and not name.startswith("_")
         if sound and name in _WORDS:

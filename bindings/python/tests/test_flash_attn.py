@@ -79,8 +79,8 @@ def test_arguments_have_their_names_order_and_defaults(function):
 def test_the_fourth_argument_is_another_in_each_generation():
     q, k, v = tensors()
     assert torch.equal(fa2.flash_attn_func(q, k, v, 0.0, 0.5), fa3.flash_attn_func(q, k, v, 0.5))
-    with pytest.raises(NotImplementedError, match="qv is given"):
-        fa4.flash_attn_func(q, k, v, torch.zeros(2, 7, 4, 16))
+    qv = torch.randn(2, 7, 4, 16)
+    assert torch.equal(fa4.flash_attn_func(q, k, v, qv)[0], fa4.flash_attn_func(q, k, v, qv=qv)[0])
 
 
 def test_what_each_generation_returns():

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from reference import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="fmha.flash_mla takes tensors of the CPU")
 
 
 def defined(

@@ -354,7 +354,9 @@ def test_a_new_value_of_a_number_is_the_same_text():
     # What a number makes in Python is a number of the text.
     assert one.names == other.names and {"window", "cap"} <= set(one.names)
     assert one.numbers == (3.0, 20.0) and other.numbers == (4.0, 30.0)
-    for value, kind in ((torch.tensor(2.0), "float"), (torch.tensor(3), "int"), (5, "int"), (2.5, "float")):
+    # A number on a GPU is not read: it is a tensor there.
+    two, three = torch.tensor(2.0, device="cpu"), torch.tensor(3, device="cpu")
+    for value, kind in ((two, "float"), (three, "int"), (5, "int"), (2.5, "float")):
         code = _code.bind(_torch, lambda s, b, h, q, k: s * value, None, None)
         assert code.names == ("value",) and code.numbers == (float(value),)
         assert code.score == f"value: {kind}; s * {'value' if kind == 'float' else 'float(value)'}"

@@ -379,10 +379,10 @@ def by_functions(q, k, v, score, mask):
     """Attention with a score and a mask as JAX's own functions of whole matrices."""
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    scores = jnp.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k, precision="highest") * q.shape[-1] ** -0.5
     places = [jnp.arange(n).reshape([-1 if i == at else 1 for i in range(4)]) for at, n in enumerate(scores.shape)]
     scores = jnp.where(mask(*places), score(scores, *places), -jnp.inf)
-    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, axis=-1), v)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, axis=-1), v, precision="highest")
 
 
 def test_functions_are_code_with_gradients_under_jit_and_vmap():

@@ -85,7 +85,8 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
         if ours < least {
             return None;
         }
-        if theirs.split_keys == 0 && least < WORTH_A_CHANGE * ours {
+        let is_decode = seqlen_k > seqlen_q || problem.layout.seqused_k;
+        if is_decode && theirs.split_keys == 0 && least < WORTH_A_CHANGE * ours {
             return Some(format!(
                 "its {tiles} tiles of {rows} rows would take {ours:.0} us one after another, sm80's {least:.0}"
             ));

@@ -37,9 +37,10 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         // Queries of a tile, which has whole groups.
         let queries = block_m / i64::from(ratio);
         let packed = (seqlen_q + queries - 1) / queries;
-        // A group that leaves rows over has tiles of its own, which no bundle has: few queries are worth them, over a
-        // long cache or where all of a group's rows are in one tile.
-        let is_decode = i64::from(dims.seqlen_k) > seqlen_q || seqlen_q * i64::from(ratio) <= 64;
+        // A group that leaves rows over has tiles of its own, which no bundle has: few queries over a cache are worth
+        // them.
+        let is_decode = i64::from(dims.seqlen_k) > seqlen_q
+            || problem.layout.seqused_k && seqlen_q * i64::from(ratio) <= 64;
         let fills = 64 % ratio == 0 || is_decode;
         tile.pack_gqa = packs.unwrap_or(fills && packed * 10 <= apart * 9);
         if tile.pack_gqa && 64 % ratio != 0 && tile.splits_q() {

@@ -223,8 +223,8 @@ fn a_long_cache_is_split_and_merged_where_no_sink_columns_forbid_it() {
     let choice = on_blackwell(&of_lengths([1, 4096], [4, 4], 128, "0"), &tile("")).unwrap();
     let [fwd, merge] = &choice.launches[..] else { panic!("{} launches", choice.launches.len()) };
     assert_eq!((fwd.kernel, merge.kernel), ("sm100", "sm100_merge"));
-    // A multiprocessor holds 2048 threads, a CTA has 256, and there are 148.
-    assert_eq!(merge.tiles_at_once, 8 * 148);
+    // A multiprocessor holds 2048 threads, a CTA has 128, and there are 148.
+    assert_eq!(merge.tiles_at_once, 16 * 148);
     assert!(merge.grid.dependent);
 
     let sinks = of_lengths([1, 4096], [4, 4], 128, "b:100,0,2");

@@ -248,7 +248,7 @@ struct Owner {
     const Fragment raw = s[0];
     pairs.exponentiate(s[0], slopes, i_head, row, column, edge, queries);
     mma::product_abt<kFwd.dtype_v, ahead>(dp, smem.own_value, warp_row, smem.value[slot]);
-    pairs.template differentiate<false>(dp[0], s[0], slopes, kept, row, column, edge, queries);
+    pairs.template differentiate<false>(dp[0], s[0], slopes, kept, i_head, row, column, edge, queries);
     const auto modifiers = pairs.modifiers(i_head);
 #pragma unroll
     for (int e = 0; e < raw.num_elems; ++e) {
