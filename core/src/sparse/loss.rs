@@ -156,7 +156,7 @@ mod tests {
         loss(&call(&q, &k, &w), &indices, &target, &mut d_scores);
         let found = index_gradients(&call(&q, &k, &w), (&indices, 4), &d_scores).unwrap();
         const STEP: f32 = 1.0 / 512.0;
-        let unused = &mut vec![0.0; 24];
+        let unused = &mut [0.0; 24];
         let mut slope = |of: usize, at: usize| {
             let mut at_step = |step: f32| {
                 let mut all = [q.clone(), k.clone(), w.clone()];
