@@ -20,8 +20,8 @@ MOST_READ = 3 << 30  # bytes of K and V in use
 MOST_CACHE = 24 << 30  # bytes of contiguous caches, rows past a sequence's length included
 LEAST_READ = 1 << 18
 PAGES = (1, 2, 8, 16, 16, 16, 32, 64, 64, 128)
-# Rows without a seed, of models that are served: sequences, heads, tokens, the shortest and the longest length, and words
-# of Decode. Lengths are even in the logarithm, the two bounds among them.
+# Rows without a seed, of models that are served: sequences, heads, tokens, the shortest and the longest length, and
+# words of Decode. Lengths are even in the logarithm, the two bounds among them.
 NAMED = (
     (24, 28, 4, 1, 5000, 5000, {}),
     (7, 96, 8, 1, 3000, 3000, {}),

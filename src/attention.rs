@@ -186,13 +186,13 @@ pub fn attention_on<T: Element>(
 /// Computes [`attention`] on tensors with strides of their own, in host memory or in that of the device that
 /// runs the call, into the caller's O. Returns LSE `[batch, num_heads_q, seqlen_q]`.
 ///
-/// Tensors in the memory of the backend are worked on where they lie; those in host memory are copied to a device and
-/// back. A V whose sequence stride is 1 and whose dim stride is not is column-major. K has the type of Q; V and O may have
-/// another, as [`FwdProblem`] says.
+/// Tensors in the memory of the backend are worked on where they lie; those in host memory are copied to a
+/// device and back. A V whose sequence stride is 1 and whose dim stride is not is column-major. K has the
+/// type of Q; V and O may have another, as [`FwdProblem`] says.
 ///
 /// # Errors
-/// As [`attention`], and [`Error::Problem`] where a tensor's shape is not that of `options`, or its memory does not cover
-/// what its strides reach.
+/// As [`attention`], and [`Error::Problem`] where a tensor's shape is not that of `options`, or its memory
+/// does not cover what its strides reach.
 pub fn attention_into(
     q: &TensorView<'_>,
     k: &TensorView<'_>,

@@ -14,7 +14,8 @@
 //! ```
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
-//! - [`attention_into`] takes [`TensorView`]s: any strides, host or device memory, and with the feature `ndarray` arrays.
+//! - [`attention_into`] takes [`TensorView`]s: any strides, host or device memory, and with the feature
+//!   `ndarray` arrays.
 //! - [`Device::open`] gives the device that a [`Backend`] names; [`devices`] lists what there is, and
 //!   why the rest is absent. On a device a [`FwdProblem`] becomes a plan and the plan runs:
 //!
@@ -28,9 +29,9 @@
 //!  O, LSE                               Err(Driver): which call, which code
 //! ```
 //!
-//! - With the feature `log` plans, compiled kernels and tuning are records of the crate `log`, whose targets are `fmha::plan`,
-//!   `fmha::compile` and `fmha::tune`; with `nvtx` and `roctx` a profiler of the vendor's shows each plan, run and launch as a
-//!   range.
+//! - With the feature `log` plans, compiled kernels and tuning are records of the crate `log`, whose targets are
+//!   `fmha::plan`, `fmha::compile` and `fmha::tune`; with `nvtx` and `roctx` a profiler of the vendor's shows each
+//!   plan, run and launch as a range.
 //! - [`register`] gives a backend of your own, an [`FmhaBackend`], a name.
 //! - What a user needs of `fmha-core` is re-exported here by name. `use fmha::*` hides nothing of the language:
 //!

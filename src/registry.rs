@@ -145,10 +145,10 @@ pub struct Device {
 }
 
 impl Device {
-    /// The device that `choice` names, opened at the first call and kept for the life of the process, with the kernels
-    /// that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that is present, and
-    /// [`passed_over`](Self::passed_over) says what it tried first. Where the environment has `FMHA_EMULATE`, `auto` is the
-    /// emulated device of that architecture (`sm_90a`, `gfx942`).
+    /// The device that `choice` names, opened at the first call and kept for the life of the process, with
+    /// the kernels that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that
+    /// is present, and [`passed_over`](Self::passed_over) says what it tried first. Where the environment has
+    /// `FMHA_EMULATE`, `auto` is the emulated device of that architecture (`sm_90a`, `gfx942`).
     ///
     /// # Errors
     /// [`Error::NoDevice`] with the reason, which is looked for anew at the next call; for `auto`, only when not even

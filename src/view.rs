@@ -62,7 +62,8 @@ pub struct TensorView<'a> {
     pub strides: Strides,
 }
 
-/// A borrowed tensor that a call writes, as [`TensorView`] is one that it reads. No two of its elements share an address.
+/// A borrowed tensor that a call writes, as [`TensorView`] is one that it reads. No two of its elements share
+/// an address.
 #[derive(Debug)]
 pub struct TensorViewMut<'a> {
     /// Memory from the first element to the last, at least. Bytes between its elements stay as they are.
@@ -108,8 +109,8 @@ impl<'a> TensorView<'a> {
         Self { data, dtype, shape, strides }
     }
 
-    /// Checks that `data` has elements of `dtype` or bytes, that strides are not negative and that `data` covers what they
-    /// reach. `name` is the tensor's in errors.
+    /// Checks that `data` has elements of `dtype` or bytes, that strides are not negative and that `data`
+    /// covers what they reach. `name` is the tensor's in errors.
     ///
     /// # Errors
     /// Both types, the axis and its stride, or both numbers of bytes.

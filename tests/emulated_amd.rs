@@ -124,8 +124,9 @@ fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
     jobs.into_iter().map(|job| job.source.entry).filter(|entry| entry.contains("kTile")).collect()
 }
 
-/// Products of the backward ask for few kernels: two or three for each of two types, of head dims in whole 64 (of RDNA 32), of five
-/// kinds of scores and every two modifiers of them, of two ways to load and to store, of the gradients' types.
+/// Products of the backward ask for few kernels: two or three for each of two types, of head dims in whole 64
+/// (of RDNA 32), of five kinds of scores and every two modifiers of them, of two ways to load and to store,
+/// of the gradients' types.
 #[test]
 fn the_batterys_backward_asks_for_few_products() {
     let of_cdna = ARCHS.map(|arch| (arch, "cdna_bwd", 240));
@@ -142,7 +143,8 @@ fn the_batterys_backward_asks_for_few_products() {
     }
 }
 
-/// Cases of the backward on MFMA and on WMMA: what may be wrong on one architecture alone, and each kind of problem on one of them.
+/// Cases of the backward on MFMA and on WMMA: what may be wrong on one architecture alone, and each kind of
+/// problem on one of them.
 const BACKWARD: [(&str, &str, &[&str]); 5] = [
     (
         "gfx90a",
@@ -231,8 +233,9 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     assert_eq!(failed, 0);
 }
 
-/// So few workgroups that each walks over several tiles. On AMD's devices of eight dies fewer than eight, and more. Of the cases
-/// of a kernel, which differ in what a tile computes rather than in how tiles are walked over, one in so many.
+/// So few workgroups that each walks over several tiles. On AMD's devices of eight dies fewer than eight, and
+/// more. Of the cases of a kernel, which differ in what a tile computes rather than in how tiles are walked
+/// over, one in so many.
 const OF_WALKS: u64 = 4;
 
 #[test]

@@ -150,6 +150,68 @@ fn nothing_asks_to_be_kept_in_sync_and_nothing_is_left_to_do() {
     }));
 }
 
+const COMMENTED: &[&str] = &[".rs", ".h", ".cuh", ".py"];
+
+/// What opens a comment on a line of its own, and the text behind it.
+fn comment(line: &str) -> Option<(&'static str, &str)> {
+    let line = line.trim_start();
+    let mark = ["///", "//!", "//"].into_iter().find(|mark| line.starts_with(mark));
+    let mark = mark.or_else(|| ["# "].into_iter().find(|mark| line.starts_with(mark)))?;
+    Some((mark, line[mark.len()..].trim()))
+}
+
+/// First lines of comments, as `file:line: text`, that `broken` picks by their text.
+fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<String> {
+    let mut found = Vec::new();
+    for (name, text) in files {
+        let mut before = None;
+        for (i, line) in text.lines().enumerate() {
+            let here = comment(line);
+            let goes_on = match (before, here) {
+                (Some((mark, text)), Some((of, _))) => mark == of && text != "",
+                _ => false,
+            };
+            if let Some((_, text)) = here.filter(|_| !goes_on)
+                && broken(text)
+            {
+                found.push(format!("{name}:{}: {text}", i + 1));
+            }
+            before = here;
+        }
+    }
+    found
+}
+
+/// Whether a comment begins without its subject, as if the one before it had named it.
+fn names_no_subject(text: &str) -> bool {
+    ["Of ", "Else ", "That ", "Its ", "Whose ", "Who ", "The same "].iter().any(|word| text.starts_with(word))
+}
+
+#[test]
+fn every_comment_begins_with_its_subject() {
+    none(&openings(&files("", COMMENTED), names_no_subject));
+}
+
+#[test]
+fn a_comment_s_first_line_alone_is_its_opening() {
+    let text =
+        "/// Its name.\n/// Of it.\n///\n/// Of each row.\nfn f() {} // Of f.\n# The same in Python.\n";
+    let file = ("a.rs".to_owned(), text.to_owned());
+    assert_eq!(
+        openings(&[file], names_no_subject),
+        ["a.rs:1: Its name.", "a.rs:4: Of each row.", "a.rs:6: The same in Python."]
+    );
+}
+
+/// Addresses and pictures, whose columns stand apart, are as wide as they are.
+#[test]
+fn comments_are_120_columns_wide_at_most() {
+    none(&violations(&files("", COMMENTED), |_, line| {
+        let is_free = |mark: &str| line.contains("http") || line.trim_start()[mark.len()..].contains("  ");
+        line.chars().count() > 120 && comment(line).is_some_and(|(mark, _)| !is_free(mark))
+    }));
+}
+
 #[test]
 fn nothing_speaks_of_the_machine_it_was_written_on() {
     none(&violations(&files("", SOURCE), |_, line| {

@@ -132,9 +132,9 @@ impl<S: Simd> Kernels for S {
     }
 }
 
-// Six times the kernels take most of the crate's compile time. So its own test program has those of the baseline, and beside
-// them what a test names (`tests/` runs every set of the library); and `--cfg baseline_alone` leaves the others out as if the
-// processor had none, for who tests a program on this crate.
+// Six times the kernels take most of the crate's compile time. So its own test program has those of the
+// baseline, and beside them what a test names (`tests/` runs every set of the library); and `--cfg
+// baseline_alone` leaves the others out as if the processor had none, for who tests a program on this crate.
 
 /// An instruction set that this processor has, with its kernels.
 #[cfg(all(target_arch = "x86_64", not(any(test, baseline_alone))))]
@@ -211,8 +211,8 @@ impl Engine {
 
 /// Whether `isa` is to be taken where the processor has it.
 ///
-/// Left to choose, bf16 dot products are where they outrun f32 FMAs: AMD's do (matrix products on an EPYC with both: 378
-/// GFLOP/s in bf16, 181 in f32), Intel's do not (a Xeon with AMX: 109 against 199 GFLOP/s).
+/// Left to choose, bf16 dot products are where they outrun f32 FMAs: AMD's do (matrix products on an EPYC
+/// with both: 378 GFLOP/s in bf16, 181 in f32), Intel's do not (a Xeon with AMX: 109 against 199 GFLOP/s).
 fn is_wanted(isa: Isa, cap: Option<Isa>, vendor: &str) -> bool {
     match cap {
         Some(cap) => isa <= cap,

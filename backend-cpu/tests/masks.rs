@@ -1,4 +1,5 @@
-//! Masks as data: what the battery's cases do not hold. Lists in any order, the checking mode of a plan, what is refused.
+//! Masks as data: what the battery's cases do not hold. Lists in any order, the checking mode of a plan, what
+//! is refused.
 
 #![allow(clippy::unwrap_used)]
 

@@ -223,8 +223,9 @@ impl<V: Vendor> Backend<V> {
         Ok((main, self.compiled(problem, &choice.kernel, launches)?))
     }
 
-    /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that are compiled ahead for
-    /// problems like this one but for their sizes, those of the nearest sizes whose kernels are there.
+    /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that
+    /// are compiled ahead for problems like this one but for their sizes, those of the nearest sizes whose
+    /// kernels are there.
     fn stand_in<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>> {
         // Nearest sizes are another batch's too: a tile by them would not be the sequence's own.
         if !options.tile.is_empty() || options.batch_invariant || !self.modules.has_bundles() {

@@ -26,8 +26,8 @@ fn version(source: &Path) -> Result<String> {
     version.ok_or_else(|| at(&manifest, &Error::new(ErrorKind::InvalidData, "the workspace has no version")))
 }
 
-/// Installs the libraries that lie in `built` with the header `fmha.h` of `source`, the folder `bindings/c`. `prefix` may
-/// be moved afterwards.
+/// Installs the libraries that lie in `built` with the header `fmha.h` of `source`, the folder `bindings/c`.
+/// `prefix` may be moved afterwards.
 ///
 /// # Errors
 /// What cannot be read or written, with its path.

@@ -472,8 +472,8 @@ abi_struct! {
         pub dlse: DevPtr<f32>,
         /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
         pub dsink: DevPtr<f32>,
-        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE less `score_origin` in log2, +infinity for
-        /// a row that adds nothing.
+        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE less `score_origin` in log2,
+        /// +infinity for a row that adds nothing.
         pub lse_log2: DevPtr<f32>,
         /// Likewise what the row's scores are measured from: 0, or where LSE is so large that its own rounding would
         /// show in P, about LSE (`fmha/row_bwd.h`).

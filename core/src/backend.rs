@@ -78,8 +78,8 @@ pub unsafe trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// The driver's queues. `None`: the backend computes in host memory before it returns; or its memory is a device's, and it
-    /// only plans.
+    /// The driver's queues. `None`: the backend computes in host memory before it returns; or its memory is a
+    /// device's, and it only plans.
     fn queues(&self) -> Option<&dyn Queues> {
         None
     }
@@ -270,8 +270,8 @@ pub(crate) fn zeros(purpose: &str, bytes: u64) -> Result<Vec<u8>> {
     Ok(buffer)
 }
 
-/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded, of what it was
-/// [made for](DevBuffer::typed), or of what a call wrote last, and so do its slices.
+/// Memory that a [`DeviceMemory`] gave out; goes back when dropped. It knows the type of what was uploaded,
+/// of what it was [made for](DevBuffer::typed), or of what a call wrote last, and so do its slices.
 pub struct DevBuffer {
     space: MemorySpace,
     ptr: *mut u8,
@@ -286,7 +286,8 @@ unsafe impl Send for DevBuffer {}
 unsafe impl Sync for DevBuffer {}
 
 impl DevBuffer {
-    /// Takes charge of `bytes` at `ptr`; `free` gives them back. Their type is not told: [`typed`](Self::typed) tells it.
+    /// Takes charge of `bytes` at `ptr`; `free` gives them back. Their type is not told:
+    /// [`typed`](Self::typed) tells it.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is memory of `space` that nobody else uses and that lives until `free`

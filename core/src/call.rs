@@ -161,8 +161,8 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// For kernels that compute functions, or read masks as data.
     ///
     /// # Errors
-    /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not know, and lists
-    /// of keys.
+    /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not
+    /// know, and lists of keys.
     #[doc(hidden)]
     fn refuse_beside_code(&self, _kernel: &str) -> Result<(), Refusal> {
         Ok(())

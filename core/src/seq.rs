@@ -50,9 +50,9 @@ enum Lying {
     Refused,
 }
 
-/// Reads the lengths from host memory: every sequence inside its tensor and its maximum. A `seqused_q` or `seqused_k` beyond its
-/// sequence's rows counts as all of them, one below 0 as 0, and new rows that a cache has no room for are left out: what a
-/// GPU does, which no host waits for. [`checked_spans`] refuses these.
+/// Reads the lengths from host memory: every sequence inside its tensor and its maximum. A `seqused_q` or
+/// `seqused_k` beyond its sequence's rows counts as all of them, one below 0 as 0, and new rows that a cache
+/// has no room for are left out: what a GPU does, which no host waits for. [`checked_spans`] refuses these.
 ///
 /// # Errors
 /// The first offset that is missing, negative, decreasing or too large, or page that does not exist, with its index.

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! - [`Group`]: the ranks. [`threads`] of a process, processes that [`connect`] over TCP.
-//! - [`Scheme`]: what travels. Positions are those of the whole sequence for mask, ALiBi and dropout, however it is cut.
+//! - [`Scheme`]: what travels. Positions are those of the whole sequence for mask, ALiBi and dropout, however
+//!   it is cut.
 //! - [`choose`] says what each scheme would cost over any number of ranks, by a [model](Links) of kernels and links.
 //!
 //! ```

@@ -1,8 +1,9 @@
 //! The ladder: one attention from the naive kernel to the library's, a step at a time, each checked and timed.
 //!
-//! `cargo run --release --example ladder [FOLDER]` on an NVIDIA GPU, or without one on an emulated Hopper, at a small shape
-//! and without times. Prints a table a problem; FOLDER (default `target/ladder`) has it as JSON, Markdown and a plot.
-//! `FMHA_EMULATE=sm_80` chooses what is emulated. The rungs are in `rungs/`; `README.md` has an H200's figures.
+//! `cargo run --release --example ladder [FOLDER]` on an NVIDIA GPU, or without one on an emulated Hopper, at
+//! a small shape and without times. Prints a table a problem; FOLDER (default `target/ladder`) has it as
+//! JSON, Markdown and a plot. `FMHA_EMULATE=sm_80` chooses what is emulated. The rungs are in `rungs/`;
+//! `README.md` has an H200's figures.
 
 mod problem;
 mod report;

@@ -53,8 +53,8 @@ fn every_example_runs_without_a_word_about_devices() {
     }
 }
 
-/// The engine holds every step's logits to its request alone and to the definition; that pages ran out and prefixes were found
-/// is in what it says.
+/// The engine holds every step's logits to its request alone and to the definition; that pages ran out and
+/// prefixes were found is in what it says.
 #[test]
 fn random_traces_are_served_with_the_bits_of_each_request_alone() {
     for seed in ["1", "2", "3", "4", "5", "6"] {

@@ -1,5 +1,5 @@
-//! The device's side of a step: a paged cache, one plan for every step, and a graph of each layer's call for the steps that
-//! bring a token or none for each request.
+//! The device's side of a step: a paged cache, one plan for every step, and a graph of each layer's call for
+//! the steps that bring a token or none for each request.
 
 use std::time::{Duration, Instant};
 
@@ -188,8 +188,8 @@ impl Attention {
         Ok(o.into_iter().map(f16::to_f32).collect())
     }
 
-    /// A step with as many tokens as slots at most: the graph was captured for as many, and reads on the device how many
-    /// there are.
+    /// A step with as many tokens as slots at most: the graph was captured for as many, and reads on the
+    /// device how many there are.
     fn replay(&mut self, at: usize) -> Result<(), Error> {
         if self.graphs.is_empty() {
             for cache in &mut self.layers {
@@ -199,7 +199,8 @@ impl Attention {
             }
         }
         self.replayed += 1;
-        // SAFETY: the buffers live as long as the graphs, and `layer` waits for the stream before anyone else uses them.
+        // SAFETY: the buffers live as long as the graphs, and `layer` waits for the stream before anyone else
+        // uses them.
         unsafe { self.graphs[at].replay(&self.stream) }
     }
 }

@@ -140,8 +140,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// Largest difference from the reference, as a share of a token's largest logit: operands and O are f16.
 const TOLERANCE: f32 = 2e-3;
 
-/// The logits of every step against those of the request alone, to the bit, and the reference: the worst error, of a token's
-/// largest logit.
+/// The logits of every step against those of the request alone, to the bit, and the reference: the worst
+/// error, of a token's largest logit.
 fn check(model: &Model, alone: &mut Attention, sequence: &Sequence) -> Result<f32, String> {
     let prompt = sequence.request.prompt.len();
     let mut logits_after = |cached: usize, end: usize| {

@@ -78,7 +78,8 @@ impl Pages {
         }
     }
 
-    /// The page is full, and `prefix` is all tokens to its last: others may share it, unless another page holds the same.
+    /// The page is full, and `prefix` is all tokens to its last: others may share it, unless another page
+    /// holds the same.
     pub(crate) fn publish(&mut self, page: PageId, prefix: &[usize]) {
         if self.pages[page].prefix.is_none() && !self.by_prefix.contains_key(prefix) {
             self.pages[page].prefix = Some(prefix.to_vec());

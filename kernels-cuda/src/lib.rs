@@ -1,8 +1,8 @@
 //! The NVIDIA kernels of `fmha`: the CUDA device text, embedded, and the recipes that choose and launch it.
 //!
-//! Nothing here talks to a driver or a compiler: a recipe serves any [`Nvidia`](nvidia::Nvidia) backend. A kernel is a [`KernelSource`]: an entry file and
-//! the headers it includes, none of them a vendor's, so that NVRTC needs no include path.
-//! `README.md` beside this crate says what a launch binds.
+//! Nothing here talks to a driver or a compiler: a recipe serves any [`Nvidia`](nvidia::Nvidia) backend. A
+//! kernel is a [`KernelSource`]: an entry file and the headers it includes, none of them a vendor's, so that
+//! NVRTC needs no include path. `README.md` beside this crate says what a launch binds.
 
 pub mod maps;
 pub mod nvidia;

@@ -52,7 +52,8 @@ abi_spec! {
         pub block_n: i32 = Takes::multiples(16, 16, 128).tuned_over(&[32, 48, 64, 80, 96, 128]),
         /// Warps of a CTA, which share its rows: 16 or 32 to a warp are fast.
         pub warps: i32 = Takes::among(&[1, 2, 4, 8]).tuned(),
-        /// Warps that have the same rows, and each a part of O's columns, which together take more than a warp's registers.
+        /// Warps that have the same rows, and each a part of O's columns, which together take more than a
+        /// warp's registers.
         pub value_parts: i32 = Takes::nothing(),
         /// Blocks of K, and of V, in shared memory at a time.
         pub stages: i32 = Takes::within(1, MOST_STAGES).tuned_over(&[1, 2, 3]),
@@ -74,14 +75,16 @@ abi_spec! {
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
         /// A block's keys lie in one page, whose rows divide into blocks.
         pub block_in_page: bool = Takes::nothing(),
-        /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so that few lanes of a warp's
-        /// copies name rows of their own.
+        /// Rows of 16 bits in shared memory are whole 128 bytes, with zeros beyond the head dimension, so
+        /// that few lanes of a warp's copies name rows of their own.
         pub whole_spans: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
-        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile sees all keys.
+        /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
+        /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts follow the longest one.
+        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
+        /// follow the longest one.
         pub fixed_parts: bool = Takes::all(),
         /// With `split_keys`: equal shares of all tiles' blocks, `split_keys` keys each at least, that CTAs walk; 0: a
         /// CTA a tile, or a tile's part.
@@ -136,7 +139,8 @@ impl Sm80Tile {
         self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
     }
 
-    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have whole words.
+    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have
+    /// whole words.
     pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
         self.widens_blocks(spec)
             && self.warps == 1
@@ -186,8 +190,9 @@ impl Sm80Tile {
         Workspace { bytes, zeroed_bytes: 0 }
     }
 
-    /// So that a row's bits depend on its own sequence alone: the blocks of keys that the spec's table has, and
-    /// parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each, which changes no sum.
+    /// So that a row's bits depend on its own sequence alone: the blocks of keys that the spec's table has,
+    /// and parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each,
+    /// which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
@@ -206,8 +211,8 @@ impl Sm80Tile {
         }
     }
 
-    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`; shares are given up for
-    /// keys that are not cut, and for fixed parts.
+    /// Sets one field from its name and value. Parts of the keys become whole blocks of another `block_n`;
+    /// shares are given up for keys that are not cut, and for fixed parts.
     ///
     /// # Errors
     /// A text that names the field, the value and what the field takes.
@@ -339,8 +344,8 @@ const fn tile_bytes(bytes: i32) -> i32 {
     round_up(bytes, 1024)
 }
 
-/// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one that does neither; and
-/// if not, why.
+/// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one
+/// that does neither; and if not, why.
 ///
 /// # Errors
 /// The first fact that it does not take.
@@ -406,7 +411,8 @@ fn most_copied(problem: &FwdProblem) -> i32 {
     if keys_of_v_begin_anywhere(problem) { 2 } else { 16 }
 }
 
-/// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16 bytes, as they are.
+/// Whether TMA can bring a problem's K and V, and if not, why: one row after another, at strides of whole 16
+/// bytes, as they are.
 pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
     problem.refuse_mixed_layouts(NAME).map_err(|refusal| refusal.reason)?;
     problem.refuse_cache_updates(NAME).map_err(|refusal| refusal.reason)?;
@@ -507,7 +513,8 @@ fn stored(problem: &FwdProblem, name: &str) -> DType {
     }
 }
 
-/// Bytes of which addresses of Q, K or V are multiples, where copies take so many: FP8 whose rows begin anywhere is read byte by byte.
+/// Bytes of which addresses of Q, K or V are multiples, where copies take so many: FP8 whose rows begin
+/// anywhere is read byte by byte.
 #[must_use]
 pub fn bytes_at_a_time(problem: &FwdProblem, name: &str, copy_bytes: i32) -> i32 {
     if stored(problem, name).is_fp8() && copy_bytes == 2 { 1 } else { copy_bytes }

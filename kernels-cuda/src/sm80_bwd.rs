@@ -139,7 +139,8 @@ impl Sm80BwdTile {
 }
 
 impl Sm80BwdTile {
-    /// Whether all warps have whole products of a block's dQ: sixteen queries each, and of the columns a power of two or all.
+    /// Whether all warps have whole products of a block's dQ: sixteen queries each, and of the columns a
+    /// power of two or all.
     ///
     /// # Errors
     /// A text that names the fields and numbers that do not go together.
@@ -181,8 +182,8 @@ pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Operations that a multiprocessor has done, by both ways, and what sums in memory cost besides: cleared, added to, read again. Of an
-/// H200's rows in docs/kernels/sm80.md; other devices are given its proportions.
+/// Operations that a multiprocessor has done, by both ways, and what sums in memory cost besides: cleared,
+/// added to, read again. Of an H200's rows in docs/kernels/sm80.md; other devices are given its proportions.
 struct Rates {
     two_passes: f64,
     one_pass: f64,
@@ -199,8 +200,8 @@ const fn rates(widest: i32) -> Rates {
 /// The model's own error.
 pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
 
-/// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two passes alone where they are the
-/// only one.
+/// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two
+/// passes alone where they are the only one.
 #[must_use]
 pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candidates<bool> {
     let dims = problem.fwd.dims;
@@ -238,8 +239,8 @@ fn strides(
     })
 }
 
-/// The first stride of what is copied that is no whole number of copies of so many bytes. A column-major V is not: it is read
-/// element by element.
+/// The first stride of what is copied that is no whole number of copies of so many bytes. A column-major V is
+/// not: it is read element by element.
 fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
     let fwd = &problem.fwd;
     strides([
@@ -342,8 +343,9 @@ fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) 
         one_pass: sums == BwdSums::All,
         sums,
     };
-    // Eight warps share the blocks that they walk. Twice four do not wait for each other, where there is room for what both
-    // walk: on an H200 at D 128 184 to 207 TFLOP/s full, 173 to 191 causal at 4096; at D 64 151 to 161.
+    // Eight warps share the blocks that they walk. Twice four do not wait for each other, where there is room
+    // for what both walk: on an H200 at D 128 184 to 207 TFLOP/s full, 173 to 191 causal at 4096; at D 64 151
+    // to 161.
     let owned = if matches!(sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
         dims.seqlen_q
     } else {

@@ -372,6 +372,23 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     keys as i32
 }
 
+/// Whether no batch and no lengths have a problem's keys cut, so that its bits depend on neither, unasked.
+///
+/// `changes_kernel`: few rows go to one kernel or another by how many tiles there are.
+pub(crate) fn is_never_cut(problem: &FwdProblem, block_n: i32, changes_kernel: bool) -> bool {
+    /// Queries from which on no keys are cut that are fewer than two parts.
+    const MANY_QUERIES: u32 = 33;
+    let dims = problem.dims;
+    let few_rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) <= crate::sm80::MOST_SHORT_ROWS;
+    let is_short = split_keys(problem, block_n) == 0;
+    if few_rows && changes_kernel {
+        return false;
+    }
+    splits(problem).is_err()
+        || dims.seqlen_k < 2 * block_n.unsigned_abs()
+        || is_short && !few_rows && dims.seqlen_q >= MANY_QUERIES
+}
+
 /// Spec that the forward kernel of a part is compiled for: f32 partial results; a learnable sink joins in the
 /// merge.
 #[must_use]

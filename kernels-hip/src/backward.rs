@@ -1,8 +1,9 @@
-//! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what these read, and the
-//! recipe (the module `recipe`). Both are deterministic.
+//! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what
+//! these read, and the recipe (the module `recipe`). Both are deterministic.
 //!
-//! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each workgroup the
-//! gradients of its own rows alone; one behind takes what the products cannot (`fmha/cdna/bwd/rest.h`).
+//! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each
+//! workgroup the gradients of its own rows alone; one behind takes what the products cannot
+//! (`fmha/cdna/bwd/rest.h`).
 
 mod access;
 pub(crate) mod recipe;

@@ -1,5 +1,5 @@
-//! What the forward kernels, `cdna_fwd` and `rdna_fwd`, have in common: what they take, what a launch reads, and the recipe
-//! ([`recipe`]).
+//! What the forward kernels, `cdna_fwd` and `rdna_fwd`, have in common: what they take, what a launch reads,
+//! and the recipe ([`recipe`]).
 
 pub(crate) mod recipe;
 
@@ -27,8 +27,8 @@ pub(crate) enum OutputKind {
 abi_enum!(OutputKind { Wide, Fp8, Any });
 
 abi_spec! {
-    /// What a forward kernel is compiled for, on either unit: what changes the instructions of its main loop. All else of a
-    /// problem is a number that it reads.
+    /// What a forward kernel is compiled for, on either unit: what changes the instructions of its main loop.
+    /// All else of a problem is a number that it reads.
     pub struct CdnaSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -78,7 +78,8 @@ pub(crate) fn modifies_score(problem: &FwdProblem) -> bool {
 
 pub(crate) const MAX_HEAD_DIM: u32 = 256;
 
-/// Checks that the architecture's matrix instructions have the problem's types, and that its tensors are as both kernels read them.
+/// Checks that the architecture's matrix instructions have the problem's types, and that its tensors are as
+/// both kernels read them.
 ///
 /// # Errors
 /// The field that `kernel` does not take, and its number.

@@ -1,9 +1,9 @@
 //! Device text of the AMD kernels: freestanding HIP C++ that needs no ROCm header, embedded so that
 //! a program can compile it wherever it finds clang or hipRTC.
 //!
-//! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma`
-//! (typed tiles) below `cdna` (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share comes from
-//! [`fmha_core::source`].
+//! The text obeys the arrows of the repository: `isa` (one instruction, one function) below `mma` (typed
+//! tiles) below `cdna` (forward, decode, backward), `rdna` (the same) and `combine.h`. What all vendors share
+//! comes from [`fmha_core::source`].
 //!
 //! Beside the text stands each kernel's recipe: what it accepts, its tile, its entry, its grid, its launches, for any
 //! backend that is [`Amd`].

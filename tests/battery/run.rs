@@ -159,7 +159,8 @@ fn run_backward(case: &Backward, backend: &Device, options: &Options) -> Result<
     if case.data.room.placement != Placement::Sparse {
         verdict.faults.extend(intact_bwd(&host));
     }
-    // Whatever the device does in another order this time. Where the caller alone wants one, every case would run twice.
+    // Whatever the device does in another order this time. Where the caller alone wants one, every case would
+    // run twice.
     if case.deterministic && plan.promises().deterministic {
         verdict.faults.extend(differs_in_another_run(backend, &plan, &mut host)?);
     }
@@ -279,7 +280,8 @@ fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     Ok(())
 }
 
-/// The first element of each Q is 4, and of each sequence's last key so large that its score lies `ABOVE` the others'; its V is 3.
+/// The first element of each Q is 4, and of each sequence's last key so large that its score lies `ABOVE` the
+/// others'; its V is 3.
 fn last_keys(host: &mut HostFwd) -> Result<()> {
     const ABOVE: f64 = 9.0;
     let (problem, dims) = (host.problem.clone(), host.problem.dims);

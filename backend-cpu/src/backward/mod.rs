@@ -15,9 +15,9 @@
 //! in one pass. Where there are fewer, tiles of keys (dK, dV) and tiles of queries (dQ) are tasks of
 //! their own: seven products instead of five, on every thread, with the same bits.
 //!
-//! f32 has LSE to half its last place, so that all P of a row are off by one factor: by 0.1 % of an LSE of 16384, by exp(32)
-//! of 1e9, as whole rows have that a bias masks. Such rows' scores are measured from about their LSE, and their own sum of
-//! exponentials takes its place (`far.rs`).
+//! f32 has LSE to half its last place, so that all P of a row are off by one factor: by 0.1 % of an LSE of
+//! 16384, by exp(32) of 1e9, as whole rows have that a bias masks. Such rows' scores are measured from about
+//! their LSE, and their own sum of exponentials takes its place (`far.rs`).
 
 mod far;
 #[cfg(test)]

@@ -258,8 +258,8 @@ impl Cached<'_> {
         }
     }
 
-    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`, widened by what
-    /// [`widened_by`](Self::widened_by) gave; where the first head's are.
+    /// Brings keys `j .. j + keys.len()` of some kv heads (the first, and how many) together in `scratch`,
+    /// widened by what [`widened_by`](Self::widened_by) gave; where the first head's are.
     pub(crate) fn rows_in_scratch<S: Simd>(
         &self,
         s: S,

@@ -360,8 +360,8 @@ mod tests {
         }
     }
 
-    /// The last key, in a tile of its own, is seen e^3 times as well as each before: a true maximum leaves its P at 1, which
-    /// bf16 holds, and one that lags at e^3, which bf16 rounds.
+    /// The last key, in a tile of its own, is seen e^3 times as well as each before: a true maximum leaves
+    /// its P at 1, which bf16 holds, and one that lags at e^3, which bf16 rounds.
     fn subtracts_the_true_maximum_on_request<S: Simd>(s: S) {
         let mut problem = problem(9, 37, (32, 32), "0");
         (problem.dtypes.o, problem.score.softmax_scale) = (DType::F32, Some(1.0));

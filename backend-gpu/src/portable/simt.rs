@@ -79,8 +79,8 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             None => (&raw mut masks).cast(),
         };
         let count = if call.problem.lists.is_none() && call.problem.masks.is_empty() { 1 } else { 2 };
-        // SAFETY: the kernel takes FwdParams, and ListParams or MaskDataParams where the problem has lists or masks; core
-        // saw that the memory of both covers the problem.
+        // SAFETY: the kernel takes FwdParams, and ListParams or MaskDataParams where the problem has lists or
+        // masks; core saw that the memory of both covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast(), more][..count], call.stream) }
     }
 }

@@ -1,5 +1,5 @@
-//! Every field of the contract's problems can be set from C: calls that differ in one thing each are read, and each field
-//! that the problems' own debug text names has more than one value among them.
+//! Every field of the contract's problems can be set from C: calls that differ in one thing each are read,
+//! and each field that the problems' own debug text names has more than one value among them.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

@@ -90,7 +90,8 @@ unsafe fn make_plan<C>(
     })
 }
 
-/// Refuses what `fmha_plan` refuses on every device, without one: for callers in Rust who know shapes before they know memory.
+/// Refuses what `fmha_plan` refuses on every device, without one: for callers in Rust who know shapes before
+/// they know memory.
 ///
 /// # Errors
 /// The first field that is wrong, by its name, with its number.

@@ -155,9 +155,9 @@ impl FmhaPlan {
     }
 
     /// # Safety
-    /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h`
-    /// says, and nobody else touches it until the work is done; its stream is null or one of the plan's device that lives
-    /// until then; host pointers are as for [`Self::new`].
+    /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h` says,
+    /// and nobody else touches it until the work is done; its stream is null or one of the plan's device that
+    /// lives until then; host pointers are as for [`Self::new`].
     pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
         let memory = Memory(self.space);
         match &*self.planned {

@@ -120,8 +120,9 @@ pub struct FmhaCache {
     pub reserved: i32,
 }
 
-/// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and dropout see
-/// those of the whole, so a part computes what it would inside it; bias and keep mask are the call's own.
+/// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and
+/// dropout see those of the whole, so a part computes what it would inside it; bias and keep mask are the
+/// call's own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPart {
@@ -131,8 +132,8 @@ pub struct FmhaPart {
     pub position_q: i64,
     /// Position of the first key of each sequence.
     pub position_k: i64,
-    /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the whole ends where
-    /// the part does.
+    /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
+    /// whole ends where the part does.
     pub seqlen_q: i64,
     /// Keys of each whole sequence, likewise.
     pub seqlen_k: i64,
@@ -175,10 +176,10 @@ pub struct FmhaCaptured {
     pub reserved: i32,
 }
 
-/// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query head), q and k
-/// (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what is captured by name.
-/// Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt
-/// rsqrt min max pow clamp select, and the casts float int bool.
+/// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query
+/// head), q and k (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what
+/// is captured by name. Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin
+/// cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select, and the casts float int bool.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCode {
@@ -309,8 +310,8 @@ pub struct FmhaCall {
     pub alibi_per_batch: i32,
     /// 1: descales are one number each; else 0.
     pub descale_per_tensor: i32,
-    /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0 has it; else 0.
-    /// May change from run to run.
+    /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
+    /// has it; else 0. May change from run to run.
     pub dropout_seeded: i32,
     /// 0.
     pub reserved: i32,

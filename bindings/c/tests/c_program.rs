@@ -96,8 +96,8 @@ fn a_c_program_that_changes_any_field_is_refused_by_its_name() {
     assert!(tried > 120, "{text}");
 }
 
-/// A program finds the library by the name that it was linked to, and this one has a version in it: a library whose structs
-/// have other sizes has another name.
+/// A program finds the library by the name that it was linked to, and this one has a version in it: a library
+/// whose structs have other sizes has another name.
 #[test]
 #[cfg_attr(not(target_os = "linux"), ignore = "links as ELF does")]
 fn an_installed_library_is_found_by_a_name_with_its_abi_alone() {

@@ -1,6 +1,7 @@
-//! Fused multi-head attention for [candle](candle_core): the functions of `candle-flash-attn` by name, argument order and
-//! meaning, and what they lack: the CPU, f32, gradients, LSE, dropout, head dimensions that are no multiple of 8. Nothing
-//! here is built by nvcc; the kernels of a CUDA device are compiled at the first call that needs them, and kept.
+//! Fused multi-head attention for [candle](candle_core): the functions of `candle-flash-attn` by name,
+//! argument order and meaning, and what they lack: the CPU, f32, gradients, LSE, dropout, head dimensions
+//! that are no multiple of 8. Nothing here is built by nvcc; the kernels of a CUDA device are compiled at the
+//! first call that needs them, and kept.
 //!
 //! A model changes over by one line, `use fmha_candle as candle_flash_attn;`:
 //!
@@ -23,9 +24,10 @@
 //! A score and a mask may be code ([`Options::score_code`], [`Options::mask_code`]): Rust's operators on
 //! [`expr`]'s values, or text.
 //!
-//! Q, K and V are f32, f16 or bf16, of one type, on one device, with any strides whose last is 1. A causal mask or a window
-//! stands at the last key: the last query sees the last key. A query that sees no key has O = 0. Where no fast kernel
-//! takes a call, it runs on the fallback kernel, which is right and slow ([`Options::allow_fallback`]).
+//! Q, K and V are f32, f16 or bf16, of one type, on one device, with any strides whose last is 1. A causal
+//! mask or a window stands at the last key: the last query sees the last key. A query that sees no key has O
+//! = 0. Where no fast kernel takes a call, it runs on the fallback kernel, which is right and slow
+//! ([`Options::allow_fallback`]).
 //!
 //! With the feature `cuda` tensors of a CUDA device are taken where they lie, on candle's stream; the
 //! tests have passed there (README).
@@ -182,8 +184,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 pub struct Sequences {
     /// Where each sequence's queries begin and the last one's end, u32 or i32 `[batch + 1]`.
     pub seqlens_q: Tensor,
-    /// Where each sequence's keys begin and the last one's end, u32 or i32 `[batch + 1]`; of a paged cache, whose keys lie in
-    /// pages, each sequence's number of keys is taken from it.
+    /// Where each sequence's keys begin and the last one's end, u32 or i32 `[batch + 1]`; of a paged cache,
+    /// whose keys lie in pages, each sequence's number of keys is taken from it.
     pub seqlens_k: Tensor,
     /// No sequence has more queries.
     pub max_seqlen_q: usize,
@@ -193,9 +195,10 @@ pub struct Sequences {
     pub block_table: Option<Tensor>,
 }
 
-/// Attention of packed sequences: q `[total_q, num_heads_q, head_dim]`, k and v `[total_k, num_heads_kv, head_dim]`, or of a
-/// paged cache `[num_pages, page_size, num_heads_kv, head_dim]`. Gives O, shaped like q, and LSE, f32 `[num_heads_q,
-/// total_q]`. Rows that belong to no sequence are 0, in gradients too. A paged cache has no gradient.
+/// Attention of packed sequences: q `[total_q, num_heads_q, head_dim]`, k and v `[total_k, num_heads_kv,
+/// head_dim]`, or of a paged cache `[num_pages, page_size, num_heads_kv, head_dim]`. Gives O, shaped like q,
+/// and LSE, f32 `[num_heads_q, total_q]`. Rows that belong to no sequence are 0, in gradients too. A paged
+/// cache has no gradient.
 ///
 /// # Errors
 /// As [the crate](crate) says.
@@ -213,7 +216,8 @@ fn causal_window(causal: bool) -> Option<usize> {
     causal.then_some(0)
 }
 
-/// Declares a function of candle-flash-attn: its arguments in their order, and the options and sequences that they mean.
+/// Declares a function of candle-flash-attn: its arguments in their order, and the options and sequences that
+/// they mean.
 macro_rules! flash_attn {
     ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty),*) => $options:expr $(, $sequences:expr)?;)*) => {$(
         $(#[$doc])*
@@ -264,8 +268,8 @@ flash_attn! {
         window_size_right: Option<usize>, softcap: f32
     ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.cloned()).softcap(softcap);
 
-    /// Attention of packed sequences, `[total, num_heads, head_dim]` each. `seqlens_q` and `seqlens_k`, u32 `[batch + 1]`, say
-    /// where each begins.
+    /// Attention of packed sequences, `[total, num_heads, head_dim]` each. `seqlens_q` and `seqlens_k`, u32
+    /// `[batch + 1]`, say where each begins.
     flash_attn_varlen(
         seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32,
         causal: bool
@@ -302,8 +306,9 @@ flash_attn! {
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 }
 
-/// As [`flash_attn_varlen_windowed`], K and V in pages, `[num_pages, page_block_size, num_heads_kv, head_dim]`; `block_table`,
-/// u32 `[batch, max_pages]`, says which pages hold a sequence's keys, and `seqlens_k` how many there are, summed up.
+/// As [`flash_attn_varlen_windowed`], K and V in pages, `[num_pages, page_block_size, num_heads_kv,
+/// head_dim]`; `block_table`, u32 `[batch, max_pages]`, says which pages hold a sequence's keys, and
+/// `seqlens_k` how many there are, summed up.
 ///
 /// # Errors
 /// As [the crate](crate) says; `mm_prefix_ranges` where there are any, since the contract has no such mask;

@@ -69,8 +69,8 @@ impl Place {
             #[cfg(feature = "cuda")]
             candle_core::Device::Cuda(device) => {
                 let handle = device.cuda_stream().cu_stream() as u64;
-                // SAFETY: candle and fmha compute in the device's primary context, and candle keeps its stream as long as
-                // the tensors of the call, which the caller holds.
+                // SAFETY: candle and fmha compute in the device's primary context, and candle keeps its
+                // stream as long as the tensors of the call, which the caller holds.
                 unsafe { fmha::Stream::from_raw(&self.device, handle) }
             }
             _ => self.device.default_stream(),

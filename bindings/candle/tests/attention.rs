@@ -1,4 +1,5 @@
-//! Every function against attention written out in f64 with candle's own operations, whose autograd gives the gradients.
+//! Every function against attention written out in f64 with candle's own operations, whose autograd gives the
+//! gradients.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -317,7 +318,8 @@ fn tensors_are_taken_as_they_lie() {
     close(&fmha_candle::flash_attn(&q, &k, &v, 0.25, true).unwrap(), &o, 0.0);
 }
 
-/// A batch of 0, no queries and no keys, of batches, packed rows and pages: outputs are empty or 0, and so are gradients.
+/// A batch of 0, no queries and no keys, of batches, packed rows and pages: outputs are empty or 0, and so
+/// are gradients.
 #[test]
 fn what_has_no_elements_is_computed() {
     let ints = |count: usize| Tensor::zeros(count, DType::U32, &device()).unwrap();

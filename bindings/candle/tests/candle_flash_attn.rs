@@ -92,7 +92,8 @@ fn the_longest_sequence_may_be_shorter_than_what_is_said() -> Result<()> {
     Ok(())
 }
 
-/// A sequence whose keys fill their last page in part, in `pool` pages of 32 rows: logical page i is number `page_of(i)`.
+/// A sequence whose keys fill their last page in part, in `pool` pages of 32 rows: logical page i is number
+/// `page_of(i)`.
 fn paged(head_dim: usize, spare: usize, page_of: fn(usize, usize) -> usize) -> Result<()> {
     const PAGE: usize = 32;
     let (rows, heads, heads_kv) = (104, 4, 1);

@@ -66,7 +66,7 @@ def _built() -> pathlib.Path:
 def _staged():
     """A copy of the package with its library, as the current folder: nothing is left in the source tree."""
     # Beside the package it may be another system's: a wheel for that is packed here.
-    beside = [path for path in (HERE / "fmha" / name for name in FILES.values()) if path.is_file()]
+    beside = [path for path in (HERE / "fmha" / name for name in (FILE, *FILES.values())) if path.is_file()]
     library = beside[0] if beside else _built()
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:

@@ -301,7 +301,7 @@ def _no_tangents() -> Any:
     raise NotImplementedError("attention has gradients backward alone, but is differentiated forward")
 
 
-def once(gradients: Sequence[Any], **sources: Any) -> Tuple[Any, ...]:
+def once(gradients: Sequence[Any], /, **sources: Any) -> Tuple[Any, ...]:
     """Gradients that were made from ``sources`` without autograd, some of them ``None``."""
     # A compiler refuses second derivatives itself.
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -491,7 +491,7 @@ class _Coded(torch.autograd.Function):
         left = iter(of_captured)
         made = [gradient if moves else None for gradient, moves in zip(made, wants)]
         made += [next(left) if moves else None for moves in wants[10:]]
-        names = dict(zip(ctx.texts[2].split(","), captured))
+        names = {f"captured {name}": x for name, x in zip(ctx.texts[2].split(","), captured)}
         sources = {**names, "q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dout": dout, "dlse": dlse}
         made = once(made, **sources)
         return (*made[:5], *(None,) * 5, *made[5:])

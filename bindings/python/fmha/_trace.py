@@ -474,7 +474,7 @@ OPERATIONS: Dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("abs", "absolute", "fabs", "__abs__"), _kept("abs")),
     **dict.fromkeys(("sign", "sgn"), _kept("sign")),
     **dict.fromkeys(("neg", "negative", "__neg__"), _negative),
-    **dict.fromkeys(("positive", "detach", "clone", "contiguous", "squeeze"), _self),
+    **dict.fromkeys(("positive", "clone", "contiguous", "squeeze"), _self),
     **dict.fromkeys(("square",), _square),
     **dict.fromkeys(("reciprocal",), _reciprocal),
     "silu": _silu,

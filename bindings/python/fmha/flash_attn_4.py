@@ -237,6 +237,10 @@ def _varlen(
     if page_table is not None:
         check_cache_lengths("seqused_k", seqused_k, k, page_table)
     left, right = window
+    if scales.get("score_code") and min(left or 0, right or 0) < 0:
+        raise NotImplementedError(
+            f"window_size {window} is given beside score_mod: a bound below 0 is said by lengths, which a function reads"
+        )
     sink, hidden = _sink(learnable_sink), None
     if right is not None and right < 0:
         # A window that ends n keys before the diagonal ends on it where a sequence has n keys less.

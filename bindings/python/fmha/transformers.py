@@ -293,6 +293,11 @@ def flex_attention_mask(
     from . import flex
 
     _keywords.refuse(rest, (*_MASK_OPTIONS, "dtype"))
+    # A cache adds to its offsets in place, before a layer asks for the mask.
+    if _traced(attention_mask) or _traced(q_offset):
+        q_offset, kv_offset = (x.clone() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_offset))
+    else:
+        q_offset, kv_offset = int(q_offset), int(kv_offset)
     function = made.causal_mask_function if mask_function is None else mask_function
     if attention_mask is not None:
         padding: Any = made.prepare_padding_mask(attention_mask, kv_length, kv_offset)

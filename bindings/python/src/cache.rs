@@ -10,8 +10,8 @@ use crate::request::{Request, Slot, name};
 use crate::shapes::{Sizes, is_cache, longest_is_said, of_type, operand, plain, rows, shape};
 use crate::tensor::{I32, Tensor, U32};
 
-/// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may take it for that: a
-/// gradient is of a V of its own, and new values and factors are V's alone.
+/// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may
+/// take it for that: a gradient is of a V of its own, and new values and factors are V's alone.
 fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
     let data = |slot| request.get(slot).map(|tensor| tensor.data);
     let (Some((dim_v, axes_v)), Some((dim_k, axes_k))) = (v.shape().split_last(), k.shape().split_last())

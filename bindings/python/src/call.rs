@@ -252,8 +252,8 @@ fn presence(key: &mut Key, absent: &[bool]) {
     key.push(absent.iter().fold(0, |bits, &null| bits << 1 | u64::from(null)));
 }
 
-/// A Python number in the C struct's 32 bits. Which numbers are sound is the library's to say; here, that it is asked of the number
-/// that was given: a soft-cap of 1e-60 is no call without one.
+/// A Python number in the C struct's 32 bits. Which numbers are sound is the library's to say; here, that it
+/// is asked of the number that was given: a soft-cap of 1e-60 is no call without one.
 fn single(name: &str, given: f64) -> Result<f32, Wrong> {
     let rounded = given as f32;
     ensure!(

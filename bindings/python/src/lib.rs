@@ -1,9 +1,9 @@
 //! `fmha` for Python: one shared library for every Python and every torch.
 //!
-//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in the process
-//! and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors come through `ctypes`
-//! ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the struct of the C library; [`plans`]
-//! keeps plans by the numbers of their calls.
+//! There is no C++ here, no link to torch and none to Python. [`torch`] finds PyTorch's stable C interface in
+//! the process and registers operators; [`xla`] has handlers that JAX registers; NumPy's and DLPack's tensors
+//! come through `ctypes` ([`fmha_py_run`]). All make a [`request::Request`], from which [`call`] makes the
+//! struct of the C library; [`plans`] keeps plans by the numbers of their calls.
 
 mod cache;
 pub mod call;
@@ -57,8 +57,9 @@ pub extern "C" fn fmha_py_text() -> *const c_char {
     TEXT.with(|text| text.borrow().as_ptr())
 }
 
-/// What a request is made of, so that Python's side of `ctypes` need not repeat it: the text of [`fmha_py_text`] has the names
-/// of its tensors, those of its numbers with their types, and those of its options' bits, a line each. Returns its bytes.
+/// What a request is made of, so that Python's side of `ctypes` need not repeat it: the text of
+/// [`fmha_py_text`] has the names of its tensors, those of its numbers with their types, and those of its
+/// options' bits, a line each. Returns its bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_describe() -> usize {
     let numbers: Vec<String> = NUMBERS.iter().map(|(name, spelt)| format!("{name}:{spelt}")).collect();
@@ -108,9 +109,9 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
     Ok((scratch, start))
 }
 
-/// Refuses what is wrong with a request on every device and plans nothing: for a compiler that knows shapes before it knows
-/// memory. Where `operator` is not null the request has the arguments of torch's operator of that name, whose results are
-/// described here.
+/// Refuses what is wrong with a request on every device and plans nothing: for a compiler that knows shapes
+/// before it knows memory. Where `operator` is not null the request has the arguments of torch's operator of
+/// that name, whose results are described here.
 ///
 /// # Safety
 /// As [`fmha_py_run`]; no tensor is read. `operator` is null or a C string.

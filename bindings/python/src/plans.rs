@@ -127,8 +127,8 @@ pub fn explain(request: &Request) -> Result<String, Wrong> {
     Ok(text.to_string_lossy().into_owned())
 }
 
-/// Runs a request with scratch from `workspace`, which is asked for that many bytes, aligned to [`ALIGNMENT`], where there
-/// are any, and keeps them until what it returned is dropped.
+/// Runs a request with scratch from `workspace`, which is asked for that many bytes, aligned to
+/// [`ALIGNMENT`], where there are any, and keeps them until what it returned is dropped.
 ///
 /// # Errors
 /// What is wrong with the request, why no kernel takes it, or what the driver said.

@@ -1,5 +1,5 @@
-//! Every field of the C library's structs can be set from Python, but for those that are named here with the reason. That the
-//! structs reach every field of the contract is the C library's own test.
+//! Every field of the C library's structs can be set from Python, but for those that are named here with the
+//! reason. That the structs reach every field of the contract is the C library's own test.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 

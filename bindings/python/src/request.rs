@@ -175,7 +175,8 @@ pub const NUM_COMMON: usize = NUMBERS.len() - 3;
 /// Most that are kept for the process: a program that goes on to make others spells them.
 const MOST_KEPT: usize = 4096;
 
-/// Numbers by the number under which they were kept. A forked child finds its parent's: a reader never waits for a lock.
+/// Numbers by the number under which they were kept. A forked child finds its parent's: a reader never waits
+/// for a lock.
 static KEPT: [OnceLock<Numbers>; MOST_KEPT] = [const { OnceLock::new() }; MOST_KEPT];
 static NUM_KEPT: AtomicUsize = AtomicUsize::new(0);
 

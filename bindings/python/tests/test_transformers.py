@@ -186,3 +186,15 @@ def test_what_flex_attentions_hook_has_not_is_refused_by_its_name():
     ):
         with pytest.raises(NotImplementedError, match=words):
             fmha.transformers.flex_attention_forward(module, q, q, q, **call)
+
+
+def test_flex_attentions_mask_keeps_the_offsets_that_it_was_made_with():
+    offsets = [torch.tensor(7, device="cpu"), torch.tensor(3, device="cpu")]
+    mask = fmha.transformers.flex_attention_mask(1, 2, 6, *offsets)
+    offsets[0] += 2
+    offsets[1] += 1
+    q, k, v = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 6, 16), torch.randn(1, 1, 6, 16)
+    seen = torch.arange(7, 9)[:, None] >= torch.arange(3, 9)[None]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    got = fmha.transformers.flex_attention_forward(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
+    assert torch.allclose(got, wanted, atol=2e-3)

@@ -15,7 +15,8 @@ FMHA_DEVICE Range query_range(const MaskBand& band, Range keys, int32_t seqlen_q
   return {int32_t(first), int32_t(clamp<int64_t>(end, first, seqlen_q))};
 }
 
-// Index of a query row's LSE and delta in the workspace: sequences are apart by the longest, in whole blocks of queries.
+// Index of a query row's LSE and delta in the workspace: sequences are apart by the longest, in whole blocks of
+// queries.
 FMHA_DEVICE int64_t stats_offset(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i) {
   return i_head * p.stats_head + span.i_batch * p.stats_batch + i;
 }

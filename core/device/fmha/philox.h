@@ -24,8 +24,8 @@ FMHA_DEVICE int32_t head_of_whole(const FwdParams& p, int32_t i_batch, int32_t i
   return p.dropout_first_head + i_batch * p.dropout_num_heads + i_head;
 }
 
-// The words of four keys for query i: of the whole's fours the one that is `j_quad` behind that of the call's first key. Where
-// that key is the first of its four, keys 4 * j_quad .. 4 * j_quad + 3.
+// The words of four keys for query i: of the whole's fours the one that is `j_quad` behind that of the call's first
+// key. Where that key is the first of its four, keys 4 * j_quad .. 4 * j_quad + 3.
 FMHA_DEVICE Array<uint32_t, 4> dropout_words(const FwdParams& p, int32_t batch_head, int32_t i, int32_t j_quad) {
   const int32_t quad = j_quad + p.dropout_first_quad, query = i + p.dropout_first_query;
   return philox4x32_10({{uint32_t(quad), uint32_t(query), uint32_t(batch_head), p.dropout_offset}},

@@ -34,8 +34,8 @@ FMHA_DEVICE bool is_far(float lse) { return abs_of(lse) >= kLargestPlainLse && a
 struct RowOrigin {
   float origin, lse_log2;
 };
-// A far row's `lse_log2` as a number that no other row's is, for kernels which find such rows by it: beyond 2^110, with an
-// error of 2^-12.
+// A far row's `lse_log2` as a number that no other row's is, for kernels which find such rows by it: beyond 2^110,
+// with an error of 2^-12.
 FMHA_DEVICE float marked_far(float lse_log2) { return (clamp(lse_log2, -2047.f, 2047.f) + 4096.f) * 0x1p100f; }
 FMHA_DEVICE bool is_marked_far(float lse_log2) { return lse_log2 > 0x1p110f && lse_log2 != infinity(); }
 FMHA_DEVICE float unmarked(float lse_log2) { return is_marked_far(lse_log2) ? lse_log2 * 0x1p-100f - 4096.f : lse_log2; }
@@ -179,8 +179,8 @@ struct RowSums {
   }
 };
 
-// What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are masked as
-// a whole, by a bias of -1e9 in each key, are mostly so.
+// What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are
+// masked as a whole, by a bias of -1e9 in each key, are mostly so.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
                                         float delta, const Masks& masks = {}) {

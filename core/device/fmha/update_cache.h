@@ -34,8 +34,8 @@ struct Update {
   const CacheUpdate& update;
   const int32_t lane = Lanes::index();
 
-  // One sequence of the cache as it is before the call, and what is added to it. Lengths that lie are clamped: no row outside
-  // the tensors is accessed.
+  // One sequence of the cache as it is before the call, and what is added to it. Lengths that lie are clamped: no row
+  // outside the tensors is accessed.
   struct Sequence {
     SeqSpan span;
     PackedRows added;
@@ -60,8 +60,8 @@ struct Update {
     for (int32_t d = lane; d < dim; d += Lanes::count) to[d * step] = from[d];
   }
 
-  // Copies a row of K or Q, turned to `position`: two products and a sum, each rounded to f32, and the sum to the input's type,
-  // as the contract has it. FP8 is turned as it is stored, before any descale, and saturates.
+  // Copies a row of K or Q, turned to `position`: two products and a sum, each rounded to f32, and the sum to the
+  // input's type, as the contract has it. FP8 is turned as it is stored, before any descale, and saturates.
   FMHA_DEVICE void turn(const Key* from, Key* to, int32_t position) const {
     constexpr int32_t pairs = spec.rotary_dim / 2;
     const int64_t angles = int64_t(clamp(position, 0, update.max_pos - 1)) * pairs;

@@ -76,8 +76,8 @@ impl<'a> DevSlice<'a> {
         }
     }
 
-    /// Memory of any kind, of elements of this type; of 0 bytes, at any address, null among them. [`ElemType::Bytes`] is what
-    /// nobody knows the type of: every call takes it for what its problem says.
+    /// Memory of any kind, of elements of this type; of 0 bytes, at any address, null among them.
+    /// [`ElemType::Bytes`] is what nobody knows the type of: every call takes it for what its problem says.
     ///
     /// # Safety
     /// `ptr .. ptr + bytes` is readable memory of `space` that lives, and is not written by others,
@@ -287,16 +287,16 @@ pub struct SeqArgs<'a> {
     pub arrivals: Option<Arrivals<'a>>,
 }
 
-/// K and V that come while the call runs, in `n` pieces of rows: a kernel reads rows of a piece once its flag is not 0. What
-/// writes a piece writes its flag afterwards, with a barrier of the whole system between; it is queued before the call, and needs
-/// no multiprocessor.
+/// K and V that come while the call runs, in `n` pieces of rows: a kernel reads rows of a piece once its flag
+/// is not 0. What writes a piece writes its flag afterwards, with a barrier of the whole system between; it
+/// is queued before the call, and needs no multiprocessor.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrivals<'a> {
     /// u32 `[n]`: one past each piece's last row of every sequence. Ascending; the last is `seqlen_k`.
     pub ends: DevSlice<'a>,
-    /// u32 `[n + 1]`: the flags, written while the call runs. The last one is the kernel's: not 0, it tells every waiting thread to
-    /// go on with whatever is there, and a thread that has waited for piece `i` beyond the timeout writes `i + 1`. No result of
-    /// such a call is one.
+    /// u32 `[n + 1]`: the flags, written while the call runs. The last one is the kernel's: not 0, it tells
+    /// every waiting thread to go on with whatever is there, and a thread that has waited for piece `i`
+    /// beyond the timeout writes `i + 1`. No result of such a call is one.
     pub flags: DevSlice<'a>,
     /// Pieces, a bit each, that are there before the call.
     pub here: u64,
@@ -348,7 +348,8 @@ pub struct MaskArgs<'a> {
     pub full_kv_indices: Option<DevSlice<'a>>,
 }
 
-/// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not written out:
+/// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not
+/// written out:
 ///
 /// ```compile_fail,E0639
 /// use fmha_core::{CacheArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};

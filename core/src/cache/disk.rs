@@ -116,9 +116,9 @@ impl Disk {
         write_whole(&path, &bytes)
     }
 
-    /// Waits until no other process compiles what this one is about to; `None` on a file system without locks, and where
-    /// another process holds the lock for longer than any kernel compiles: two may then compile the same. `say` is
-    /// given a line for the user.
+    /// Waits until no other process compiles what this one is about to; `None` on a file system without
+    /// locks, and where another process holds the lock for longer than any kernel compiles: two may then
+    /// compile the same. `say` is given a line for the user.
     pub(super) fn lock(&self, name: &KernelName, mut say: impl FnMut(&str)) -> Option<FileLock> {
         fs::create_dir_all(&self.folder).ok()?;
         let path = self.lock_path(name);

@@ -1,4 +1,5 @@
-//! How a call is checked, cleared and launched, and what is ended when, on a device that writes down what it is asked for.
+//! How a call is checked, cleared and launched, and what is ended when, on a device that writes down what it
+//! is asked for.
 
 use super::*;
 use crate::toy::{Log, Toy, problem};

@@ -60,8 +60,8 @@ pub const MAX_HEAD_DIM: u32 = 1024;
 /// num_heads_q, head_dim_v]`; packed, batch and sequence are one axis of `total_q` or `total_k` rows;
 /// paged, K and V are `[num_pages, page_size, ..]`. Every tensor has strides of its own.
 ///
-/// Fields stand in groups; the setters bear the contract's names, which errors use too: `problem.score.softcap` is read,
-/// and `problem.softcap(30.0)` is the problem with it.
+/// Fields stand in groups; the setters bear the contract's names, which errors use too:
+/// `problem.score.softcap` is read, and `problem.softcap(30.0)` is the problem with it.
 ///
 /// ```
 /// use fmha_core::{DType, Dims, FwdProblem, MaskSpec};
@@ -272,8 +272,9 @@ impl FwdProblem {
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
-    /// What planning knows of the tensors' extents: of packed rows and of pages two, since the step from one to the next is
-    /// used. How many there are, fewer than an upper bound of the lengths too, comes with the call, which is checked again.
+    /// What planning knows of the tensors' extents: of packed rows and of pages two, since the step from one
+    /// to the next is used. How many there are, fewer than an upper bound of the lengths too, comes with the
+    /// call, which is checked again.
     pub(crate) fn fewest(&self) -> Extents {
         let two = Some(2);
         self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })

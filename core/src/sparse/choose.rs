@@ -15,8 +15,9 @@ pub fn before(a: (f32, u32), b: (f32, u32)) -> Ordering {
 }
 
 /// The `list.len()` candidates of greatest score, or all where there are fewer: their positions ascending, and -1 after
-/// them. `scores[j]` is that of key `j`; `candidates` lie in `0 .. scores.len()`.
+/// them. `scores[j]` is that of key `j`; candidates that have none are left out.
 pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) {
+    let candidates = within(scores, candidates);
     let mut keys: Vec<(f32, u32)> = candidates.map(|j| (scores[j as usize], j)).collect();
     keys.sort_by(|&a, &b| before(a, b));
     keys.truncate(list.len());
@@ -25,6 +26,7 @@ pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) {
 
 /// As [`choose`], of blocks; those of `forced` that are candidates come before all others, the first of them first.
 pub fn choose_blocks(scores: &[f32], candidates: Range<u32>, forced: &[u32], list: &mut [i32]) {
+    let candidates = within(scores, candidates);
     let mut chosen: Vec<u32> = Vec::new();
     for &block in forced {
         if candidates.contains(&block) && !chosen.contains(&block) && chosen.len() < list.len() {
@@ -37,6 +39,12 @@ pub fn choose_blocks(scores: &[f32], candidates: Range<u32>, forced: &[u32], lis
     let more = list.len() - chosen.len();
     chosen.extend(rest.into_iter().take(more).map(|(_, block)| block));
     write(chosen, list);
+}
+
+/// The candidates that have a score.
+fn within(scores: &[f32], candidates: Range<u32>) -> Range<u32> {
+    let all = u32::try_from(scores.len()).unwrap_or(u32::MAX);
+    candidates.start.min(all)..candidates.end.min(all)
 }
 
 fn write(mut keys: Vec<u32>, list: &mut [i32]) {
@@ -54,6 +62,14 @@ mod tests {
         let mut list = [7; K];
         choose(scores, candidates, &mut list);
         list
+    }
+
+    #[test]
+    fn candidates_without_a_score_are_left_out() {
+        assert_eq!(chosen::<3>(&[1.0, 2.0], 0..9), [0, 1, -1]);
+        let mut list = [7; 2];
+        choose_blocks(&[1.0], 3..5, &[4], &mut list);
+        assert_eq!(list, [-1, -1]);
     }
 
     #[test]

@@ -65,6 +65,12 @@ impl TileClass {
         if let Bias::Elementwise(bias) = problem.score.bias {
             facts += &format!(" bias {:?}", bias.broadcast);
         }
+        // Which masks as data there are: kernels have other tiles under them.
+        let masks = &problem.masks;
+        if !masks.is_empty() {
+            let there = [masks.intervals.is_some(), masks.bits.is_some(), masks.block_lists.is_some()];
+            facts += &format!(" masks {there:?}");
+        }
         Self { operation, facts }
     }
 

@@ -54,7 +54,8 @@ FMHA_DEVICE float reduce(float value, Function function) {
   return value;
 }
 
-// The two rows that a lane has of sixteen (fmha/mma/fragment.cuh), from block to block: S becomes P = exp2(S - maximum).
+// The two rows that a lane has of sixteen (fmha/mma/fragment.cuh), from block to block: S becomes P = exp2(S -
+// maximum).
 struct RowSoftmax {
   float row_max[2] = {-infinity(), -infinity()}, row_sum[2] = {0.f, 0.f};
 

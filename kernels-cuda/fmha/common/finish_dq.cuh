@@ -7,8 +7,8 @@
 
 namespace fmha {
 
-// A CTA to a block of queries of a head. Rows that a hidden NaN or infinity has reached are computed again. `Sums`: `rows` queries of a
-// block, `block_of` where its sums begin, `index_of` where one of them lies from there on.
+// A CTA to a block of queries of a head. Rows that a hidden NaN or infinity has reached are computed again. `Sums`:
+// `rows` queries of a block, `block_of` where its sums begin, `index_of` where one of them lies from there on.
 template <BwdSpec spec, class Sums>
 FMHA_DEVICE void finish_dq(const BwdParams& p) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;

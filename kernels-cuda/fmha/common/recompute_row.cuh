@@ -29,8 +29,8 @@ FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
 
-// One row: query i of a head, over the keys of `among` that `keys` has too. K and V lie in memory as `stored`: Q's type, or FP8
-// beside 16 bits.
+// One row: query i of a head, over the keys of `among` that `keys` has too. K and V lie in memory as `stored`: Q's
+// type, or FP8 beside 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
 struct RecomputedRow {
   static constexpr bool widens = stored != spec.dtype_qk;
@@ -45,15 +45,17 @@ struct RecomputedRow {
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
-  // The softmax takes natural scores where they are modified; else products, which a scale cannot bring beyond f32, with its sign.
-  // A scale of 0 would turn a maximum of -inf into NaN: f32's smallest number scales every product to 0 too.
+  // The softmax takes natural scores where they are modified; else products, which a scale cannot bring beyond f32,
+  // with its sign. A scale of 0 would turn a maximum of -inf into NaN: f32's smallest number scales every product to
+  // 0 too.
   const float positive_scale = modifies_score(spec) ? 1.f : fmaxf(fabsf(scale), 1.4e-45f);
   const float scale_log2 = positive_scale * kLog2E;
   float row_max = -infinity(), row_sum = 0.f;  // of exp2((score - row_max) * scale_log2)
   float room = 1.f;                            // what O is multiplied by so that it stays in f32 (range.h)
   float o[columns] = {};
 
-  // An element of K or V, of Q's type: what is stored in FP8 times its descale, rounded as a dequantised cache would be.
+  // An element of K or V, of Q's type: what is stored in FP8 times its descale, rounded as a dequantised cache would
+  // be.
   FMHA_DEVICE float of_cache(const View& view, int64_t at, const HeadScalars& descales) const {
     return round_to<spec.dtype_qk>(load_elem<stored>(view.data, at) * descale(descales));
   }

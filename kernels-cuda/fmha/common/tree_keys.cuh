@@ -1,5 +1,5 @@
-// Tree masks: of the last keys of a sequence, as many as it has queries, each query sees those whose bits are set, of the keys
-// before them all. For speculative tokens, of which several may follow one.
+// Tree masks: of the last keys of a sequence, as many as it has queries, each query sees those whose bits are set, of
+// the keys before them all. For speculative tokens, of which several may follow one.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>

@@ -118,12 +118,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A row's key blocks begin at the sequence's first key, their size is the head dimensions', and blocks that
-                // only other rows see are left out or add zeros. But a short query's keys may be split, a long one's not, unless
-                // parts have as many keys of every sequence.
+                // A row's key blocks begin at the sequence's first key, their size is the head dimensions',
+                // and blocks that only other rows see are left out or add zeros. But a short query's keys may
+                // be split, a long one's not, unless parts have as many keys of every sequence.
                 batch_invariant: (!is_split || tile.fixed_parts)
                     && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
-                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
+                    && (options.batch_invariant
+                        || split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -234,8 +235,8 @@ pub(crate) fn room(facts: &DeviceFacts) -> Room {
     Room { smem_bytes: i32::try_from(facts.smem_bytes).unwrap_or(i32::MAX), num_sms: facts.num_sms }
 }
 
-/// Whether K and V come by TMA where they can: where mma.sync is all that the tensor cores have (GeForce). Hopper and Blackwell have
-/// kernels of their own, beside which this one serves what they refuse.
+/// Whether K and V come by TMA where they can: where mma.sync is all that the tensor cores have (GeForce).
+/// Hopper and Blackwell have kernels of their own, beside which this one serves what they refuse.
 fn prefers_tma(facts: &DeviceFacts) -> bool {
     let has = facts.instructions;
     has.tma && !has.wgmma && !has.tcgen05

@@ -1,6 +1,6 @@
 //! Which tile a problem gets, by its head dimensions and by what a multiprocessor has.
 
-use fmha_core::spec::{BiasKind, FwdSpec};
+use fmha_core::spec::{BiasKind, CodeKind, FwdSpec};
 use fmha_core::{FwdProblem, VLayout};
 
 use super::{
@@ -12,7 +12,8 @@ use crate::split;
 /// What tiles have to fit into, and how many there should be.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
-    /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB on each CTA.
+    /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB
+    /// on each CTA.
     pub smem_bytes: i32,
     /// Multiprocessors.
     pub num_sms: u32,
@@ -76,7 +77,8 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         }
         tile = deal(problem, tile, room);
     } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
-        // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be walked in shares.
+        // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be
+        // walked in shares.
         let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
         let shared = deal(problem, packed, room);
         if shared.split_keys > 0 {
@@ -107,17 +109,19 @@ fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
 
 /// The tile for long sequences of a spec.
 ///
-/// A thread has 255 registers: of the rows of a warp's `r` sixteens O takes `r * head_dim_v / 2`, S `r * block_n / 2`. Two
-/// sixteens a warp halve what is read of K and V from shared memory, which at one sixteen takes as long as the products
-/// (an ldmatrix of 512 bytes feeds two products; either takes four clocks of an A100's multiprocessor).
+/// A thread has 255 registers: of the rows of a warp's `r` sixteens O takes `r * head_dim_v / 2`, S `r *
+/// block_n / 2`. Two sixteens a warp halve what is read of K and V from shared memory, which at one sixteen
+/// takes as long as the products (an ldmatrix of 512 bytes feeds two products; either takes four clocks of an
+/// A100's multiprocessor).
 #[must_use]
 pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
     let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
-    let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout;
+    let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout || spec.code != CodeKind::None;
     // Rows, keys and warps, best first. What modifies scores takes registers.
     let candidates: &[(i32, i32, i32)] = match widest {
         ..=128 if modifies => &[(128, 64, 8), (64, 64, 4)],
-        // Sums of P V that are apart, as those of FP8 are, take registers: 128 keys, or 32 rows to a warp above 64, would spill.
+        // Sums of P V that are apart, as those of FP8 are, take registers: 128 keys, or 32 rows to a warp
+        // above 64, would spill.
         ..=64 if spec.dtype_v.is_fp8() => &[(128, 64, 4), (64, 64, 4)],
         65..=128 if spec.dtype_v.is_fp8() => &[(128, 64, 8), (64, 64, 4)],
         ..=64 => &[(128, 128, 4), (128, 64, 4), (64, 64, 4)],
@@ -196,8 +200,9 @@ impl Sm80Tile {
             && self.micros_at_once(problem, room) > split::MICROS_OF_PARTS
     }
 
-    /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache of 16 bits, so that both
-    /// have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time, and CTAs, as there is room for.
+    /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache
+    /// of 16 bits, so that both have the same bits (CONTRACT.md, "KV caches"); then as many blocks at a time,
+    /// and CTAs, as there is room for.
     fn take_order_of(&mut self, twin: &Self, spec: &FwdSpec, room: Room) {
         (self.block_n, self.split_keys, self.shares) = (twin.block_n, twin.split_keys, twin.shares);
         if twin.shares > 0 {
@@ -212,7 +217,8 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
     }
 
-    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same number of shares each.
+    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same
+    /// number of shares each.
     fn take_ctas_of_shares(&mut self, spec: &FwdSpec, room: Room) {
         let num_sms = room.num_sms.max(1) as i32;
         let wanted = (self.shares / num_sms).max(1);
@@ -248,16 +254,18 @@ impl Sm80Tile {
         self.take_ctas_of_shares(spec, room);
     }
 
-    /// Small blocks, two of them, for as many warps as there is room for: widening in registers is work, which other warps hide. An
-    /// H200, 16 sequences of 32768 keys in e4m3, us: 64 keys, one and two stages, 683 and 709; 32 keys and two or three stages 454 and 456.
+    /// Small blocks, two of them, for as many warps as there is room for: widening in registers is work,
+    /// which other warps hide. An H200, 16 sequences of 32768 keys in e4m3, us: 64 keys, one and two stages,
+    /// 683 and 709; 32 keys and two or three stages 454 and 456.
     fn take_raw_blocks(&mut self, spec: &FwdSpec, room: Room) {
         (self.block_n, self.stages) = (self.block_n.min(32), 2);
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8);
     }
 
-    /// This tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory holds the barriers too.
-    /// A CTA has a warp more, so one of eight warps takes the place of two of four, which would leave a thread 200 registers. Nine warps
-    /// leave it 168, with which head dimensions above 192 spill.
+    /// This tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory
+    /// holds the barriers too. A CTA has a warp more, so one of eight warps takes the place of two of four,
+    /// which would leave a thread 200 registers. Nine warps leave it 168, with which head dimensions above
+    /// 192 spill.
     #[must_use]
     pub fn by_tma(self, problem: &FwdProblem, room: Room) -> Option<Self> {
         let spec = FwdSpec::of(problem);
@@ -273,9 +281,10 @@ impl Sm80Tile {
         [2, 1].map(of).into_iter().find(|tile| tile.smem_bytes(&spec) <= room.smem_bytes)
     }
 
-    /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two, as they leave
-    /// room for: a second CTA's products run beside the first one's loads, a second stage only brings them earlier. Blocks of
-    /// 128 keys have one: an H200's D 64 causal at 4096 keys 272 TFLOP/s, with two stages 266, in blocks of 64 keys 243.
+    /// As many CTAs to a multiprocessor as registers allow, two of four warps, and as many stages, up to two,
+    /// as they leave room for: a second CTA's products run beside the first one's loads, a second stage only
+    /// brings them earlier. Blocks of 128 keys have one: an H200's D 64 causal at 4096 keys 272 TFLOP/s, with
+    /// two stages 266, in blocks of 64 keys 243.
     pub(super) fn fill(&mut self, spec: &FwdSpec, room: Room) {
         let by_registers = (8 / self.warps).max(1);
         let table = *self;
@@ -383,11 +392,12 @@ impl Unlike {
 
 /// How keys of sequences of like lengths are cut: keys of a part, 0 for none; or whether equal shares are cheaper.
 ///
-/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to fill memory's latency. An
-/// H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64 parts each, 47.1 us, of 384, 6 at most and 5.2 on
-/// average, 49.2; 131072 keys in parts of 1344, 6 CTAs, 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8;
-/// 4096 in parts of 64, 128 and 256 keys 14.9, 15.6 and 18.3. One sequence of 32768 keys in shares 57. Of many, shares are a tenth
-/// cheaper than this says.
+/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to
+/// fill memory's latency. An H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64
+/// parts each, 47.1 us, of 384, 6 at most and 5.2 on average, 49.2; 131072 keys in parts of 1344, 6 CTAs,
+/// 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8; 4096 in parts of 64, 128 and 256
+/// keys 14.9, 15.6 and 18.3. One sequence of 32768 keys in shares 57. Of many, shares are a tenth cheaper
+/// than this says.
 fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) -> (i32, bool) {
     let dims = problem.dims;
     let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
@@ -399,8 +409,9 @@ fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) ->
     let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
     let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
     let part_keys = rows * u64::from(dims.head_dim_v) * 8 / key_bytes.max(1);
-    // CTAs whose loads one after another take as long as their share of memory's rate; of FP8 that is widened in registers all there
-    // is room for: two of them take 122 us where eight take 71, of 16 sequences of 4096 keys on an H200.
+    // CTAs whose loads one after another take as long as their share of memory's rate; of FP8 that is widened
+    // in registers all there is room for: two of them take 122 us where eight take 71, of 16 sequences of
+    // 4096 keys on an H200.
     let at_least = match (tile.reads_raw_blocks(&FwdSpec::of(problem)), tile.stages) {
         (true, _) => ctas,
         (false, 1) => 3,

@@ -238,7 +238,8 @@ pub(crate) fn too_many_tiles(dims: Dims) -> String {
     )
 }
 
-/// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums are to have an order.
+/// Whether dQ is summed in memory while dK and dV are: as the tile says, else by the model, unless the sums
+/// are to have an order.
 fn adds_dq(ways: &Candidates<bool>, options: &PlanOptions, has_masks: bool) -> bool {
     match options.tile.iter().find(|(key, _)| key == "one_pass") {
         Some((_, value)) => matches!(value.as_str(), "1" | "true"),

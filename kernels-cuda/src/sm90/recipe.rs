@@ -63,12 +63,13 @@ impl ValuesPlan {
     }
 }
 
-/// Why a problem that `sm80` takes is left to it: one query over a long cache, whose few rows fill one warp's products. An H200, one
-/// sequence of 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5,
-/// 141 and 140; of 16 sequences of 4096 keys 77 and 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
+/// Why a problem that `sm80` takes is left to it: one query over a long cache, whose few rows fill one warp's
+/// products. An H200, one sequence of 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this
+/// kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140; of 16 sequences of 4096 keys 77 and
+/// 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 ///
-/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel 85; 137 of 128/8 heads and
-/// 56 keys 19.4 and 30.6.
+/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel
+/// 85; 137 of 128/8 heads and 56 keys 19.4 and 30.6.
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     const MOST_ROWS: u32 = 16;
@@ -141,9 +142,10 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
 }
 
-/// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles. An H200, us, `sm80` and
-/// this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows a group 145 and 150, 64 rows 185 and 175; D 64 77
-/// and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and 46, D 256 315 and 312.
+/// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles.
+/// An H200, us, `sm80` and this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows
+/// a group 145 and 150, 64 rows 185 and 175; D 64 77 and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and
+/// 46, D 256 315 and 312.
 fn leaves_shares(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
     let dims = problem.dims;
     let rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio());
@@ -290,9 +292,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             workspace,
             promises: Promises {
                 deterministic: true,
-                // A short query's keys may be split, a long one's not, unless parts have as many keys of every sequence.
+                // A short query's keys may be split, a long one's not, unless parts have as many keys of
+                // every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
-                    && (options.batch_invariant || split::split_keys(problem, tile.block_n) == 0),
+                    && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -312,7 +315,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         })
     }
 
-    /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many blocks they walk.
+    /// The order of a masked call's tiles is by how many there are, and their shape by that and by how many
+    /// blocks they walk.
     fn tiles_of_other_sizes(&self, problem: &ValidFwd) -> Vec<TileOptions> {
         let Self { tile, .. } = self;
         let of = |name: &str, value: String| (name.to_owned(), value);
@@ -351,8 +355,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         let values = values.map(|plan| plan.at(workspace));
         if let (Some(prepare), Some(mut values)) = (steps.at(Stage::Prepare), values) {
             let mut arguments = [(&raw mut whole).cast(), (&raw mut values).cast()];
-            // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers the problem,
-            // and that the workspace is as large as the plan says.
+            // SAFETY: the kernel takes FwdParams and PreparedValues; `check_fwd` saw that the memory covers
+            // the problem, and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);

@@ -17,7 +17,8 @@ pub fn choose_tile(problem: &FwdProblem) -> Sm90Tile {
     choose_tile_as(problem, None)
 }
 
-/// The tile for a problem, with the heads of a group side by side or not where `packs` says which; a tile that cannot have them so stays.
+/// The tile for a problem, with the heads of a group side by side or not where `packs` says which; a tile
+/// that cannot have them so stays.
 pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
@@ -59,8 +60,8 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
         (128, MaskKind::Full) if !modifies(&spec) && tile.pv != ValueProduct::F16 && dims.seqlen_k < 4096 => {
             (tile.block_n, tile.wait_anchor) = (128, 32);
         }
-        // A tile of 192 rows would be empty by a third: B64 H16 bf16 154 and 168, with four stages 165, at 128 (cuDNN 167), 261 and
-        // 316, with four stages 315, at 256 (302); 398 and 366 at 512.
+        // A tile of 192 rows would be empty by a third: B64 H16 bf16 154 and 168, with four stages 165, at
+        // 128 (cuDNN 167), 261 and 316, with four stages 315, at 256 (302); 398 and 366 at 512.
         (64, MaskKind::Full) if !modifies(&spec) && wasted_by_192_rows(seqlen_q) && takes_128_rows => {
             tile.block_m = 128;
         }
@@ -107,8 +108,8 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
     [16, 8, 4].into_iter().find(divides).unwrap_or(2)
 }
 
-/// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in parts where its tiles
-/// alone would leave multiprocessors idle.
+/// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in
+/// parts where its tiles alone would leave multiprocessors idle.
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
@@ -155,19 +156,20 @@ pub(crate) fn micros_at_once(problem: &FwdProblem, whole: &Sm90Tile, num_sms: u3
 
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
-/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a merge and of finding shares.
-/// Fitted to `split/measured.tsv`, which a test holds the choice to.
+/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a
+/// merge and of finding shares. Fitted to `split/measured.tsv`, which a test holds the choice to.
 const BYTES_OF_ONE: f64 = 70e3;
 const BYTES_OF_ALL: f64 = 3.5e6;
 const MERGE_MICROS: f64 = 12.0;
 /// Keys of sequences of unlike lengths, of the longest's.
 const MEAN_OF_LONGEST: f64 = 0.125;
-/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is read; and rows.
+/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is
+/// read; and rows.
 const WORK_OF_MAXIMA: f64 = 0.27;
 const MANY_ROWS: u32 = 32;
 
-/// The tile of few queries over sequences whose lengths the device alone knows, where equal shares cost less than the walk of the
-/// longest sequence, as far as there are not many others to begin after it.
+/// The tile of few queries over sequences whose lengths the device alone knows, where equal shares cost less
+/// than the walk of the longest sequence, as far as there are not many others to begin after it.
 fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
     let dims = problem.dims;
     let seen = split::seen_keys(problem);
@@ -202,8 +204,8 @@ fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90
     tile.cut(problem).shares.filter(|&shares| takes(shares)).map(|_| tile)
 }
 
-/// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads of 2048 queries and keys in
-/// two parts 44.5 us, whole 29.7; 2 heads of 4096 level.
+/// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads
+/// of 2048 queries and keys in two parts 44.5 us, whole 29.7; 2 heads of 4096 level.
 const LEAST_SPLIT: u32 = 1024;
 const KEYS_TO_A_QUERY: u32 = 8;
 
@@ -226,8 +228,8 @@ struct CostOfParts {
 }
 
 impl CostOfParts {
-    /// One CTA of 64 rows of D 128 walks a key in 7.3 ns (a head of 4096 and 32768 keys in 38 and 247 us); products run at 6.3
-    /// TFLOP/s a multiprocessor.
+    /// One CTA of 64 rows of D 128 walks a key in 7.3 ns (a head of 4096 and 32768 keys in 38 and 247 us);
+    /// products run at 6.3 TFLOP/s a multiprocessor.
     fn new(problem: &FwdProblem, tile: &Sm90Tile, tiles: u32, num_sms: u32) -> Self {
         let dims = problem.dims;
         let row_elems = f64::from(dims.head_dim_qk + dims.head_dim_v);
@@ -254,13 +256,15 @@ impl CostOfParts {
     }
 }
 
-/// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel is a third
-/// smaller, so that less of it comes from memory. D 64: the tiles are nearly alike, so no counter is cleared and asked.
+/// Few keys: no block is left that could skip its row-max reduction, or one, and without that path the kernel
+/// is a third smaller, so that less of it comes from memory. D 64: the tiles are nearly alike, so no counter
+/// is cleared and asked.
 ///
-/// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys 289, 316 (302);
-/// causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and 439, 446 (418). D 128 causal
-/// gains by neither alone: 100, 100 (101) and 213, 205 (225); without lookahead too 102 (102) and 217 (225). There its
-/// warpgroups have no order either: 224 and 225 (223), the other figures of that run level.
+/// TFLOP/s on an H200, bf16, B64 H16, before and after (cuDNN): D 64 full 128 keys 164, 168 (167), 256 keys
+/// 289, 316 (302); causal 74, 79 (79) and 159, 166 (163), at 512 248 and 204; D 128 full 203, 208 (208) and
+/// 439, 446 (418). D 128 causal gains by neither alone: 100, 100 (101) and 213, 205 (225); without lookahead
+/// too 102 (102) and 217 (225). There its warpgroups have no order either: 224 and 225 (223), the other
+/// figures of that run level.
 fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
     if dims.seqlen_k > 256 || dims.seqlen_k > 2 * tile.block_n.unsigned_abs() || modifies(spec) {
@@ -281,12 +285,13 @@ fn take_short_rows(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     }
 }
 
-/// Whether a causal call's queries see so few keys, on average, that exact maxima throughout cost nothing: a tile has no vote then, and
-/// inputs whose scores lie far apart gain.
+/// Whether a causal call's queries see so few keys, on average, that exact maxima throughout cost nothing: a
+/// tile has no vote then, and inputs whose scores lie far apart gain.
 ///
-/// An H200, bf16, microseconds without and with them, normal inputs and outliers. D 128: B32 H16 S512 102.8, 99.0 and 108.0, 99.0;
-/// B16 H16 S1024 141.9, 140.8 and 145.9, 140.0; B10 H16 S1536 172.4, 174.3 and 181.8, 174.2; packed to 1008 150.2, 149.0 and 155.5, 148.6.
-/// Normal: D 80 at 512 94.8, 93.0, at 1024 137.2, 137.9; D 64 74.7, 72.6 and 105.1, 105.5.
+/// An H200, bf16, microseconds without and with them, normal inputs and outliers. D 128: B32 H16 S512 102.8,
+/// 99.0 and 108.0, 99.0; B16 H16 S1024 141.9, 140.8 and 145.9, 140.0; B10 H16 S1536 172.4, 174.3 and 181.8,
+/// 174.2; packed to 1008 150.2, 149.0 and 155.5, 148.6. Normal: D 80 at 512 94.8, 93.0, at 1024 137.2, 137.9;
+/// D 64 74.7, 72.6 and 105.1, 105.5.
 fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
     let most = match (widest(spec), spec.mask) {
         (128, MaskKind::Upper) => 512,
@@ -298,8 +303,8 @@ fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
     seen <= most && !modifies(spec) && !spec.dtype_qk.is_fp8()
 }
 
-/// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so many tiles would
-/// each do so again.
+/// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so
+/// many tiles would each do so again.
 pub const PREPARE_BESIDE_ROWS: u64 = 4096;
 /// As [`PREPARE_BESIDE_ROWS`].
 pub const PREPARE_BEFORE_ROWS: u64 = 8192;
@@ -307,21 +312,23 @@ pub const PREPARE_BEFORE_ROWS: u64 = 8192;
 /// Bytes of workspace that V may take.
 pub const PREPARED_BYTES: u64 = 1 << 30;
 
-/// A row-major V of FP8 that many tiles read is prepared once: the products wait for no value role, and shared memory has no
-/// second ring of V, which another stage takes. The bits of O are those of the same blocks of keys prepared in each tile.
-/// Beside the tiles where a head's tiles come one after another; where a mask lets many heads' begin at once, they would wait.
+/// A row-major V of FP8 that many tiles read is prepared once: the products wait for no value role, and
+/// shared memory has no second ring of V, which another stage takes. The bits of O are those of the same
+/// blocks of keys prepared in each tile. Beside the tiles where a head's tiles come one after another; where
+/// a mask lets many heads' begin at once, they would wait.
 ///
-/// TFLOP/s on an H200, e4m3, in each tile, beside, by a launch. Full: D 128 at 2k, 4k, 8k, 16k 833, 836, 801; 861, 907, -; 906,
-/// 954, 938; 932, 990, 978, with 128 rows and keys 4k 907 beside 889, 8k 942, 16k 963; D 256 1008, 1016, 992; 1100, 1140,
-/// 1122; 1147, 1206, 1192; 1175, 1244, 1236; D 64 597, 596, 586; 642, 643, 644; 688, 695, 704; 703, 705, 719. Causal at 4k, 8k,
-/// 16k: D 128 785, 722, 769; 889, 839, 891; 929, 949, 958; D 256 988, 908, 964; 1087, 1080, 1098; 1141, 1170, 1184; D 64 562,
-/// 528, 550; 641, 603, 645; 677, 686, 690. GQA 32/8 at 8k, full 956, 1019, 1004, causal 901, 902, 931.
+/// TFLOP/s on an H200, e4m3, in each tile, beside, by a launch. Full: D 128 at 2k, 4k, 8k, 16k 833, 836, 801;
+/// 861, 907, -; 906, 954, 938; 932, 990, 978, with 128 rows and keys 4k 907 beside 889, 8k 942, 16k 963; D
+/// 256 1008, 1016, 992; 1100, 1140, 1122; 1147, 1206, 1192; 1175, 1244, 1236; D 64 597, 596, 586; 642, 643,
+/// 644; 688, 695, 704; 703, 705, 719. Causal at 4k, 8k, 16k: D 128 785, 722, 769; 889, 839, 891; 929, 949,
+/// 958; D 256 988, 908, 964; 1087, 1080, 1098; 1141, 1170, 1184; D 64 562, 528, 550; 641, 603, 645; 677, 686,
+/// 690. GQA 32/8 at 8k, full 956, 1019, 1004, causal 901, 902, 931.
 fn prepare_values_once(problem: &FwdProblem, spec: &FwdSpec, tile: &mut Sm90Tile) {
     let dims = problem.dims;
     let rows = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio());
     let (prepare_v, least) = match (widest(spec), spec.mask) {
-        // D 192, us, in each tile, by a launch, beside: 6912 rows behind 5747 keys causal 901, 847; of 2985 rows full 697, 681, 670, of 3360
-        // 61.3, 59.0, 60.3.
+        // D 192, us, in each tile, by a launch, beside: 6912 rows behind 5747 keys causal 901, 847; of 2985
+        // rows full 697, 681, 670, of 3360 61.3, 59.0, 60.3.
         (192, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS * 7 / 8),
         (192, MaskKind::Full) => (PrepareV::Beside, PREPARE_BESIDE_ROWS * 2 / 3),
         (64, MaskKind::Full) | (_, MaskKind::Upper) => (PrepareV::Before, PREPARE_BEFORE_ROWS),
@@ -434,8 +441,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     let full = spec.mask == MaskKind::Full;
     // (block_m, block_n, lookahead, wait_anchor)
     let (block_m, block_n, lookahead, wait_anchor) = match widest(spec) {
-        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596, causal 511 beside
-        // 517 at 4k.
+        // Anchor 0: full 559 beside 572 at 2k, 618 beside 640 at 16k; causal alike. 16: full 587 beside 596,
+        // causal 511 beside 517 at 4k.
         64 => (192, 128, true, 8),
         // Two warpgroups and 176 keys: 645 beside 680 at 8k. Anchor 0: 733 beside 739; causal 702 beside 706.
         96 => (192, 112, true, 28),
@@ -445,12 +452,14 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         // FP8 alone.
         160 => (128, 112, false, 0),
         192 if v <= 128 => (128, 128, false, 32),
-        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal at 8k with an
-        // anchor of 0: 817 beside 815, and 783 beside 808 where scores lie eight times as far apart.
+        // 112 keys, which leave no room to look ahead: 8k full 831 beside 838, causal 808 beside 815. Causal
+        // at 8k with an anchor of 0: 817 beside 815, and 783 beside 808 where scores lie eight times as far
+        // apart.
         192 => (128, 96, true, if full { 0 } else { 8 }),
-        // 80 keys: full 551 beside 571 at 512, 849 beside 849 at 16k. Without lookahead: full 573 beside 607 at 512,
-        // 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537. Causal with an anchor of 0: 754
-        // beside 753 at 4k, and where scores lie far apart 700 beside 727, exact maxima at 8k 748 beside 771.
+        // 80 keys: full 551 beside 571 at 512, 849 beside 849 at 16k. Without lookahead: full 573 beside 607
+        // at 512, 703 beside 720 at 1k, 853 beside 855 at 16k; causal 360 beside 376, 530 beside 537. Causal
+        // with an anchor of 0: 754 beside 753 at 4k, and where scores lie far apart 700 beside 727, exact
+        // maxima at 8k 748 beside 771.
         _ => (128, 64, true, if full { 0 } else { 16 }),
     };
     let mut tile = Sm90Tile {
@@ -473,18 +482,20 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
             (true, false) => Lookahead::SecondQ,
             (true, true) => Lookahead::SparePiece,
         },
-        // Full masks: 8 has 13 % more RMSE than exact maxima with outliers in the input, 6 has 8 %, and they are equally
-        // fast. Causal ones, whose first rows start from few keys, bf16 D 128: 354 with 6, 368 with 8 at 512; 358 and 362
-        // with 8 and 11 at 512, 504 and 509 at 1k, 756 and 759 at 8k; Q four times as large 0.256 and 0.238 ms.
+        // Full masks: 8 has 13 % more RMSE than exact maxima with outliers in the input, 6 has 8 %, and they
+        // are equally fast. Causal ones, whose first rows start from few keys, bf16 D 128: 354 with 6, 368
+        // with 8 at 512; 358 and 362 with 8 and 11 at 512, 504 and 509 at 1k, 756 and 759 at 8k; Q four times
+        // as large 0.256 and 0.238 ms.
         lazy_rescale_log2: if full { 6 } else { 11 },
         wait_anchor,
         // Without and with, bf16, full: D 64 605 and 618 at 16k, D 128 571 and 585 at 512, 781 and 795 at 16k, D 256
         // 838 and 849; causal: D 64 352 and 362 at 1k, D 128 357 and 369 at 512, 615 and 642 at 2k, 785 and 802.
         // A window of 512 keys has two or three such blocks: 469 and 463.
         skip_row_max: spec.mask != MaskKind::Band,
-        // Simulated, independent normal scores of standard deviation s: with a threshold of 2^6 (full) 25 blocks raise a
-        // warpgroup's maxima 0.5 times at s = 2 and 6.5 times at 3, with 2^11 31 blocks 0.1 times at 3 and 2 times at 4. At
-        // 8 and 11 the tile is exact with s = 3 and 4, and is not with 2 and 3.
+        // Simulated, independent normal scores of standard deviation s: with a threshold of 2^6 (full) 25
+        // blocks raise a warpgroup's maxima 0.5 times at s = 2 and 6.5 times at 3, with 2^11 31 blocks 0.1
+        // times at 3 and 2 times at 4. At 8 and 11 the tile is exact with s = 3 and 4, and is not with 2 and
+        // 3.
         exact_max_spread_log2: if full { 8 } else { 11 },
         vote_after: 4,
         pack_gqa: false,
@@ -531,12 +542,13 @@ impl Sm90Tile {
 
     /// What a V of FP8 changes of a tile of 16-bit types.
     ///
-    /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full 688, 628, 656,
-    /// causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008, 1126, 1264. At D 128 with two
-    /// warpgroups of 144 keys 865, of 128 833, causal 822. With three stages in another run: D 128 full 875 to 899, causal 863
-    /// to 885 (FlashAttention-3 988, 924). In a fixed order and as they come at 4k and 16k: D 128 full 854, 864 and 920, 928,
-    /// with four stages 871 and 938 (924, 994); D 256 full 1058, 1073 and 1110, 1123. D 64 causal with an anchor of 16 and of
-    /// 0: 539, 552 and 643, 661 (535, 660).
+    /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full
+    /// 688, 628, 656, causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008,
+    /// 1126, 1264. At D 128 with two warpgroups of 144 keys 865, of 128 833, causal 822. With three stages in
+    /// another run: D 128 full 875 to 899, causal 863 to 885 (FlashAttention-3 988, 924). In a fixed order
+    /// and as they come at 4k and 16k: D 128 full 854, 864 and 920, 928, with four stages 871 and 938 (924,
+    /// 994); D 256 full 1058, 1073 and 1110, 1123. D 64 causal with an anchor of 16 and of 0: 539, 552 and
+    /// 643, 661 (535, 660).
     fn take_fp8(&mut self, spec: &FwdSpec) {
         self.order = TileOrder::Dynamic;
         if padded_dim(spec.head_dim_v) <= 128 {
@@ -554,14 +566,15 @@ impl Sm90Tile {
         }
     }
 
-    /// With a P of 8 bits, whose products are summed in some 14 bits: flushed after each block, and with every block's maxima,
-    /// since the type leaves P little room above them. Registers, of which a thread has 232, decide: of S `block_n / 2`, of O
-    /// `head_dim_v / 2`, those of `output_columns`, of P `block_n / 8`.
+    /// With a P of 8 bits, whose products are summed in some 14 bits: flushed after each block, and with
+    /// every block's maxima, since the type leaves P little room above them. Registers, of which a thread has
+    /// 232, decide: of S `block_n / 2`, of O `head_dim_v / 2`, those of `output_columns`, of P `block_n / 8`.
     ///
-    /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output first 1111. D 192, us, 32 columns
-    /// at a time and 64: 42.6 and 40.2 (B1 H8 S2048 causal), 722.8 and 697.9 (B32 H24/8 S995). Rescaled where a maximum grew by more
-    /// than 2^0 and 2^2, D 256: 500 and 494 (B4 H8 S4096), 526 and 520 (B2 H8 S8192 causal), D 192 696 and 679 (B32 H24/8 S995); the
-    /// needle's relative error (bench/needle.py) is 8.35e-4 and 8.49e-4, 8.45e-4 and 8.63e-4.
+    /// D 256, TFLOP/s: beside the next S 96 keys 956, with 64 columns at a time 1029, 64 keys 884; output
+    /// first 1111. D 192, us, 32 columns at a time and 64: 42.6 and 40.2 (B1 H8 S2048 causal), 722.8 and
+    /// 697.9 (B32 H24/8 S995). Rescaled where a maximum grew by more than 2^0 and 2^2, D 256: 500 and 494 (B4
+    /// H8 S4096), 526 and 520 (B2 H8 S8192 causal), D 192 696 and 679 (B32 H24/8 S995); the needle's relative
+    /// error (bench/needle.py) is 8.35e-4 and 8.49e-4, 8.45e-4 and 8.63e-4.
     const fn take_fp8_products(&mut self, spec: &FwdSpec) {
         (self.skip_row_max, self.lazy_rescale_log2) = (false, 2);
         (self.block_n, self.wait_anchor) = (128, 0);
@@ -593,8 +606,9 @@ impl Sm90Tile {
     /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
     /// taken than without it.
     ///
-    /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178 with two, 128
-    /// keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292 without row-max reductions.
+    /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178
+    /// with two, 128 keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292
+    /// without row-max reductions.
     fn take_dropout(&mut self, spec: &FwdSpec) {
         let plain = *self;
         self.take_registers(spec);

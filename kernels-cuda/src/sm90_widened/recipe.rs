@@ -134,6 +134,12 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
         // The bits of a quantised cache have no price: it is the reader's where its twin is.
         if options.kernel.is_none() && !cached {
+            if options.batch_invariant {
+                // Whether gathering is worth it goes by the batch and by how many queries there are.
+                return Err(refuse(
+                    "batch_invariant: rows in pages are read as they lie, by one kernel".to_owned(),
+                ));
+            }
             is_worth_it(problem, facts, &places).map_err(refuse)?;
         }
         Ok(choice.map(|reader| Self { wide, places, reader }))

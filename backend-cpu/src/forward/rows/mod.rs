@@ -49,10 +49,11 @@ const TASKS_PER_THREAD: usize = 4;
 /// Threads that leave memory quick to answer: one and two do, sixteen do not, and between them nothing was measured.
 const FEW_THREADS: usize = 4;
 
-/// Query heads of a kv head from which on products are in tiles, where there are tiles. What a block costs then hardly
-/// depends on their number. On a Xeon, one thread, from memory, beside dot products: of bf16 two queries 1.15 to 1.3 times as fast,
-/// in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the bits of its bf16 and so its way, 1.15 and 1.2 times. Sixteen
-/// threads have 84 to 91 GB/s of four queries in tiles and 91 by dot products, of two 68 to 87 and 104 to 108.
+/// Query heads of a kv head from which on products are in tiles, where there are tiles. What a block costs
+/// then hardly depends on their number. On a Xeon, one thread, from memory, beside dot products: of bf16 two
+/// queries 1.15 to 1.3 times as fast, in pages of 16 1.2 times, four 1.2 and 1.3 times; of FP8, which has the
+/// bits of its bf16 and so its way, 1.15 and 1.2 times. Sixteen threads have 84 to 91 GB/s of four queries in
+/// tiles and 91 by dot products, of two 68 to 87 and 104 to 108.
 const TILED_RATIO: u32 = 4;
 
 /// Sequences of at most so many queries are taken in rows where both ways would do.
@@ -153,8 +154,8 @@ impl Shared<'_> {
         }
     }
 
-    /// Whether enough queries share a key for products in tiles. The ratio of heads alone says so: a row's bits are not to
-    /// depend on how many queries come in one call.
+    /// Whether enough queries share a key for products in tiles. The ratio of heads alone says so: a row's
+    /// bits are not to depend on how many queries come in one call.
     fn shares_keys<S: Simd>(&self) -> bool {
         S::TILES && self.problem.gqa_ratio() >= TILED_RATIO
     }
@@ -171,8 +172,8 @@ impl Shared<'_> {
         self.shares_keys::<S>() && whole && self.v.taken_as() == DType::Bf16
     }
 
-    /// Whether a block's softmax may go on beside the scores of the next one: of codes, whose widening leaves tiles and FMAs idle. Of bf16 it
-    /// is level from the second-level cache and 0.93 from memory.
+    /// Whether a block's softmax may go on beside the scores of the next one: of codes, whose widening leaves
+    /// tiles and FMAs idle. Of bf16 it is level from the second-level cache and 0.93 from memory.
     fn goes_ahead<S: Simd>(&self) -> bool {
         self.keys_in_tiles::<S>() && self.values_in_tiles::<S>() && self.k.widened.is_some()
     }

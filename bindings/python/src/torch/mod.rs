@@ -38,8 +38,9 @@ pub fn register() -> Result<(), Wrong> {
 
 /// The kernel of the operator at `AT` in the table, for every device.
 ///
-/// A refusal leaves it as a C++ exception. Nothing here has a destructor, so the frame has no handler of Rust's, and whoever
-/// unwinds passes over it: in a wheel Rust's handlers are bound to another unwinder than C++'s.
+/// A refusal leaves it as a C++ exception. Nothing here has a destructor, so the frame has no handler of
+/// Rust's, and whoever unwinds passes over it: in a wheel Rust's handlers are bound to another unwinder than
+/// C++'s.
 ///
 /// # Safety
 /// `stack` has `num_args` arguments of the operator's schema, which are the kernel's, and room for its results.
@@ -267,8 +268,8 @@ struct Making<'a> {
     results: Results,
 }
 
-/// Whether lengths may leave out rows of a result. A kernel does not write these, and they are to be 0: what a caller did
-/// not fill never becomes a gradient.
+/// Whether lengths may leave out rows of a result. A kernel does not write these, and they are to be 0: what
+/// a caller did not fill never becomes a gradient.
 fn leaves_rows_out(request: &Request, result: Slot) -> bool {
     let of_q = [Slot::CuSeqlensQ, Slot::SequsedQ];
     let of_k = [Slot::CuSeqlensK, Slot::SequsedK];

@@ -1,4 +1,5 @@
-//! The operators: what each takes, in order, and what it gives. Schemas are made from this table and arguments read by it.
+//! The operators: what each takes, in order, and what it gives. Schemas are made from this table and
+//! arguments read by it.
 
 use std::fmt::Write as _;
 
@@ -30,8 +31,8 @@ pub(super) enum Take {
 pub(super) enum Spelt {
     /// The first so many of [`NUMBERS`].
     Each(usize),
-    /// One number under which they were kept. An argument costs torch and Python 0.1 us; 13 of them are a third of what a
-    /// call of Q, K and V costs on the host.
+    /// One number under which they were kept. An argument costs torch and Python 0.1 us; 13 of them are a
+    /// third of what a call of Q, K and V costs on the host.
     Kept,
 }
 
@@ -60,8 +61,8 @@ pub(super) struct Operator {
     pub(super) tensors: &'static [(Slot, Take)],
     /// How its numbers follow.
     pub(super) numbers: Spelt,
-    /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a compiler that draws
-    /// it has a tensor alone.
+    /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a
+    /// compiler that draws it has a tensor alone.
     pub(super) is_seeded: bool,
     /// Whether, behind its numbers, it takes a score and a mask as code and what they capture.
     pub(super) code: Coding,

@@ -200,8 +200,8 @@ impl Shims {
         let c_text = |text: &str| CString::new(text).map_err(|error| error.to_string());
         let (namespace, file) = (c"fmha", c"fmha");
         let mut library = ptr::null_mut();
-        // SAFETY: strings of this program, which are copied; a library's handle lives as long as its operators, so it is
-        // never deleted.
+        // SAFETY: strings of this program, which are copied; a library's handle lives as long as its
+        // operators, so it is never deleted.
         unsafe {
             let code = (self.aoti_torch_library_init_fragment)(
                 namespace.as_ptr(),

@@ -1,14 +1,15 @@
 // The derived numbers and the shared memory of the backward kernels of mma.sync.
 //
-// A CTA owns rows, to which nothing else adds: queries, whose dQ it sums, or keys, whose dK and dV it sums. It walks the blocks
-// of the other side. So no sum is kept in memory and every sum has one order; the price is that scores and dP are computed
-// twice, seven products in place of five.
+// A CTA owns rows, to which nothing else adds: queries, whose dQ it sums, or keys, whose dK and dV it sums. It walks
+// the blocks of the other side. So no sum is kept in memory and every sum has one order; the price is that scores and
+// dP are computed twice, seven products in place of five.
 //
 //   owner    rows      fragments          walks     sums
 //   dQ       queries   S, dP              keys      dQ += dS K
 //   dK, dV   keys      S^T, dP^T          queries   dV += P^T dO, dK += dS^T Q
 //
-// Or, where dQ needs no order: a CTA of keys adds each block's dS K to sums in memory besides (add_dq.cuh), five products.
+// Or, where dQ needs no order: a CTA of keys adds each block's dS K to sums in memory besides (add_dq.cuh), five
+// products.
 //
 // Either way the fragment of scores has the owner's rows, so that P and dS, packed, are the operand A of the sums.
 #pragma once

@@ -1,6 +1,6 @@
-// dBias: a CTA owns a block of queries by a block of keys of one plane of the bias, and sums over the sequences and heads that
-// share it, in their order. So dBias has one order of sums too, whichever axes are broadcast; the price is the two products of
-// the scores and of dP once more.
+// dBias: a CTA owns a block of queries by a block of keys of one plane of the bias, and sums over the sequences and
+// heads that share it, in their order. So dBias has one order of sums too, whichever axes are broadcast; the price is
+// the two products of the scores and of dP once more.
 #pragma once
 #include <fmha/sm80/bwd/owner.cuh>
 

@@ -37,8 +37,8 @@ FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const K
   }
 }
 
-// dK and dV of a block of keys of one kv head, over the queries of all its query heads. CTAs: blocks of keys, the first ones,
-// which a causal mask shows to most queries, first.
+// dK and dV of a block of keys of one kv head, over the queries of all its query heads. CTAs: blocks of keys, the
+// first ones, which a causal mask shows to most queries, first.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void key_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv;
@@ -103,8 +103,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Keys& masks = {}) {
   }
 }
 
-// dSink of a head, a CTA: its threads sum every so many queries of every sequence, then their sums are added in the order of
-// the threads, so that it has the same bits whenever it is computed.
+// dSink of a head, a CTA: its threads sum every so many queries of every sequence, then their sums are added in the
+// order of the threads, so that it has the same bits whenever it is computed.
 template <BwdSpec spec>
 FMHA_DEVICE void dsink(const BwdParams& p) {
   __shared__ float sums[32];

@@ -1,4 +1,5 @@
-// What a CTA of the backward owns, and the walk over the blocks of the other side: their loads, and what each adds to the sums.
+// What a CTA of the backward owns, and the walk over the blocks of the other side: their loads, and what each adds to
+// the sums.
 //
 // The blocks have a ring of `stages`: with two or more, the next one is copied while this one is computed with, and one
 // barrier a block says both that it is there and that the slot to be filled has been read.
@@ -101,8 +102,8 @@ struct Owner {
         to, data, [&](int32_t row) -> const uint16_t* { return first + row < end ? at + row * view.row : nullptr; },
         [](int32_t, int32_t column) { return elems_there<dim>(column); });
   }
-  // V whose keys lie side by side, [dim, keys], as rows of a tile: neighbouring threads have neighbouring keys, eight elements
-  // of each at a time. Waited for, unlike copies.
+  // V whose keys lie side by side, [dim, keys], as rows of a tile: neighbouring threads have neighbouring keys, eight
+  // elements of each at a time. Waited for, unlike copies.
   template <class Tile>
   FMHA_DEVICE void load_columns(const Tile& to, int32_t first) const {
     const View& view = p.fwd.v;

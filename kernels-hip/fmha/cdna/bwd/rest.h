@@ -21,8 +21,8 @@ FMHA_DEVICE int64_t num_key_words(const BwdParams& p) {
   return int64_t(p.fwd.batch) * p.fwd.num_heads_kv * ceil_div(p.fwd.seqlen_k, kRowsOfWord);
 }
 
-// A NaN is one whatever its bits, and a caller's in f32 may have any; where the products round to bf16 by an addition to a
-// number's bits, those of the largest would become 0.
+// A NaN is one whatever its bits, and a caller's in f32 may have any; where the products round to bf16 by an addition
+// to a number's bits, those of the largest would become 0.
 FMHA_DEVICE float usual_nan(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
 
 // The word of rows `first` ...: those of dQ, then of dK (with dV, where one launch sums both), then of dV.
