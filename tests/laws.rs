@@ -168,7 +168,7 @@ fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<St
         for (i, line) in text.lines().enumerate() {
             let here = comment(line);
             let goes_on = match (before, here) {
-                (Some((mark, text)), Some((of, _))) => mark == of && text != "",
+                (Some((mark, text)), Some((of, _))) => mark == of && !text.is_empty(),
                 _ => false,
             };
             if let Some((_, text)) = here.filter(|_| !goes_on)
