@@ -164,7 +164,7 @@ fn comment(line: &str) -> Option<(&'static str, &str)> {
 fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<String> {
     let mut found = Vec::new();
     for (name, text) in files {
-        let mut before = None;
+        let mut before: Option<(&str, &str)> = None;
         for (i, line) in text.lines().enumerate() {
             let here = comment(line);
             let goes_on = match (before, here) {
