@@ -161,8 +161,9 @@ typedef struct FmhaCache {
   int32_t reserved;
 } FmhaCache;
 
-// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and dropout see
-// those of the whole, so a part computes what it would inside it; bias and keep mask are the call's own.
+// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and
+// dropout see those of the whole, so a part computes what it would inside it; bias and keep mask are the
+// call's own.
 typedef struct FmhaPart {
   // sizeof(FmhaPart).
   uint64_t struct_bytes;
@@ -170,8 +171,8 @@ typedef struct FmhaPart {
   int64_t position_q;
   // Position of the first key of each sequence.
   int64_t position_k;
-  // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the whole ends where
-  // the part does.
+  // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
+  // whole ends where the part does.
   int64_t seqlen_q;
   // Keys of each whole sequence, likewise.
   int64_t seqlen_k;
@@ -209,10 +210,10 @@ typedef struct FmhaCaptured {
   int32_t reserved;
 } FmhaCaptured;
 
-// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query head), q and k
-// (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what is captured by name.
-// Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin cos tanh erf sigmoid relu sqrt
-// rsqrt min max pow clamp select, and the casts float int bool.
+// A score and a mask as code: text of a small language over s (the scaled score), b (sequence), h (query
+// head), q and k (the places of row and key in their sequence, from 0), seqlen_q and seqlen_k, and over what
+// is captured by name. Operators are Python's; functions: abs sign floor ceil round exp exp2 log log2 sin
+// cos tanh erf sigmoid relu sqrt rsqrt min max pow clamp select, and the casts float int bool.
 typedef struct FmhaCode {
   // sizeof(FmhaCode).
   uint64_t struct_bytes;
@@ -339,8 +340,8 @@ typedef struct FmhaCall {
   int32_t alibi_per_batch;
   // 1: descales are one number each; else 0.
   int32_t descale_per_tensor;
-  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0 has it; else 0.
-  // May change from run to run.
+  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
+  // has it; else 0. May change from run to run.
   int32_t dropout_seeded;
   // 0.
   int32_t reserved;
