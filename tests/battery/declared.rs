@@ -75,7 +75,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda", "rocm"],
-        kernels: &["simt"],
+        kernels: &[],
         slowly: false,
         what: "lists of keys in caches of FP8 beside 16 bits are the CPU backend's",
         applies: |_, problem| problem.is_some_and(|p| p.lists.is_some() && p.cache.dtype.is_some()),
