@@ -15,7 +15,7 @@ pub const U32: i32 = 102;
 pub const F64: i32 = 103;
 /// Type of tensors that functions capture: i64.
 pub const I64: i32 = 104;
-/// Likewise: bytes, true iff not 0.
+/// Type of tensors that functions capture: bytes, true iff not 0.
 pub const BOOL: i32 = 105;
 /// Any other type that no operand of attention has.
 pub const OTHER: i32 = -1;

@@ -169,6 +169,11 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
 }
 
 impl Sm80Tile {
+    /// Heads that have tiles of their own: those of a group share theirs where they are packed.
+    const fn heads(&self, problem: &FwdProblem) -> u32 {
+        if self.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q }
+    }
+
     /// Microseconds that few queries take at the least.
     pub(crate) fn least_micros(&self, problem: &FwdProblem, room: Room) -> f64 {
         if self.split_keys > 0 { split::MICROS_OF_PARTS } else { self.micros_at_once(problem, room) }
@@ -178,13 +183,10 @@ impl Sm80Tile {
     fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
         const BYTES_A_MICRO: f64 = 18e3;
         let dims = problem.dims;
-        let (heads, rows) = if self.pack_gqa {
-            (dims.num_heads_kv, dims.seqlen_q.saturating_mul(problem.gqa_ratio()))
-        } else {
-            (dims.num_heads_q, dims.seqlen_q)
-        };
+        let group = if self.pack_gqa { problem.gqa_ratio() } else { 1 };
+        let rows = dims.seqlen_q.saturating_mul(group);
         let blocks = rows.div_ceil(self.block_m.unsigned_abs().max(1));
-        let tiles = u64::from(dims.batch) * u64::from(heads) * u64::from(blocks);
+        let tiles = u64::from(dims.batch) * u64::from(self.heads(problem)) * u64::from(blocks);
         let at_once = u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs());
         split::micros_of_whole(problem, tiles, at_once, BYTES_A_MICRO)
     }
@@ -192,8 +194,7 @@ impl Sm80Tile {
     /// Whether so few tiles walk all keys for so long that parts are worth their merge, however few the keys.
     fn idles_others(&self, problem: &FwdProblem, room: Room) -> bool {
         let dims = problem.dims;
-        let heads = if self.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
-        let tiles = u64::from(dims.batch) * u64::from(heads);
+        let tiles = u64::from(dims.batch) * u64::from(self.heads(problem));
         4 * tiles <= u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs())
             && dims.seqlen_k >= 2 * self.block_n.unsigned_abs()
             && split::splits(problem).is_ok()
@@ -371,8 +372,7 @@ const MERGE_MICROS: f64 = 5.0;
 impl Unlike {
     fn new(problem: &FwdProblem, shared: &Sm80Tile, room: Room) -> Self {
         let dims = problem.dims;
-        let heads = if shared.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
-        let tiles = f64::from(dims.batch) * f64::from(heads);
+        let tiles = f64::from(dims.batch) * f64::from(shared.heads(problem));
         // Bytes of 16-bit keys and values, as a quantised cache's twin has them.
         let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
         let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
@@ -400,8 +400,7 @@ impl Unlike {
 /// than this says.
 fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) -> (i32, bool) {
     let dims = problem.dims;
-    let heads = if tile.pack_gqa { dims.num_heads_kv } else { dims.num_heads_q };
-    let tiles = u64::from(dims.batch) * u64::from(heads);
+    let tiles = u64::from(dims.batch) * u64::from(tile.heads(problem));
     let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
     let slots = num_sms * ctas;
     let block_n = u64::from(tile.block_n.unsigned_abs());
