@@ -229,7 +229,8 @@ def maker(name, w, inputs):
         os.environ["FMHA_LIB"] = library
         ours._library.cache_clear()
     os.environ["OURS_TILE"] = ",".join(word for word in words if "=" in word and not word.startswith("lib="))
-    os.environ["OURS_DETERMINISTIC"] = "1" if "deterministic" in words else ""
+    for word in ("deterministic", "batch_invariant"):
+        os.environ[f"OURS_{word.upper()}"] = "1" if word in words else ""
     return (decode_rows.make_ours if DECODE else ours.make)(w, *inputs)
 
 

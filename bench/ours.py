@@ -4,6 +4,7 @@ The shared library is $FMHA_LIB (`cargo build --release -p fmha-c`: target/relea
     OURS_TILE=block_m=128,stages=2   the tile, honoured or refused
     OURS_KERNEL=sm90                 the kernel, honoured or refused
     OURS_DETERMINISTIC=1             backward with the same bits every run
+    OURS_BATCH_INVARIANT=1           a sequence has the same bits whatever is beside it
     OURS_ACCURACY=exact              the true running maximum is subtracted
     OURS_O=f32                       O in f32, where FP8's is bf16 else
     OURS_FALLBACK=1                  a kernel that is correct but slow may serve
@@ -122,6 +123,7 @@ def _options(timed: bool, backward: bool, caller_workspace: bool = False) -> Fmh
         options.kernel, options.tile = word("OURS_KERNEL"), word("OURS_TILE")
     options.accuracy = {None: 0, b"fast": 0, b"exact": 1}[word("OURS_ACCURACY")]
     options.deterministic = backward and bool(word("OURS_DETERMINISTIC"))
+    options.batch_invariant = timed and bool(word("OURS_BATCH_INVARIANT"))
     return options
 
 

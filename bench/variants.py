@@ -3,9 +3,9 @@
 KIT is the peers' kit with bench/ours.py as its ours.py. A JOB is `TABLE;ROWS;VARIANT,...;PEER,...[;KIND,...[;REPEATS]]`: a
 table of the kit, a regular expression for its rows, what is timed, the kinds of inputs, and how many repeats beside other
 work are to have equal bits. A VARIANT is `NAME` or `NAME=WORDS`, WORDS with `+` between: tile fields (`stages_q=2`), or
-`deterministic`, `exact`, `lib=FILE` (another build's library in place of $FMHA_LIB). Every output is held to float64
-first; WRONG and its error stand behind a figure that is beyond the kit's bound. One line a row: TFLOP/s of each, the median
-of three bursts.
+`deterministic`, `batch_invariant`, `exact`, `lib=FILE` (another build's library in place of $FMHA_LIB). Every output is
+held to float64 first; WRONG and its error stand behind a figure that is beyond the kit's bound. One line a row: TFLOP/s
+of each, the median of three bursts.
 """
 
 import argparse
@@ -43,7 +43,8 @@ def choose(words):
     ours._library.cache_clear()
     fields = [word for word in words if "=" in word and not word.startswith("lib=")]
     os.environ["OURS_TILE"] = ",".join(fields)
-    os.environ["OURS_DETERMINISTIC"] = "1" if "deterministic" in words else ""
+    for word in ("deterministic", "batch_invariant"):
+        os.environ[f"OURS_{word.upper()}"] = "1" if word in words else ""
     os.environ.pop("OURS_ACCURACY", None)
     if "exact" in words:
         os.environ["OURS_ACCURACY"] = "exact"
