@@ -36,8 +36,10 @@ def offsets(lengths):
     return torch.nn.functional.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def plain(q, k, v, seen, scale, softcap=0.0, bias=None, sink=None, keep=None, p_drop=0.0, wide=torch.float64):
-    """Attention of one sequence ``(rows, heads, d)`` in the type ``wide``, and its LSE in f64."""
+def plain(
+    q, k, v, seen, scale, softcap=0.0, bias=None, sink=None, keep=None, p_drop=0.0, wide=torch.float64, between=None
+):
+    """Attention of one sequence ``(rows, heads, d)`` in the type ``wide``, P rounded to the type ``between``; LSE in f64."""
     q, k, v = (x.to(wide) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -52,6 +54,8 @@ def plain(q, k, v, seen, scale, softcap=0.0, bias=None, sink=None, keep=None, p_
     lse = torch.logsumexp(columns.double(), -1) if columns.shape[-1] else s.new_full(s.shape[:2], -math.inf).double()
     if keep is not None:
         p = p * keep / (1 - p_drop)
+    if between is not None:
+        p = p.to(between).to(wide)
     return torch.einsum("hij,jhd->ihd", p, v), lse
 
 
@@ -126,11 +130,20 @@ def chunk_mask(chunk, n, m):
     return (key >= first) & (key < first + chunk)
 
 
+def short_sums(q, k, scale):
+    """The error of a score whose products are added with 13 bits, as Hopper adds those of FP8. No suite checks that LSE."""
+    if not (q.numel() and k.numel()):
+        return 0.0
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return scale * 2.0**-13 * float(torch.einsum("ihd,jhd->hij", q.detach().abs(), k.detach().abs()).max())
+
+
 def compared(judge, got, got_lse, inputs, sequences, scale, base, seen_of, gradients=None, dout=None, more=None):
     """Each of ``sequences``, (q rows, k rows) as slices or tensors of rows, against its definition."""
     q, k, v = inputs
-    # Sums in a 16-bit type are what the suites compare with; FP8 is compared in bf16.
-    same_type = base if base != torch.float8_e4m3fn else torch.bfloat16
+    # The suites compare with sums in a 16-bit type. FP8 is compared in bf16 with P in FP8, as FlashAttention 3's does.
+    eighth = base == torch.float8_e4m3fn
+    same_type, between = (torch.bfloat16, base) if eighth else (base, None)
     floor = {torch.float16: 1e-4, torch.bfloat16: 1e-3, torch.float32: 1e-5}.get(base, 2e-2)
     for b, (rows, keys) in enumerate(sequences):
         one = [q[rows], k[keys], v[keys]]
@@ -139,10 +152,11 @@ def compared(judge, got, got_lse, inputs, sequences, scale, base, seen_of, gradi
         exact_in = [x.detach().double().requires_grad_(gradients is not None) for x in one]
         exact, exact_lse = plain(*exact_in, seen, scale, **rest)
         same_in = [x.detach().to(same_type).requires_grad_(gradients is not None) for x in one]
-        same, _ = plain(*same_in, seen, scale, wide=same_type, **rest)
+        same, _ = plain(*same_in, seen, scale, wide=same_type, between=between, **rest)
         judge.near("O", got[rows], exact.detach(), same.detach(), floor=floor)
         if got_lse is not None:
-            judge.near("LSE", got_lse[:, rows], exact_lse.detach(), exact_lse.detach(), floor=1e-3)
+            least = max(1e-3, short_sums(*exact_in[:2], scale)) if eighth else 1e-3
+            judge.near("LSE", got_lse[:, rows], exact_lse.detach(), exact_lse.detach(), floor=least)
         if gradients is not None:
             by = torch.autograd.grad(exact, exact_in, dout[rows].double(), allow_unused=True)
             like = torch.autograd.grad(same, same_in, dout[rows].to(same_type), allow_unused=True)
@@ -263,8 +277,12 @@ def dense_or_packed(case, rng, call_dense, call_packed):
         twice = case.get("twice", False)
         gradients_of = lambda: torch.autograd.grad(out, given, dout.view_as(out), retain_graph=twice)
         first = gradients_of()
-        if twice and not all(torch.equal(a, b) for a, b in zip(first, gradients_of())):
-            return "gradients have other bits the second time"
+        # The suites want the bits of dK and dV again, and dQ within what an addition of 0.3 rounds.
+        for name, a, b in zip(("dQ", "dK", "dV"), first, gradients_of() if twice else ()):
+            if name == "dQ" and not torch.allclose(b, a, atol=2 * float(((a + 0.3 - 0.3) - a).abs().max())):
+                return "dQ is far from itself the second time"
+            if name != "dQ" and not torch.equal(a, b):
+                return f"{name} has other bits the second time"
         gradients = [x if x.dim() == 3 else x.flatten(0, 1) for x in first]
         if twice and dropout and m == 1:
             # The slope of one key is 0, of which O's rounding leaves something: the suite compares bits alone.
