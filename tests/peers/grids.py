@@ -332,6 +332,8 @@ def outcome_of(case, rng, calls):
         return "skipped", ""
     except calls.Large:
         return "large", ""
+    except calls.Otherwise as difference:
+        return "otherwise", f"otherwise: {difference}"
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
         return "refused", f"{type(error).__name__}: {error}"
     except Exception:
@@ -367,9 +369,9 @@ def main(seed, first, count, suites, into=None):
             if "outcome" not in said:
                 continue
             outcome = said["outcome"]
-            if outcome == "refused":
+            if outcome in ("refused", "otherwise"):
                 causes[cause(said["said"])] += 1
-                if not any(re.search(named, said["said"]) for named in NAMED):
+                if outcome == "refused" and not any(re.search(named, said["said"]) for named in NAMED):
                     outcome = "refused_unnamed"
             counts[outcome] += 1
             by_suite.setdefault(case["case"]["suite"], collections.Counter())[outcome] += 1
@@ -425,7 +427,8 @@ def page(folder):
         "`python tests/peers/grids.py --into FOLDER SEED:FIRST:COUNT` leaves. A call is a suite, one of its tests, and",
         "one of each list of that test, each with equal chances; a combination that the suite skips is drawn again.",
         "[testing.md](../testing.md) says what is compared. The share is that of refused calls among those that ran.",
-        "`unnamed` is a refusal that [the guide](../guide/7-what-differs-from-flashattention.md) does not name.",
+        "`otherwise` is a right result that differs from the suite's rule as",
+        "[the guide](../guide/7-what-differs-from-flashattention.md) names; `unnamed` is a refusal that it does not name.",
         "`too large` is a call beyond the bound of work on a device.",
         "",
         "Left out of the lists, since each of their calls is refused: FlashAttention 4's tests of `score_mod`,",
@@ -449,7 +452,7 @@ def section(device, parts):
             spans[-1][2] = end
         else:
             spans.append([key, first, end])
-    outcomes = ("right", "refused", "refused_unnamed", "wrong", "crashed", "large")
+    outcomes = ("right", "otherwise", "refused", "refused_unnamed", "wrong", "crashed", "large")
     rows, total, causes = [], collections.Counter(), collections.Counter()
     for suite, what in SUITES.items():
         counts = collections.Counter()
@@ -471,12 +474,12 @@ def section(device, parts):
     return [
         f"## On {device}",
         "",
-        "| suite | drawn | right | refused | unnamed | wrong | crashed | too large | refused of all |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| suite | drawn | right | otherwise | refused | unnamed | wrong | crashed | too large | refused of all |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(row(what, counts) for what, counts in rows),
         row("all", total),
         "",
-        *(["| refused with | calls |", "|---|---|", *named] if named else ["No call was refused."]),
+        *(["| refused with, or otherwise | calls |", "|---|---|", *named] if named else ["No call was refused."]),
         "",
         *(f"Calls {first} to {end - 1} of seed {key[0]}, in {len(parts)} parts." for key, first, end in spans),
         "",
