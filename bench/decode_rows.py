@@ -173,7 +173,7 @@ def make_inputs(w: Decode, device="cuda") -> list:
 
 
 def make_ours(w: Decode, q, k, v, table, used, sink):
-    """`fmha` through its C ABI; the longest sequence is all that the host says of the lengths."""
+    """`fmha` through its C ABI; the longest sequence is all that the host says of the lengths `used`, if they are given."""
     o = torch.empty_like(q)
     call = ours.FmhaCall(
         struct_bytes=ctypes.sizeof(ours.FmhaCall),
@@ -186,7 +186,8 @@ def make_ours(w: Decode, q, k, v, table, used, sink):
     )
     for name, x in dict(q=q, k=k, v=v, o=o).items():
         setattr(call, name, ours._tensor(x))
-    call.seqused_k = ours._address(used)
+    if used is not None:
+        call.seqused_k = ours._address(used)
     if table is not None:
         call.block_table = ours._address(table)
         call.page_size, call.num_pages, call.max_pages = w.page_size, k.shape[0], table.shape[1]

@@ -17,7 +17,7 @@ use crate::tree_mask;
 pub mod recipe;
 mod table;
 
-pub use table::{Room, choose_tile, default_tile};
+pub use table::{Room, choose_tile, default_tile, ways_of_few};
 
 /// Rows of a short query, whose group's heads are side by side where that saves rows, and whose keys are cut.
 pub const MOST_SHORT_ROWS: u32 = 64;

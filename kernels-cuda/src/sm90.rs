@@ -24,9 +24,10 @@ pub(crate) use accepts::{odd_bias_stride, takes};
 pub use cost::{LEAST_GAIN_OF_ORDER, LEAST_GAIN_OF_SHAPE};
 pub use entries::{fwd, fwd_of_arriving_keys};
 use table::adds_wide_elements;
-pub(crate) use table::micros_at_once;
+pub(crate) use table::micros_of_few;
 pub use table::{
-    PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, choose_tile_in_parts, default_tile,
+    PREPARE_BEFORE_ROWS, PREPARE_BESIDE_ROWS, PREPARED_BYTES, choose_tile, choose_tile_in_parts,
+    default_tile, walk_of_few, ways_of_few,
 };
 pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepare_values};
 

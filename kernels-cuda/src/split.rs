@@ -5,6 +5,8 @@
 //! (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
 
 pub(crate) mod launch;
+pub mod measured;
+pub mod price;
 
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams, View};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
@@ -316,34 +318,12 @@ pub(crate) fn check(problem: &FwdProblem, cut: Cut) -> Result<(), String> {
 /// Lengths that each CTA of a launch in shares reads, at most: 32 at a time, two or three times over.
 pub(crate) const MOST_SCANNED: u32 = 1024;
 
-/// Keys of sequences whose lengths the device alone knows, at least, for shares: below, what is out of
-/// balance is less than the launch that merges.
-pub(crate) const LEAST_SHARED: u32 = 1024;
-
 /// Keys that any query of the longest sequence sees.
 pub(crate) fn seen_keys(problem: &FwdProblem) -> u32 {
     let dims = problem.dims;
     let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
     let keys = band.k_range(0..dims.seqlen_q, dims.seqlen_k);
     keys.end.saturating_sub(keys.start)
-}
-
-/// Microseconds that a few queries over parts of their keys take at the least, with the merge.
-pub(crate) const MICROS_OF_PARTS: f64 = 15.5;
-
-/// Microseconds of an H200 in which each of so many tiles of a few queries walks all of its keys: a launch, and the
-/// longest sequence's keys as often as there are waves of CTAs, of which `at_once` read so many bytes each.
-///
-/// Microseconds of `sm90`, measured and by this function, with one CTA a multiprocessor and 60 KB a
-/// microsecond: 24 tiles of 687 keys of D 128 14.6 and 15.0, 32 of 241 10.7 and 11.1, 8 of 1024 17.9 and
-/// 17.7, 4 of 1535 22.0 and 22.1.
-pub(crate) fn micros_of_whole(problem: &FwdProblem, tiles: u64, at_once: u64, bytes_a_micro: f64) -> f64 {
-    const LAUNCH: f64 = 8.0;
-    const WAVE: f64 = 1.0;
-    let dims = problem.dims;
-    let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
-    let walk = f64::from(seen_keys(problem)) * key_bytes / bytes_a_micro;
-    LAUNCH + tiles.div_ceil(at_once.max(1)) as f64 * (WAVE + walk)
 }
 
 /// Whether all sequences have the problem's lengths, or there is one, whose length is that of all.
@@ -372,12 +352,21 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
     keys as i32
 }
 
+/// Queries from which on no keys are cut that are fewer than two parts.
+const MANY_QUERIES: u32 = 33;
+
+/// Whether the keys of a few queries may be cut where that is cheaper: [`is_never_cut`] promises of others that no batch
+/// has them cut.
+pub(crate) fn may_be_cut(problem: &FwdProblem, block_n: u32) -> bool {
+    let dims = problem.dims;
+    let is_short = split_keys(problem, block_n.cast_signed()) == 0;
+    splits(problem).is_ok() && dims.seqlen_k >= 2 * block_n && !(is_short && dims.seqlen_q >= MANY_QUERIES)
+}
+
 /// Whether no batch and no lengths have a problem's keys cut, so that its bits depend on neither, unasked.
 ///
 /// `changes_kernel`: few rows go to one kernel or another by how many tiles there are.
 pub(crate) fn is_never_cut(problem: &FwdProblem, block_n: i32, changes_kernel: bool) -> bool {
-    /// Queries from which on no keys are cut that are fewer than two parts.
-    const MANY_QUERIES: u32 = 33;
     let dims = problem.dims;
     let few_rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) <= crate::sm80::MOST_SHORT_ROWS;
     let is_short = split_keys(problem, block_n) == 0;

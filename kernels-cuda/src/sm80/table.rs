@@ -8,6 +8,7 @@ use super::{
 };
 use crate::operands::{stores_vectors, strides};
 use crate::split;
+use crate::split::price::{self, CONSTANTS, Keys, Walk};
 
 /// What tiles have to fit into, and how many there should be.
 #[derive(Clone, Copy, Debug)]
@@ -47,40 +48,16 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         // Whole sequences, and rows of one head: what masks show of a block is asked for a warp's rows.
         return Sm80Tile { stored: problem.stored_k(), ..tile };
     }
-    let (ratio, seqlen_q) = (i64::from(problem.gqa_ratio()), i64::from(dims.seqlen_q));
-
-    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
-    if ratio > 1 {
-        let blocks = |rows: i64| (rows + i64::from(tile.block_m) - 1) / i64::from(tile.block_m);
-        tile.pack_gqa = blocks(seqlen_q * ratio) * 10 <= blocks(seqlen_q) * ratio * 9;
-    }
-    let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
-    tile.stored = problem.stored_k();
-    // As few rows as hold them: 16 to a warp.
-    if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
-        && block_m < tile.block_m
+    tile = packed(problem, tile);
+    if let Some(short) = short_tile(problem, tile, room) {
+        tile = deal(problem, short, room);
+    } else if rows_of_group(problem, &tile) <= MOST_SHARED_ROWS
+        && i64::from(dims.seqlen_q) <= MOST_SHARED_QUERIES
+        && tile.value_parts == 1
     {
-        (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
-        // With more rows, zeros beyond the head dimension would be multiplied for too long.
-        tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
-        // What is widened in registers serves two sixteens at one's price.
-        let one_warp = Sm80Tile { warps: 1, ..tile };
-        if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
-            tile.warps = 1;
-        }
-        tile.fill(&spec, room);
-        if tile.reads_raw_blocks(&spec) {
-            tile.take_raw_blocks(&spec, room);
-        }
-        if block_m <= 32 && tile.value_parts == 1 && padded_dim(spec.head_dim_qk.max(spec.head_dim_v)) > 128 {
-            tile.take_small_blocks(&spec, room);
-        }
-        tile = deal(problem, tile, room);
-    } else if rows <= MOST_SHARED_ROWS && seqlen_q <= MOST_SHARED_QUERIES && tile.value_parts == 1 {
         // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be
         // walked in shares.
-        let packed = Sm80Tile { block_m: 64, warps: 4, ..tile };
-        let shared = deal(problem, packed, room);
+        let shared = deal(problem, Sm80Tile { block_m: 64, warps: 4, ..tile }, room);
         if shared.split_keys > 0 {
             tile = shared;
         }
@@ -97,6 +74,53 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
 
     tile.vector_store = stores_vectors(problem);
     tile
+}
+
+/// A tile whose rows are those of a group's heads side by side, where that saves a tenth of the rows.
+fn packed(problem: &FwdProblem, tile: Sm80Tile) -> Sm80Tile {
+    let (ratio, seqlen_q) = (i64::from(problem.gqa_ratio()), i64::from(problem.dims.seqlen_q));
+    let blocks = |rows: i64| (rows + i64::from(tile.block_m) - 1) / i64::from(tile.block_m);
+    let pack_gqa = ratio > 1 && blocks(seqlen_q * ratio) * 10 <= blocks(seqlen_q) * ratio * 9;
+    Sm80Tile { pack_gqa, stored: problem.stored_k(), ..tile }
+}
+
+/// Rows that share keys: a query's of a head, or of a group whose heads lie side by side.
+fn rows_of_group(problem: &FwdProblem, tile: &Sm80Tile) -> i64 {
+    i64::from(problem.dims.seqlen_q) * if tile.pack_gqa { i64::from(problem.gqa_ratio()) } else { 1 }
+}
+
+/// The tile of fewer rows than the table's, as few as hold those of a short query: 16 to a warp.
+fn short_tile(problem: &FwdProblem, table: Sm80Tile, room: Room) -> Option<Sm80Tile> {
+    let spec = FwdSpec::of(problem);
+    let rows = rows_of_group(problem, &table);
+    let block_m = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))?;
+    if block_m >= table.block_m {
+        return None;
+    }
+    let warps = (block_m / 16 * table.value_parts).min(table.warps);
+    let mut tile = Sm80Tile { block_m, warps, ..table };
+    // With more rows, zeros beyond the head dimension would be multiplied for too long.
+    tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
+    // What is widened in registers serves two sixteens at one's price.
+    let one_warp = Sm80Tile { warps: 1, ..tile };
+    if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
+        tile.warps = 1;
+    }
+    tile.fill(&spec, room);
+    if tile.reads_raw_blocks(&spec) {
+        tile.take_raw_blocks(&spec, room);
+    }
+    if block_m <= 32 && tile.value_parts == 1 && padded_dim(spec.head_dim_qk.max(spec.head_dim_v)) > 128 {
+        tile.take_small_blocks(&spec, room);
+    }
+    Some(tile)
+}
+
+/// All ways in which a short query's tile can have its keys; none where the query is not short.
+#[must_use]
+pub fn ways_of_few(problem: &FwdProblem, room: Room) -> Vec<Sm80Tile> {
+    let table = packed(problem, default_tile(&FwdSpec::of(problem), room));
+    short_tile(problem, table, room).map_or_else(Vec::new, |tile| ways(problem, tile, room))
 }
 
 /// Whether rows of 16 bits end amid 128 bytes, so that spans of the swizzle are 32 or 64.
@@ -174,31 +198,26 @@ impl Sm80Tile {
         if self.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q }
     }
 
-    /// Microseconds that few queries take at the least.
-    pub(crate) fn least_micros(&self, problem: &FwdProblem, room: Room) -> f64 {
-        if self.split_keys > 0 { split::MICROS_OF_PARTS } else { self.micros_at_once(problem, room) }
-    }
-
-    /// Microseconds of few queries whose tiles walk all keys each.
-    fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
-        const BYTES_A_MICRO: f64 = 18e3;
+    /// What the price of few queries asks of this tile.
+    #[must_use]
+    pub fn walk(&self, problem: &FwdProblem) -> Walk {
         let dims = problem.dims;
         let group = if self.pack_gqa { problem.gqa_ratio() } else { 1 };
-        let rows = dims.seqlen_q.saturating_mul(group);
-        let blocks = rows.div_ceil(self.block_m.unsigned_abs().max(1));
-        let tiles = u64::from(dims.batch) * u64::from(self.heads(problem)) * u64::from(blocks);
-        let at_once = u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs());
-        split::micros_of_whole(problem, tiles, at_once, BYTES_A_MICRO)
+        let row_blocks = dims.seqlen_q.saturating_mul(group).div_ceil(self.block_m.unsigned_abs().max(1));
+        Walk {
+            rates: CONSTANTS.sm80,
+            tiles: self.heads(problem).saturating_mul(row_blocks),
+            rows: self.block_m.unsigned_abs(),
+            block_n: self.block_n.unsigned_abs(),
+            ctas: self.ctas.unsigned_abs(),
+            keys: Keys::of(self.split_keys, self.shares),
+        }
     }
 
-    /// Whether so few tiles walk all keys for so long that parts are worth their merge, however few the keys.
-    fn idles_others(&self, problem: &FwdProblem, room: Room) -> bool {
-        let dims = problem.dims;
-        let tiles = u64::from(dims.batch) * u64::from(self.heads(problem));
-        4 * tiles <= u64::from(room.num_sms) * u64::from(self.ctas.unsigned_abs())
-            && dims.seqlen_k >= 2 * self.block_n.unsigned_abs()
-            && split::splits(problem).is_ok()
-            && self.micros_at_once(problem, room) > split::MICROS_OF_PARTS
+    /// Microseconds of few queries, by the [price](split::price).
+    #[must_use]
+    pub fn micros(&self, problem: &FwdProblem, room: Room) -> f64 {
+        price::micros(problem, &self.walk(problem), room.num_sms)
     }
 
     /// Takes what decides a row's bits, blocks of keys and parts, from the tile of the same call on a cache
@@ -302,9 +321,6 @@ const MOST_PARTS_IN_SHARES: u32 = 128;
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
-const SCAN_KEYS: u64 = 70;
-
 /// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
 const MOST_SHARED_ROWS: i64 = 512;
 const MOST_SHARED_QUERIES: i64 = 32;
@@ -314,16 +330,34 @@ const MAX_REGISTERS: i32 = 65536;
 const LEAST_REGISTERS: i32 = 128;
 
 /// The tile whose CTAs have a short query's keys as is cheapest.
-///
-/// Where the device alone knows the lengths, every CTA has an equal share, unless tiles are so many that the longest
-/// costs less than merging. Where all are alike, or there is one, it is the cheapest of parts, shares and neither.
 fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
+    let priced = ways(problem, tile, room).into_iter().map(|way| (way.micros(problem, room), way));
+    priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map_or(tile, |(_, way)| way)
+}
+
+/// All ways in which a tile of few queries can have its keys: whole, in parts of several lengths, and in equal shares.
+fn ways(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Vec<Sm80Tile> {
+    let whole = Sm80Tile { split_keys: 0, shares: 0, shares_a_cta: 1, ..tile };
+    let seqlen_k = problem.dims.seqlen_k;
+    let block_n = tile.block_n.unsigned_abs();
+    if !split::may_be_cut(problem, block_n) {
+        return vec![whole];
+    }
+    let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n).min(1 << 23);
+    let mut keys: Vec<u32> = (2..=MOST_PARTS).map(keys_of).filter(|&keys| keys < seqlen_k).collect();
+    keys.dedup();
+    let parts = keys.into_iter().map(|keys| Sm80Tile { split_keys: keys.cast_signed(), ..whole });
+    let shared = in_shares(problem, whole, room);
+    [whole].into_iter().chain(parts).chain(shared).collect()
+}
+
+/// The tile whose CTAs have equal shares of all sequences' blocks, where it can.
+fn in_shares(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Option<Sm80Tile> {
     let spec = FwdSpec::of(problem);
     let mut shared = tile;
     shared.take_shape_of_shares(&spec, room);
     // A row of the longest sequence is not merged of more parts than this.
-    let seen = split::seen_keys(problem);
-    let least = seen.div_ceil(MOST_PARTS_IN_SHARES);
+    let least = split::seen_keys(problem).div_ceil(MOST_PARTS_IN_SHARES);
     let blocks = least.div_ceil(shared.block_n.unsigned_abs()).max(1);
     // A power of two, so that few kernels serve all lengths.
     shared.split_keys = shared.block_n << blocks.ilog2();
@@ -334,116 +368,7 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         && is_whole_steps(shared.block_n, spec.dtype_v)
         && problem.dims.batch <= split::MOST_SCANNED
         && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
-    let mut parts = tile;
-    // A window's few keys are one CTA's.
-    let is_window = seen < problem.dims.seqlen_k;
-    let sees_few = is_window && tile.micros_at_once(problem, room) <= split::MICROS_OF_PARTS;
-    let has_parts =
-        (split::split_keys(problem, tile.block_n) > 0 || tile.idles_others(problem, room)) && !sees_few;
-    if split::has_like_lengths(problem) {
-        let (keys, in_shares) = if has_parts { cut(problem, &tile, fits, room) } else { (0, false) };
-        parts.split_keys = keys;
-        return if in_shares { shared } else { parts };
-    }
-    let is_long = has_parts && (is_window || seen > split::LEAST_SHARED);
-    if fits && is_long && Unlike::new(problem, &shared, room).is_shared() {
-        return shared;
-    }
-    // Few tiles leave most of the device idle, whatever the lengths.
-    parts.split_keys = if has_parts { cut(problem, &tile, false, room).0 } else { 0 };
-    parts
-}
-
-/// What sequences of unlike lengths cost besides reading their keys, microseconds of an H200.
-struct Unlike {
-    /// Where each tile is one CTA's: the walk of the longest, as far as there are not many others to begin after it.
-    whole: f64,
-    /// Where CTAs have equal shares: parts of O and of the log-sum-exp that are written, read and merged.
-    shared: f64,
-}
-
-/// Bytes that a CTA reads in a microsecond, alone.
-const BYTES_OF_ONE: f64 = 20e3;
-/// Bytes that the device reads or writes in a microsecond.
-const BYTES_OF_ALL: f64 = 3.5e6;
-/// Microseconds of a merging launch, and of finding shares.
-const MERGE_MICROS: f64 = 5.0;
-
-impl Unlike {
-    fn new(problem: &FwdProblem, shared: &Sm80Tile, room: Room) -> Self {
-        let dims = problem.dims;
-        let tiles = f64::from(dims.batch) * f64::from(shared.heads(problem));
-        // Bytes of 16-bit keys and values, as a quantised cache's twin has them.
-        let key_bytes = 2.0 * f64::from(dims.head_dim_qk + dims.head_dim_v);
-        let at_once = f64::from(room.num_sms) * f64::from(shared.ctas);
-        let longest = f64::from(split::seen_keys(problem)) * key_bytes / BYTES_OF_ONE;
-        let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
-        let parts = 1.0 + (f64::from(shared.shares) / tiles.max(1.0)).min(1.0);
-        Self {
-            whole: longest * (at_once / tiles.max(1.0)).min(1.0),
-            shared: MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL,
-        }
-    }
-
-    fn is_shared(&self) -> bool {
-        self.shared < self.whole
-    }
-}
-
-/// How keys of sequences of like lengths are cut: keys of a part, 0 for none; or whether equal shares are cheaper.
-///
-/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to
-/// fill memory's latency. An H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64
-/// parts each, 47.1 us, of 384, 6 at most and 5.2 on average, 49.2; 131072 keys in parts of 1344, 6 CTAs,
-/// 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8; 4096 in parts of 64, 128 and 256
-/// keys 14.9, 15.6 and 18.3. One sequence of 32768 keys in shares 57. Of many, shares are a tenth cheaper
-/// than this says.
-fn cut(problem: &FwdProblem, tile: &Sm80Tile, takes_shares: bool, room: Room) -> (i32, bool) {
-    let dims = problem.dims;
-    let tiles = u64::from(dims.batch) * u64::from(tile.heads(problem));
-    let (num_sms, ctas) = (u64::from(room.num_sms), u64::from(tile.ctas.unsigned_abs()));
-    let slots = num_sms * ctas;
-    let block_n = u64::from(tile.block_n.unsigned_abs());
-    // A part's O, written and read in 32 bits, in keys of as many bytes.
-    let key_bytes = problem.stored_k().size_bytes() * u64::from(dims.head_dim_qk + dims.head_dim_v);
-    let rows = u64::from(dims.seqlen_q) * if tile.pack_gqa { u64::from(problem.gqa_ratio()) } else { 1 };
-    let part_keys = rows * u64::from(dims.head_dim_v) * 8 / key_bytes.max(1);
-    // CTAs whose loads one after another take as long as their share of memory's rate; of FP8 that is widened
-    // in registers all there is room for: two of them take 122 us where eight take 71, of 16 sequences of
-    // 4096 keys on an H200.
-    let at_least = match (tile.reads_raw_blocks(&FwdSpec::of(problem)), tile.stages) {
-        (true, _) => ctas,
-        (false, 1) => 3,
-        (false, _) => 2,
-    };
-    let cost = |keys: u64| {
-        let parts = u64::from(dims.seqlen_k).div_ceil(keys);
-        let of_sm = (tiles * parts).div_ceil(num_sms);
-        // Those that are left for a last time have it for themselves.
-        let last = of_sm % ctas;
-        let at_a_time = of_sm - last + if last > 0 { last.max(at_least) } else { 0 };
-        at_a_time * (keys + if parts > 1 { part_keys } else { 0 }) + parts / 4
-    };
-    let of_parts =
-        |parts: u32| u64::from(dims.seqlen_k.div_ceil(parts)).next_multiple_of(block_n).min(1 << 23);
-    let whole = u64::from(dims.seqlen_k);
-    // The most parts where several cost the same.
-    let best = (2..=MOST_PARTS).rev().map(of_parts).min_by_key(|&keys| cost(keys));
-    let keys = best.filter(|&keys| keys < whole && cost(keys) * 20 < cost(whole) * 19).unwrap_or(0);
-    let cost_of_shares = {
-        let blocks = tiles * u64::from(dims.seqlen_k).div_ceil(block_n);
-        let takers = blocks.min(slots);
-        let few = takers.div_ceil(num_sms) < at_least;
-        let of_sm = if few { blocks.div_ceil(takers.max(1)) * at_least } else { blocks.div_ceil(num_sms) };
-        let parts = takers.div_ceil(num_sms) + tiles.div_ceil(num_sms);
-        of_sm * block_n + parts * part_keys + takers.div_ceil(tiles.max(1)) / 4 + SCAN_KEYS
-    };
-    let other = cost(if keys > 0 { keys } else { whole });
-    // Parts that are left for a second time take longer than their keys, as those of 1024 above do.
-    let is_left = keys > 0 && (tiles * whole.div_ceil(keys)).div_ceil(num_sms) > ctas;
-    let (shared, others) = if is_left { (20, 21) } else { (10, 9) };
-    let is_shared = takes_shares && keys > 0 && cost_of_shares * shared < other * others;
-    if is_shared { (0, true) } else { (keys as i32, false) }
+    fits.then_some(shared)
 }
 
 #[cfg(test)]
@@ -486,8 +411,40 @@ mod tests {
         }
     }
 
+    /// A plan promises batch invariance unasked where [`split::is_never_cut`] says so.
     #[test]
-    fn a_short_query_s_keys_are_split_until_the_device_is_full() {
+    fn keys_that_are_said_to_be_never_cut_are_cut_in_no_batch() {
+        let mut never = 0;
+        for (seqlen_q, ratio) in [(1, 1), (1, 8), (16, 4), (32, 1), (33, 1), (40, 4), (64, 1), (100, 2)] {
+            for seqlen_k in [8, 100, 127, 128, 300, 500, 600, 5000] {
+                for (batch, used) in [(1, false), (1, true), (7, false), (7, true), (300, true)] {
+                    let dims = Dims {
+                        batch,
+                        seqlen_q,
+                        seqlen_k,
+                        num_heads_q: 2 * ratio,
+                        num_heads_kv: 2,
+                        head_dim_qk: 128,
+                        head_dim_v: 128,
+                    };
+                    let mut problem = FwdProblem::batch(DType::Bf16, dims);
+                    problem.layout.seqused_k = used;
+                    for room in ROOMS {
+                        let tile = choose_tile(&problem, room);
+                        let block_n = default_tile(&FwdSpec::of(&problem), room).block_n;
+                        if tile.block_n == block_n && split::is_never_cut(&problem, block_n, false) {
+                            never += 1;
+                            assert_eq!(tile.split_keys, 0, "{dims:?} {room:?}");
+                        }
+                    }
+                }
+            }
+        }
+        assert!(never > 100, "{never}");
+    }
+
+    #[test]
+    fn a_short_query_s_keys_are_cut_where_tiles_are_few() {
         let decode = |batch, seqlen_k| {
             let dims = Dims {
                 batch,
@@ -498,19 +455,11 @@ mod tests {
                 head_dim_qk: 128,
                 head_dim_v: 128,
             };
-            choose_tile(&FwdProblem::batch(DType::Bf16, dims), ROOMS[0])
+            choose_tile(&FwdProblem::batch(DType::Bf16, dims), ROOMS[3])
         };
         let one = decode(1, 32768);
         assert!(one.pack_gqa && one.block_m == 16 && one.warps == 1, "{one:?}");
         assert!(one.split_keys > 0 && one.split_keys % one.block_n == 0, "{one:?}");
-        // The multiprocessor with most keys has few more than an even share.
-        for (batch, seqlen_k) in [(1, 131_072), (1, 32768), (16, 32768), (4, 65536)] {
-            let tile = decode(batch, seqlen_k);
-            let keys = tile.split_keys.unsigned_abs();
-            let of_sm = (batch * 8 * seqlen_k.div_ceil(keys)).div_ceil(ROOMS[0].num_sms);
-            let (most, even) = (of_sm * keys, batch * 8 * seqlen_k / ROOMS[0].num_sms);
-            assert!(5 * most <= 6 * even, "{batch} of {seqlen_k}: {most} keys, {even} if even, {tile:?}");
-        }
         assert_eq!(decode(1024, 32768).split_keys, 0);
         assert!(decode(1, 300).split_keys > 0);
         assert_eq!(decode(1, 150).split_keys, 0);

@@ -5,7 +5,7 @@ use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue, knob_values};
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
-use fmha_core::{Accuracy, Dims, PlanOptions, Promises, ValidFwd, Workspace, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
@@ -63,71 +63,17 @@ impl ValuesPlan {
     }
 }
 
-/// Why a problem that `sm80` takes is left to it: one query over a long cache, whose few rows fill one warp's
-/// products. An H200, one sequence of 32/8 heads over 4096, 32768 and 131072 keys, us, `sm80` and this
-/// kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140; of 16 sequences of 4096 keys 77 and
-/// 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
-///
-/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel
-/// 85; 137 of 128/8 heads and 56 keys 19.4 and 30.6.
+/// Why a problem of few queries that `sm80` takes is left to it: its [price](split::price) is lower, or nearly so,
+/// since it reads an FP8 cache where it lies, which this kernel has to have widened by a launch before, and both types of
+/// a cache have one kernel for their bits to be equal (CONTRACT.md).
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
-    const MOST_ROWS: u32 = 16;
-    /// Keys of short sequences.
-    const MOST_SHORT_KEYS: u32 = 1024;
-    /// Largest share of this kernel's time that sm80 may take for short tiles to be left to it.
-    const WORTH_A_CHANGE: f64 = 0.85;
-    let Dims { batch, seqlen_q, seqlen_k, num_heads_kv, .. } = problem.dims;
-    let tiles = u64::from(batch) * u64::from(num_heads_kv);
-    let rows = seqlen_q.saturating_mul(problem.gqa_ratio());
-    let theirs = sm80::choose_tile(problem, room);
-    if let Some(ours) = sm90::micros_at_once(problem, &sm90::choose_tile(problem), room.num_sms) {
-        let least = theirs.least_micros(problem, room);
-        if ours < least {
-            return None;
-        }
-        let is_decode = seqlen_k > seqlen_q || problem.layout.seqused_k;
-        if is_decode && theirs.split_keys == 0 && least < WORTH_A_CHANGE * ours {
-            return Some(format!(
-                "its {tiles} tiles of {rows} rows would take {ours:.0} us one after another, sm80's {least:.0}"
-            ));
-        }
-    }
-    if rows <= MOST_ROWS
-        && 4 * tiles <= u64::from(room.num_sms)
-        && theirs.split_keys > 0
-        && theirs.shares == 0
-    {
-        return Some(format!(
-            "its {tiles} tiles leave most of {} multiprocessors idle, which sm80 gives parts of the keys",
-            room.num_sms
-        ));
-    }
+    /// What `sm80` may take of this kernel's time.
+    const NEARLY: f64 = 1.03;
     let ours = sm90::choose_tile_in_parts(problem, room.num_sms);
-    if theirs.shares > 0 && ours.shares > 0 && leaves_shares(problem, tiles, room) {
-        return Some(format!(
-            "its tiles of {} rows walk shares for {rows} rows, of which sm80 has smaller ones",
-            ours.block_m
-        ));
-    }
-    let is_short = seqlen_k <= MOST_SHORT_KEYS;
-    let is_cache = seqlen_k > seqlen_q;
-    (is_cache && rows <= MOST_ROWS && (is_short || reads_codes_as_fast(problem, tiles, room))).then(|| {
-        format!("its tiles of 64 rows walk {seqlen_k} keys for {rows} rows, of which sm80 has smaller ones")
-    })
-}
-
-/// Whether `sm80` reads a 16-bit cache about as fast for few rows. It reads an FP8 cache where it lies, which this
-/// kernel has to have widened by a launch before, and both have one kernel for their bits to be equal (CONTRACT.md). An
-/// H200, us, `sm80` and this kernel, of 16 bits: 16 sequences of 32/8 heads and 4096 keys 77 and 76, 200 of 40/8 and up
-/// to 2000 108 and 105, D 256 49 and 47, 315 and 312; D 192 52 and 46, D 64 77 and 64.
-fn reads_codes_as_fast(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
-    match problem.dims.head_dim_qk.max(problem.dims.head_dim_v) {
-        65..=128 => true,
-        // An H200, us, `sm80` and this kernel: 27 tiles of D 256 52 and 47, 25 of them 48 and 42.
-        193..=256 => 2 * tiles >= u64::from(room.num_sms),
-        _ => false,
-    }
+    let ours = sm90::micros_of_few(problem, &ours, room.num_sms)?;
+    let theirs = sm80::choose_tile(problem, room).micros(problem, room);
+    (theirs < NEARLY * ours).then(|| format!("it would take {ours:.0} us, sm80 {theirs:.0}"))
 }
 
 /// Refuses what is left to `sm80`.
@@ -140,20 +86,6 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
         return Ok(());
     }
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
-}
-
-/// Whether `sm80` walks equal shares faster: few rows of head dims from 65 to 128, or, of fewer, few tiles.
-/// An H200, us, `sm80` and this kernel: 64 sequences of 32/8 heads and 10 to 18577 keys 172 and 181, 28 rows
-/// a group 145 and 150, 64 rows 185 and 175; D 64 77 and 62 for 128 sequences, 39 and 44 for 12; D 192 52 and
-/// 46, D 256 315 and 312.
-fn leaves_shares(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
-    let dims = problem.dims;
-    let rows = dims.seqlen_q.saturating_mul(problem.gqa_ratio());
-    match dims.head_dim_qk.max(dims.head_dim_v) {
-        ..=64 => rows <= 16 && tiles <= u64::from(room.num_sms),
-        65..=128 => rows <= 32,
-        _ => false,
-    }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.

@@ -10,6 +10,7 @@ use super::{
 };
 use crate::operands::{odd_stride, stores_vectors, strides};
 use crate::split;
+use crate::split::price::{self, CONSTANTS, Keys, Walk};
 
 /// The tile for a problem that the kernel accepts.
 #[must_use]
@@ -109,15 +110,15 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 }
 
 /// The tile for a problem on a device of so many multiprocessors: that of [`choose_tile`], whose keys are in
-/// parts where its tiles alone would leave multiprocessors idle.
+/// parts or shares where that is cheaper.
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
-    if micros_at_once(problem, &whole, num_sms).is_some_and(|micros| micros <= split::MICROS_OF_PARTS) {
-        return whole;
-    }
-    if let Some(shared) = in_shares(problem, whole, num_sms) {
-        return shared;
+    if is_decode(problem) {
+        let priced = ways(problem, whole, num_sms)
+            .into_iter()
+            .filter_map(|way| Some((micros_of_few(problem, &way, num_sms)?, way)));
+        return priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map_or(whole, |(_, way)| way);
     }
     let Ok(schedule) = whole.schedule(problem) else { return whole };
     let mut tile = Sm90Tile { skip_row_max: false, ..whole };
@@ -145,63 +146,66 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     tile
 }
 
-/// Microseconds in which a few queries walk all of their keys, a tile a CTA.
-pub(crate) fn micros_at_once(problem: &FwdProblem, whole: &Sm90Tile, num_sms: u32) -> Option<f64> {
-    const BYTES_A_MICRO: f64 = 60e3;
-    let is_decode = problem.dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8();
-    let schedule = whole.schedule(problem).ok().filter(|_| is_decode)?;
-    let tiles = schedule.num_tiles.unsigned_abs().into();
-    Some(split::micros_of_whole(problem, tiles, num_sms.into(), BYTES_A_MICRO))
-}
-
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
-/// Bytes that a CTA reads in a microsecond, alone; that the device reads or writes; and microseconds of a
-/// merge and of finding shares. Fitted to `split/measured.tsv`, which a test holds the choice to.
-const BYTES_OF_ONE: f64 = 70e3;
-const BYTES_OF_ALL: f64 = 3.5e6;
-const MERGE_MICROS: f64 = 12.0;
-/// Keys of sequences of unlike lengths, of the longest's.
-const MEAN_OF_LONGEST: f64 = 0.125;
-/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is
-/// read; and rows.
-const WORK_OF_MAXIMA: f64 = 0.27;
-const MANY_ROWS: u32 = 32;
 
-/// The tile of few queries over sequences whose lengths the device alone knows, where equal shares cost less
-/// than the walk of the longest sequence, as far as there are not many others to begin after it.
-fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
+/// Whether the [price](split::price) of few queries is meant for a problem.
+fn is_decode(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
-    let seen = split::seen_keys(problem);
-    let mut tile = Sm90Tile { skip_row_max: false, block_m: whole.block_m.min(128), ..whole };
-    let unlike = dims.batch > 1 && dims.batch <= split::MOST_SCANNED && !split::has_like_lengths(problem);
-    let is_decode = dims.seqlen_q <= MOST_SHARED_QUERIES && seen > split::LEAST_SHARED;
-    if !unlike
-        || !is_decode
-        || problem.dtypes.qk.is_fp8()
-        || !tile.takes_parts()
-        || split::splits(problem).is_err()
-    {
-        return None;
+    let is_cache = dims.seqlen_k > dims.seqlen_q || problem.layout.seqused_k;
+    is_cache && dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8()
+}
+
+/// Microseconds of a few queries, by the [price](split::price); none of other problems.
+pub(crate) fn micros_of_few(problem: &FwdProblem, tile: &Sm90Tile, num_sms: u32) -> Option<f64> {
+    Some(price::micros(problem, &walk_of_few(problem, tile)?, num_sms))
+}
+
+/// What the price of few queries asks of a tile; nothing of other problems.
+#[must_use]
+pub fn walk_of_few(problem: &FwdProblem, tile: &Sm90Tile) -> Option<Walk> {
+    let whole = Sm90Tile { split_keys: 0, shares: 0, ..*tile };
+    let tiles = whole.schedule(problem).ok().filter(|_| is_decode(problem))?.num_tiles;
+    Some(Walk {
+        rates: CONSTANTS.sm90,
+        tiles: tiles.unsigned_abs() / problem.dims.batch.max(1),
+        rows: tile.block_m.unsigned_abs(),
+        block_n: tile.block_n.unsigned_abs(),
+        ctas: 1,
+        keys: Keys::of(tile.split_keys, tile.shares),
+    })
+}
+
+/// All ways in which the tile of few queries can have its keys.
+#[must_use]
+pub fn ways_of_few(problem: &FwdProblem, num_sms: u32) -> Vec<Sm90Tile> {
+    ways(problem, choose_tile(problem), num_sms)
+}
+
+/// All ways in which a tile of few queries can have its keys: whole, in parts of several lengths, and in equal shares.
+fn ways(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Vec<Sm90Tile> {
+    let mut cut = Sm90Tile { skip_row_max: false, ..whole };
+    if !cut.takes_parts() || !split::may_be_cut(problem, cut.block_n.unsigned_abs()) {
+        return vec![whole];
     }
+    cut.launch_beside_merge();
+    let seqlen_k = problem.dims.seqlen_k;
+    let block_n = cut.block_n.unsigned_abs();
+    let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n);
+    let mut keys: Vec<u32> = (2..=MOST_PARTS).map(keys_of).filter(|&keys| keys < seqlen_k).collect();
+    keys.dedup();
+    let parts = keys.into_iter().map(|keys| Sm90Tile { split_keys: keys.cast_signed(), ..cut });
+    [whole].into_iter().chain(parts).chain(in_shares(problem, cut, num_sms)).collect()
+}
+
+/// The tile whose CTAs have equal shares of all sequences' blocks, where it can.
+fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
+    let mut tile = Sm90Tile { block_m: cut.block_m.min(128), ..cut };
     tile.place_groups(problem);
-    let tiles = f64::from(tile.schedule(problem).ok()?.num_tiles.max(1));
-    let key_bytes = f64::from(elem_bytes(problem.dtypes.qk)) * f64::from(dims.head_dim_qk + dims.head_dim_v);
-    let workers = f64::from(num_sms);
-    let tail = f64::from(seen) * key_bytes / BYTES_OF_ONE * (workers / tiles).clamp(0.5, 1.0);
-    let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
-    let parts = 1.0 + (workers / tiles).min(1.0);
-    let merged = MERGE_MICROS + 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v) / BYTES_OF_ALL;
-    let many = dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > MANY_ROWS;
-    let heads = f64::from(dims.batch) * f64::from(dims.num_heads_kv);
-    let read = heads * MEAN_OF_LONGEST * f64::from(seen) * key_bytes / BYTES_OF_ALL;
-    if merged + if many { WORK_OF_MAXIMA * read } else { 0.0 } > tail {
-        return None;
-    }
     (tile.split_keys, tile.shares) = (tile.block_n, num_sms.cast_signed());
-    tile.launch_beside_merge();
+    let is_batch = (2..=split::MOST_SCANNED).contains(&problem.dims.batch);
     let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
-    tile.cut(problem).shares.filter(|&shares| takes(shares)).map(|_| tile)
+    tile.cut(problem).shares.filter(|&shares| is_batch && takes(shares)).map(|_| tile)
 }
 
 /// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads

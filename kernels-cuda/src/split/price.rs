@@ -1,0 +1,330 @@
+//! One price for all ways in which few queries walk their keys: a tile a CTA, in parts, or in equal shares.
+//!
+//! A price is microseconds of an H200: a launch, the walk of the multiprocessor that has most of it or the time in
+//! which memory gives all keys, whichever is longer, and the merge of parts. `rates.tsv` has the constants, which
+//! `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
+
+use std::sync::LazyLock;
+
+use fmha_core::{FwdProblem, KvLayout};
+
+use super::{has_like_lengths, seen_keys};
+
+/// How tiles of rows have their keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keys {
+    /// A CTA walks all keys of a tile.
+    Whole,
+    /// A CTA walks so many keys of a tile.
+    Parts(u32),
+    /// So many CTAs walk as many blocks each, of one tile or several.
+    Shares(u32),
+}
+
+impl Keys {
+    /// By a tile's fields `split_keys` and `shares`.
+    #[must_use]
+    pub const fn of(split_keys: i32, shares: i32) -> Self {
+        match (split_keys, shares) {
+            (_, 1..) => Self::Shares(shares.unsigned_abs()),
+            (1.., _) => Self::Parts(split_keys.unsigned_abs()),
+            _ => Self::Whole,
+        }
+    }
+
+    /// By its words ([`Display`](std::fmt::Display)).
+    #[must_use]
+    pub fn parsed(words: &str) -> Option<Self> {
+        let number = |name: &str| words.strip_prefix(name)?.parse().ok();
+        match words {
+            "whole" => Some(Self::Whole),
+            _ => number("parts:").map(Self::Parts).or_else(|| number("shares:").map(Self::Shares)),
+        }
+    }
+}
+
+impl std::fmt::Display for Keys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Whole => f.write_str("whole"),
+            Self::Parts(keys) => write!(f, "parts:{keys}"),
+            Self::Shares(count) => write!(f, "shares:{count}"),
+        }
+    }
+}
+
+/// Constants of a kernel's walk.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rates {
+    /// Microseconds of a launch and its first bytes.
+    pub launch: f64,
+    /// Bytes of K and V a microsecond of a CTA that has a multiprocessor for itself.
+    pub alone: f64,
+    /// Bytes a microsecond of all CTAs of a multiprocessor.
+    pub together: f64,
+    /// Operations of Q K and P V a microsecond of a multiprocessor, of rows that a tile has, whether in use or not.
+    pub products: f64,
+    /// Microseconds in which a CTA begins a tile and ends it.
+    pub begin: f64,
+    /// Microseconds in which shares are found.
+    pub scan: f64,
+    /// Microseconds of a block of a CTA that has a multiprocessor for itself, besides its bytes: a latency of memory.
+    pub block: f64,
+    /// Microseconds in which a multiprocessor finds a key whose block lies in several pages.
+    pub gather: f64,
+    /// Bytes of Q and O a microsecond of a CTA, of rows that a tile has.
+    pub rows: f64,
+}
+
+impl Rates {
+    /// Names and places of all numbers.
+    fn named(&mut self, kernel: &'static str) -> impl Iterator<Item = (String, &mut f64)> {
+        let Self { launch, alone, together, products, begin, scan, block, gather, rows } = self;
+        [
+            ("launch", launch),
+            ("alone", alone),
+            ("together", together),
+            ("products", products),
+            ("begin", begin),
+            ("scan", scan),
+            ("block", block),
+            ("gather", gather),
+            ("rows", rows),
+        ]
+        .into_iter()
+        .map(move |(name, number)| (format!("{kernel}.{name}"), number))
+    }
+}
+
+/// Constants of a call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Common {
+    /// Bytes a microsecond that memory gives.
+    pub memory: f64,
+    /// Microseconds of the second launch.
+    pub merge: f64,
+    /// Bytes a microsecond at which parts are written and read.
+    pub parts: f64,
+    /// Microseconds of each part of a row, which a warp adds one after another.
+    pub part: f64,
+    /// Microseconds in which a CTA finds that it has no keys.
+    pub empty: f64,
+    /// The share of the longest sequence's walk that is left when all others are done.
+    pub tail: f64,
+    /// Keys of a sequence, of the longest's, where the device alone knows the lengths.
+    pub mean: f64,
+}
+
+/// What of a kernel and its tile a price asks for.
+#[derive(Clone, Copy, Debug)]
+pub struct Walk {
+    /// Constants of the kernel.
+    pub rates: Rates,
+    /// Tiles of rows of a sequence, of all heads.
+    pub tiles: u32,
+    /// Rows of a tile.
+    pub rows: u32,
+    /// Keys of a block.
+    pub block_n: u32,
+    /// CTAs that a multiprocessor holds.
+    pub ctas: u32,
+    /// How the keys are walked.
+    pub keys: Keys,
+}
+
+/// All constants.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Constants {
+    /// Those of a call.
+    pub common: Common,
+    /// Those of `sm80`.
+    pub sm80: Rates,
+    /// Those of `sm90`.
+    pub sm90: Rates,
+}
+
+/// The constants that are in use.
+pub static CONSTANTS: LazyLock<Constants> = LazyLock::new(|| Constants::parsed(include_str!("rates.tsv")));
+
+impl Constants {
+    /// Names and places of all numbers.
+    pub fn named(&mut self) -> Vec<(String, &mut f64)> {
+        let Self { common, sm80, sm90 } = self;
+        let Common { memory, merge, parts, part, empty, tail, mean } = common;
+        let of_call = [
+            ("memory", memory),
+            ("merge", merge),
+            ("parts", parts),
+            ("part", part),
+            ("empty", empty),
+            ("tail", tail),
+            ("mean", mean),
+        ];
+        let named = of_call.into_iter().map(|(name, number)| (format!("call.{name}"), number));
+        named.chain(sm80.named("sm80")).chain(sm90.named("sm90")).collect()
+    }
+
+    /// The constants of a file of names and numbers, a tab between them; a number that it lacks is 1.
+    #[must_use]
+    pub fn parsed(text: &str) -> Self {
+        let one = 1.0;
+        let rates = Rates {
+            launch: one,
+            alone: one,
+            together: one,
+            products: one,
+            begin: one,
+            scan: one,
+            block: one,
+            gather: one,
+            rows: one,
+        };
+        let common =
+            Common { memory: one, merge: one, parts: one, part: one, empty: one, tail: one, mean: one };
+        let mut constants = Self { common, sm80: rates, sm90: rates };
+        for (name, number) in constants.named() {
+            let of_line = |line: &str| line.split_once('\t').filter(|(key, _)| *key == name)?.1.parse().ok();
+            *number = text.lines().find_map(of_line).unwrap_or(1.0);
+        }
+        constants
+    }
+}
+
+/// Microseconds of a problem of few queries whose keys are walked so, on a device of `num_sms` multiprocessors.
+#[must_use]
+pub fn micros(problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
+    micros_by(&CONSTANTS.common, problem, walk, num_sms)
+}
+
+/// [`micros`] by other constants of a call; those of the kernel are the walk's.
+#[must_use]
+pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
+    let dims = problem.dims;
+    let work = Work::new(common, problem, walk, num_sms);
+    let (parts, walked) = match walk.keys {
+        Keys::Whole => (1.0, if work.is_like { work.like(1.0) } else { work.unlike(common, 1.0) }),
+        Keys::Parts(keys) => {
+            let launched = (f64::from(dims.seqlen_k) / f64::from(keys.max(1))).ceil();
+            let with_keys = work.parts_with_keys(launched, keys);
+            let walked = if work.is_like { work.like(with_keys) } else { work.unlike(common, with_keys) };
+            (with_keys, walked + work.tiles * (launched - with_keys).max(0.0) / work.slots() * common.empty)
+        }
+        Keys::Shares(count) => work.shares(f64::from(count.max(1))),
+    };
+    let keys = f64::from(dims.batch) * f64::from(dims.num_heads_kv) * work.mean;
+    let read = keys * work.key_bytes / common.memory;
+    let merged = if walk.keys == Keys::Whole {
+        0.0
+    } else {
+        let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+        let bytes = 2.0 * parts * rows * 4.0 * f64::from(dims.head_dim_v);
+        common.merge + bytes / common.parts + parts * common.part
+    };
+    // A walk that is nearly as long as memory takes is felt beside it.
+    let both = (walked.powi(4) + read.powi(4)).powf(0.25);
+    walk.rates.launch + both + merged
+}
+
+/// What tiles of a call have to walk, and how fast.
+struct Work {
+    /// All sequences have the lengths of the problem.
+    is_like: bool,
+    /// Keys that the longest sequence's queries see, and those of a mean one.
+    longest: f64,
+    mean: f64,
+    /// Bytes of a key and its value in 16 bits: a quantised cache takes the order of its twin.
+    key_bytes: f64,
+    num_sms: f64,
+    ctas: f64,
+    /// Tiles of rows of the call.
+    tiles: f64,
+    /// Microseconds of a key of one CTA alone, and of each key of a full multiprocessor's.
+    alone: f64,
+    together: f64,
+    /// Microseconds in which a tile begins and ends.
+    begin: f64,
+    block_n: f64,
+    scan: f64,
+}
+
+impl Work {
+    fn new(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u32) -> Self {
+        let (dims, rates) = (problem.dims, walk.rates);
+        let is_like = has_like_lengths(problem);
+        let longest = f64::from(seen_keys(problem).max(1));
+        let columns = f64::from(dims.head_dim_qk + dims.head_dim_v);
+        let key_bytes = 2.0 * columns;
+        let is_gathered =
+            matches!(problem.layout.kv, KvLayout::Paged { page_size } if page_size < walk.block_n);
+        let gather = if is_gathered { rates.gather } else { 0.0 };
+        let block_n = f64::from(walk.block_n);
+        let rows = f64::from(walk.rows);
+        let products = rows * 2.0 * columns / rates.products;
+        Self {
+            is_like,
+            longest,
+            mean: if is_like { longest } else { longest * common.mean },
+            key_bytes,
+            num_sms: f64::from(num_sms),
+            ctas: f64::from(walk.ctas.max(1)),
+            tiles: f64::from(dims.batch) * f64::from(walk.tiles),
+            alone: key_bytes / rates.alone + rates.block / block_n + gather,
+            together: (key_bytes / rates.together + gather).max(products),
+            begin: rates.begin + rows * 2.0 * columns / rates.rows,
+            block_n,
+            scan: rates.scan,
+        }
+    }
+
+    fn slots(&self) -> f64 {
+        self.num_sms * self.ctas
+    }
+
+    /// Microseconds in which so many CTAs on a multiprocessor take a key each.
+    fn key_of(&self, at_once: f64) -> f64 {
+        self.alone.max(at_once * self.together)
+    }
+
+    /// Parts of a tile that have keys, of those `launched` with so many keys each.
+    fn parts_with_keys(&self, launched: f64, keys: u32) -> f64 {
+        let of = |seen: f64| seen / f64::from(keys.max(1));
+        if self.is_like { of(self.longest).ceil() } else { (of(self.mean) + 0.5).min(launched) }
+    }
+
+    /// Tiles in so many parts of sequences of like lengths: the multiprocessor that has most of them.
+    fn like(&self, parts: f64) -> f64 {
+        let busiest = (self.tiles * parts / self.num_sms).ceil();
+        let (rounds, last) = ((busiest / self.ctas).floor(), busiest % self.ctas);
+        let end = if last > 0.0 { self.key_of(last) } else { 0.0 };
+        let begins = rounds + f64::from(last > 0.0);
+        self.longest / parts * (rounds * self.key_of(self.ctas) + end) + begins * self.begin
+    }
+
+    /// Tiles in about so many parts of sequences of unlike lengths: the longest part beside what there is of others, or
+    /// what is left of it after them.
+    fn unlike(&self, common: &Common, parts: f64) -> f64 {
+        let (longest, keys) = if parts > 1.0 {
+            (self.mean / (parts - 0.5).max(0.5), self.mean / parts)
+        } else {
+            (self.longest, self.mean)
+        };
+        let longest = longest.min(self.longest);
+        let items = self.tiles * parts;
+        let at_once = (items / self.num_sms).ceil().min(self.ctas);
+        let beside = longest * self.alone.max((1.0 + (at_once - 1.0) * keys / longest) * self.together);
+        let all = items * keys / self.num_sms * (self.key_of(at_once) / at_once);
+        let left = common.tail * longest * self.alone * (items / self.slots()).min(1.0);
+        beside.max(all + left) + (items / self.slots()).max(1.0) * self.begin
+    }
+
+    /// Parts of a row of a mean sequence, and the walk of so many equal shares.
+    fn shares(&self, count: f64) -> (f64, f64) {
+        let blocks = self.tiles * (self.mean / self.block_n + 0.5);
+        let keys = (blocks / count).max(1.0).ceil() * self.block_n;
+        let at_once = (count / self.num_sms).min(self.ctas).max(1.0);
+        let rounds = (count / self.num_sms / at_once).max(1.0);
+        let begins = (1.0 + self.tiles / count) * self.begin;
+        let parts = (count.min(blocks) / self.tiles).max(1.0) + 1.0;
+        (parts, rounds * keys * self.key_of(at_once) + begins + self.scan)
+    }
+}
