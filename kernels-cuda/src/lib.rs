@@ -4,6 +4,7 @@
 //! kernel is a [`KernelSource`]: an entry file and the headers it includes, none of them a vendor's, so that
 //! NVRTC needs no include path. `README.md` beside this crate says what a launch binds.
 
+mod lists;
 pub mod maps;
 pub mod nvidia;
 mod operands;
@@ -68,6 +69,8 @@ pub fn headers() -> Vec<Header> {
         "common/exp2.cuh",
         "common/finish_dq.cuh",
         "common/keep_mask.cuh",
+        "common/listed_keys.cuh",
+        "common/merge_lists.cuh",
         "common/merge_parts.cuh",
         "common/merge_tree.cuh",
         "common/output_place.cuh",
@@ -114,6 +117,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/epilogue.cuh",
         "sm80/fwd/fp8_product.cuh",
         "sm80/fwd/fwd.cuh",
+        "sm80/fwd/fwd_lists.cuh",
         "sm80/fwd/fwd_masked.cuh",
         "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
