@@ -15,6 +15,7 @@ pub mod sm100;
 pub mod sm100_bwd;
 pub mod sm80;
 pub mod sm80_bwd;
+pub mod sm80_lists_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_mla;
@@ -106,6 +107,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/bwd/captured.cuh",
         "sm80/bwd/config.cuh",
         "sm80/bwd/dbias.cuh",
+        "sm80/bwd/lists.cuh",
         "sm80/bwd/main.cuh",
         "sm80/bwd/masked.cuh",
         "sm80/bwd/owner.cuh",
@@ -192,6 +194,7 @@ pub fn headers() -> Vec<Header> {
         "simt/bwd.cuh",
         "simt/fwd.cuh",
         "simt/lists.cuh",
+        "simt/lists_bwd.cuh",
         "simt/masked.cuh",
         "combine.cuh",
     ));

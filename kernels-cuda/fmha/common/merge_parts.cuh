@@ -253,6 +253,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         if constexpr (spec.write_lse) {
           float lse = merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
           if constexpr (are_listed<Keys>() && spec.sink) {
+            if (all_in_sink) lse = infinity();
             if (keys_of_row.lists.lse_without_sink) lse = merged.lse_of_keys;
           }
           if (live && lane == 0) p.lse[lse_offset(p, merged.span, merged.i_head, merged.i)] = lse;
