@@ -187,25 +187,34 @@ def attention(
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
     bound = _arguments.bind(**options)
-    if indices is not None:
-        for name, given in (("score_code", score_code), ("mask_code", mask_code), ("captured", captured)):
-            if given is not None:
-                raise NotImplementedError(f"{name} is given beside indices: lists are not scored by functions here")
-        if door.__name__ != "fmha._torch":
-            raise NotImplementedError(f"indices beside {type(q).__name__}: lists of keys are taken of torch's tensors")
-        from . import _lists
-
-        lists = _lists.Lists(indices, topk_length, _integer("index_block", index_block))
-        o, lse = _lists.attention(q, k, v, *bound, lists)
-    elif topk_length is not None or _integer("index_block", index_block) != 1:
-        name = "index_block" if topk_length is None else "topk_length"
-        raise ValueError(f"{name} is given, but indices are None")
+    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
+    if lists is not None:
+        o, lse = lists.attention(q, k, v, *bound)
     elif score_code is None and mask_code is None and captured is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
     else:
         code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
         o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
+
+
+def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], functions: Tuple[Any, ...]) -> Any:
+    """The lists of keys of a call, ``None`` where it has none."""
+    indices, topk_length, index_block = given
+    block = _integer("index_block", index_block)
+    if indices is None:
+        if topk_length is not None or block != 1:
+            name = "index_block" if topk_length is None else "topk_length"
+            raise ValueError(f"{name} is given, but indices are None")
+        return None
+    for name, function in zip(("score_code", "mask_code", "captured"), functions):
+        if function is not None:
+            raise NotImplementedError(f"{name} is given beside indices: lists are not scored by functions here")
+    if door.__name__ != "fmha._torch":
+        raise NotImplementedError(f"indices beside {type(q).__name__}: lists of keys are taken of torch's tensors")
+    from . import _lists
+
+    return _lists.Lists(indices, topk_length, block)
 
 
 @_arguments.documented
@@ -422,7 +431,8 @@ def explain(
     door = _door(q)
     code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
     wanted = _flag("backward", backward), _flag("return_lse", return_lse)
-    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code)
+    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
+    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code, lists)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

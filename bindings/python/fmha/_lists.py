@@ -36,12 +36,34 @@ class Lists:
         self.block, self.addresses, self.lse_without_sink = block, addresses, lse_without_sink
 
     def put(self, request: _native.Request) -> None:
-        described = [_native.ABSENT if x is None else _described(x) for x in (self.indices, self.topk_length)]
-        request.put_lists(*described, self.block, self.addresses, self.lse_without_sink)
+        indices, length = _described("indices", self.indices), _described("topk_length", self.topk_length)
+        request.put_lists(indices, length, self.block, self.addresses, self.lse_without_sink)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """O and LSE of a bound call."""
+        if torch.compiler.is_compiling() or _torch._is_transformed():
+            raise NotImplementedError("indices: lists of keys are not traced by a compiler, nor under torch.func")
+        if torch.are_deterministic_algorithms_enabled():
+            numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _DETERMINISTIC, *numbers[_AT_OPTIONS + 1 :])
+        (q, k, v), tensors = _torch.prepared((q, k, v), tensors)
+        numbers, _ = _torch._seeded(q, numbers)
+        named = dict(zip(_torch.TENSORS, tensors))
+        sink = named.pop("sink")
+        rest = [(name, x) for name, x in named.items() if x is not None]
+        if not _torch._want_gradients(q, k, v, sink, *(x for _, x in rest)):
+            return forward(q, k, v, [("sink", sink), *rest], numbers, self)
+        for name, x in rest:
+            if x.requires_grad or name in ("block_table", "descale_q", "descale_k", "descale_v"):
+                raise NotImplementedError(f"{name} beside indices has no gradient")
+        return _Attention.apply(q, k, v, sink, rest, numbers, self)
 
 
-def _described(tensor: torch.Tensor) -> _native.Tensor:
-    device, dtype = _torch._described("indices", tensor, False)
+def _described(name: str, tensor: Optional[torch.Tensor]) -> _native.Tensor:
+    if tensor is None:
+        return _native.ABSENT
+    device, dtype = _torch._described(name, tensor, False)
     return _native.described(tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device)
 
 
@@ -73,7 +95,8 @@ def forward(
     leave out are zeros."""
     head_dim_v = v.shape[-1] if v is not None else numbers[_AT_HEAD_DIM_V]
     made = _torch._o_and_lse(q, head_dim_v, numbers)
-    o, lse = made if dict(more).get("seqused_q") is None else (x.zero_() for x in made)
+    given = {name for name, x in more if x is not None}
+    o, lse = (x.zero_() for x in made) if given & {"seqused_q", "cu_seqlens_q"} else made
     _run(numbers, [("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse), *more], lists)
     return o, lse
 
@@ -104,29 +127,3 @@ class _Attention(torch.autograd.Function):
             _run(ctx.numbers, named, ctx.lists)
         made = [x if wanted else None for x, wanted in zip((dq, dk, dv, dsink), ctx.needs_input_grad)]
         return (*_torch.once(made, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse), None, None, None)
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: Tuple[Any, ...],
-    numbers: Tuple[Any, ...],
-    lists: Lists,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """O and LSE of a bound call."""
-    if torch.compiler.is_compiling() or _torch._is_transformed():
-        raise NotImplementedError("indices: lists of keys are not traced by a compiler, nor under torch.func")
-    if torch.are_deterministic_algorithms_enabled():
-        numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _DETERMINISTIC, *numbers[_AT_OPTIONS + 1 :])
-    (q, k, v), tensors = _torch.prepared((q, k, v), tensors)
-    numbers, _ = _torch._seeded(q, numbers)
-    named = dict(zip(_torch.TENSORS, tensors))
-    sink = named.pop("sink")
-    rest = [(name, x) for name, x in named.items() if x is not None]
-    if not _torch._want_gradients(q, k, v, sink, *(x for _, x in rest)):
-        return forward(q, k, v, [("sink", sink), *rest], numbers, lists)
-    for name, x in rest:
-        if x.requires_grad or name in ("block_table", "descale_q", "descale_k", "descale_v"):
-            raise NotImplementedError(f"{name} beside indices has no gradient")
-    return _Attention.apply(q, k, v, sink, rest, numbers, lists)
