@@ -7,7 +7,8 @@ use crate::schedule::{MAX_TILES, TileSchedule};
 /// Last parameter of an entry.
 pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
 
-/// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are chosen for.
+/// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are
+/// chosen for.
 pub(crate) fn of_tokens(problem: &FwdProblem) -> FwdProblem {
     let mut tokens = problem.clone();
     let dims = &mut tokens.dims;
@@ -19,8 +20,8 @@ pub(crate) fn of_tokens(problem: &FwdProblem) -> FwdProblem {
     tokens
 }
 
-/// Schedule of the tiles of every token, sequences of the longest's; `rows` heads of a group to a tile, and the parts of
-/// a list tiles of their own.
+/// Schedule of the tiles of every token, sequences of the longest's; `rows` heads of a group to a tile, and
+/// the parts of a list tiles of their own.
 ///
 /// # Errors
 /// More tiles than a schedule counts.

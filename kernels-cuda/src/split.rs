@@ -288,7 +288,7 @@ fn row_bytes(problem: &FwdProblem) -> u64 {
 /// # Errors
 /// The field that forbids it.
 pub fn splits(problem: &FwdProblem) -> Result<(), String> {
-    // Of a list they are keys like all others.
+    // Sink columns in a list are keys like all others.
     if problem.mask.sink_columns > 0 && problem.lists.is_none() {
         return Err(format!(
             "sink_columns {}: they are not in the part of the keys beside them",

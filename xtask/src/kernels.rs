@@ -661,6 +661,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
+    quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("sm100", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),

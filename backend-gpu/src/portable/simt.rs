@@ -1,5 +1,5 @@
-//! `simt`: every problem, a row at a time, but for gradients of biases and functions over lists of keys. Correct for all,
-//! fast for none.
+//! `simt`: every problem, a row at a time, but for gradients of biases and functions over lists of keys.
+//! Correct for all, fast for none.
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;

@@ -104,8 +104,8 @@ pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut 
 /// Runs a request on tensors of any device, with scratch there: at least the bytes that [`fmha_py_workspace`] says.
 ///
 /// # Safety
-/// As [`fmha_py_run`]; `workspace` is so many bytes of the tensors' device, aligned to 256, which nobody else uses until
-/// the work is done.
+/// As [`fmha_py_run`]; `workspace` is so many bytes of the tensors' device, aligned to 256, which nobody else
+/// uses until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run_with(request: *const Request, workspace: *mut u8, bytes: u64) -> c_int {
     guard(|| {
@@ -173,9 +173,9 @@ pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     })
 }
 
-/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose declarations are of
-/// what it reads; or, with 1, the word and column that are wrong, behind the argument's `name`. A mask is a bool, a
-/// score is none.
+/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose
+/// declarations are of what it reads; or, with 1, the word and column that are wrong, behind the argument's
+/// `name`. A mask is a bool, a score is none.
 ///
 /// # Safety
 /// Both texts are null or C strings.

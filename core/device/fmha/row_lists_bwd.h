@@ -1,7 +1,7 @@
 // Attention backward over lists of keys, a row at a time: `fmha/row_bwd.h` with a list of each token and kv head in
-// place of a range of keys. A row of dQ walks its token's list. A row of dK and dV looks for its key in the lists of all
-// tokens, in their order, and takes a token's pairs as often as its list names the key: so every sum has one order, and
-// no inverted list is kept.
+// place of a range of keys. A row of dQ walks its token's list. A row of dK and dV looks for its key in the lists of
+// all tokens, in their order, and takes a token's pairs as often as its list names the key: so every sum has one
+// order, and no inverted list is kept.
 #pragma once
 #include <fmha/row_bwd.h>
 #include <fmha/token_list.h>
@@ -88,8 +88,8 @@ FMHA_DEVICE void bwd_listed_key(const BwdParams& p, const ListsOfRows& lists, co
   dv.template store<spec.dtype_grad>(p.dv.data, head.k_row(p.dv, j), 1.f);
 }
 
-// The second launch: row `at` of dQ, then of dK and dV, then of dSink. Gradients of a bias and of captured tensors are
-// not computed over lists.
+// The second launch: row `at` of dQ, then of dK and dV, then of dSink. Gradients of a bias and of captured tensors
+// are not computed over lists.
 template <BwdSpec spec, class Lanes>
 FMHA_DEVICE void bwd_lists_row(const BwdParams& p, const ListParams& lists_of_call, int64_t at) {
   static_assert(!spec.write_dbias && !spec.write_dcaptured, "lists: dQ, dK, dV and dSink");

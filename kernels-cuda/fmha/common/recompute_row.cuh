@@ -1,10 +1,10 @@
 // A row of O and its LSE computed again by a warp, key by visible key.
 //
-// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
-// cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
-// 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
-// again from memory. So are rows whose unnormalised O has left f32 though O itself does not, and on Hopper rows of very
-// large scores (range.h). That is slow, and exact.
+// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor cores,
+// since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so: 1 to 4 % on an
+// H200), so they are found in O: a row that is not finite although its LSE is gets computed again from memory. So are
+// rows whose unnormalised O has left f32 though O itself does not, and on Hopper rows of very large scores (range.h).
+// That is slow, and exact.
 //
 // Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
@@ -23,14 +23,14 @@
 
 namespace fmha {
 
-// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
-// of weights times V may leave it.
+// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the
+// sum of weights times V may leave it.
 FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
 
-// One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in memory as `stored`: Q's
-// type, or FP8 beside 16 bits.
+// One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
+// memory as `stored`: Q's type, or FP8 beside 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
 struct RecomputedRow {
   static constexpr bool widens = stored != spec.dtype_qk;

@@ -182,7 +182,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let main = |params: &mut FwdParams, (first, count)| {
             let (mut rows, mut tree, mut masks) = (schedule.of_blocks(first, count), tree, masks);
             let mut lists = lists;
-            // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a kernel has.
+            // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a
+            // kernel has.
             let last = match (by_tma, has_masks) {
                 _ if call.problem.lists.is_some() => (&raw mut lists).cast(),
                 (true, _) => (&raw const maps).cast_mut().cast(),
@@ -190,9 +191,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 (false, false) => (&raw mut tree).cast(),
             };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
-            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks as data
-            // MaskDataParams, over lists ListParams, or, where TMA loads, Maps, which were made for the same extents; `check_fwd` saw that
-            // the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks
+            // as data MaskDataParams, over lists ListParams, or, where TMA loads, Maps, which were made for
+            // the same extents; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         // SAFETY: the caller's promise.

@@ -307,8 +307,8 @@ fn scores(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
-/// Long lists of few tokens, which kernels cut into parts: some of a part's entries absent, or all of every part; sinks,
-/// which join in the merge; lengths that end in a part.
+/// Long lists of few tokens, which kernels cut into parts: some of a part's entries absent, or all of every
+/// part; sinks, which join in the merge; lengths that end in a part.
 fn parts(cases: &mut Vec<Case>, dtype: DType) {
     for (style, modifier) in [
         ("scattered", ""),

@@ -5,8 +5,9 @@
 //   dQ += dS K                16 rows and a part of the columns to a warp, in registers
 //   dK += dS^T Q, dV += P^T dO    16 keys and 64 columns at a time, added to sums in memory, in no order
 //
-// Five products, and each score is computed once. The sums are f32, a row for each key of the longest sequence; a launch
-// that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added for them.
+// Five products, and each score is computed once. The sums are f32, a row for each key of the longest sequence; a
+// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added
+// for them.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/mma/sm80.cuh>
@@ -200,8 +201,8 @@ struct Token {
     }
   }
 
-  // Adds A^T B of a block to sums in memory: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of sums
-  // begins.
+  // Adds A^T B of a block to sums in memory: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of
+  // sums begins.
   template <DType dtype, class TileA, class TileB, class SumsOf>
   FMHA_DEVICE void add_to_keys(const TileA& a, const TileB& b, SumsOf sums_of) const {
     constexpr int n = columns_at_once(TileB::dim), chunks = TileB::dim / n;

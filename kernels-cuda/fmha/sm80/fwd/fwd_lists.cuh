@@ -1,9 +1,9 @@
-// The forward kernel over lists of keys. A tile has query heads of one token and kv head, whose list is the keys that it
-// walks; each block's rows of K and V are gathered from where the list says. What is absent, and what the band hides,
-// comes as zeros and is hidden.
+// The forward kernel over lists of keys. A tile has query heads of one token and kv head, whose list is the keys that
+// it walks; each block's rows of K and V are gathered from where the list says. What is absent, and what the band
+// hides, comes as zeros and is hidden.
 //
-// Tiles of a token are neighbours, so that their gathers meet in the L2. Long lists of few tokens are cut into parts of
-// `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
+// Tiles of a token are neighbours, so that their gathers meet in the L2. Long lists of few tokens are cut into parts
+// of `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
 #pragma once
 #include <fmha/common/listed_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>
