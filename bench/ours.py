@@ -66,6 +66,17 @@ class FmhaPart(Structure):
     ]
 
 
+class FmhaLists(Structure):
+    _fields_ = [
+        ("struct_bytes", c_uint64),
+        ("topk", c_int64),
+        ("indices", c_void_p),
+        *((n, c_int64) for n in ("batch_stride", "seqlen_stride", "head_stride")),
+        ("topk_length", c_void_p),
+        *((n, c_int32) for n in ("length_per_token", "addresses", "block", "lse_without_sink")),
+    ]
+
+
 class FmhaCall(Structure):
     _fields_ = [
         ("struct_bytes", c_uint64),
@@ -83,6 +94,7 @@ class FmhaCall(Structure):
         ("cache", POINTER(FmhaCache)),
         ("part", POINTER(FmhaPart)),
         ("code", c_void_p),
+        ("lists", POINTER(FmhaLists)),
         ("workspace", c_void_p),
         *((n, c_uint64) for n in ("workspace_bytes", "dropout_seed", "dropout_offset")),
         ("p_drop", c_float),

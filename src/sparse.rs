@@ -21,6 +21,7 @@
 use std::sync::OnceLock;
 
 use fmha_core::Error;
+use fmha_core::host_memory::filled;
 use fmha_cpu::CpuBackend;
 
 pub use fmha_core::sparse::{
@@ -33,7 +34,7 @@ pub use fmha_core::sparse::{
 /// # Errors
 /// Memory that the system refuses, or a setting of the environment that says nothing sensible.
 pub fn index_scores(call: &IndexCall<'_>) -> Result<Vec<f32>, Error> {
-    let mut scores = vec![0.0; call.rows() * call.problem().seqlen_k as usize];
+    let mut scores = filled(call.rows().saturating_mul(call.problem().seqlen_k as usize), 0.0)?;
     cpu()?.index_scores(call, &mut scores)?;
     Ok(scores)
 }
@@ -45,7 +46,7 @@ pub fn index_scores(call: &IndexCall<'_>) -> Result<Vec<f32>, Error> {
 /// # Errors
 /// As [`index_scores`].
 pub fn index_lists(call: &IndexCall<'_>, topk: u32) -> Result<Vec<i32>, Error> {
-    let mut indices = vec![0; call.rows() * topk as usize];
+    let mut indices = filled(call.rows().saturating_mul(topk as usize), 0)?;
     cpu()?.index_lists(call, topk, &mut indices)?;
     Ok(indices)
 }

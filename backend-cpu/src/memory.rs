@@ -4,7 +4,9 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::{Mutex, MutexGuard};
 
 use fmha_core::fork::PerProcess;
-use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, Error, MemorySpace, ProblemError, Result};
+use fmha_core::host_memory::no_memory;
+pub(crate) use fmha_core::host_memory::reserve;
+use fmha_core::{DevBuffer, DevSliceMut, DeviceMemory, MemorySpace, ProblemError, Result};
 
 /// The processor's own memory.
 #[derive(Debug)]
@@ -64,19 +66,6 @@ fn check_fits(field: &'static str, wanted: usize, buffer: &DevBuffer) -> Result<
         return Err(ProblemError::new(field, text).into());
     }
     Ok(())
-}
-
-/// The error for memory that the system refused.
-fn no_memory(bytes: u64) -> Error {
-    Error::System { what: format!("{bytes} bytes of host memory"), text: "the system has not so much".into() }
-}
-
-/// An empty vector with room for `count`, or the refusal with its size.
-pub(crate) fn reserve<T>(count: usize) -> Result<Vec<T>> {
-    let mut vec = Vec::new();
-    let bytes = (count as u64).saturating_mul(size_of::<T>() as u64);
-    vec.try_reserve_exact(count).map_err(|_| no_memory(bytes))?;
-    Ok(vec)
 }
 
 /// Adds to a vector, or says how much memory the system refused.

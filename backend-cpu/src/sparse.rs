@@ -27,7 +27,7 @@ impl CpuBackend {
     /// # Errors
     /// `scores` of another length; memory for scratch that the system refuses.
     pub fn index_scores(&self, call: &IndexCall<'_>, scores: &mut [f32]) -> Result<()> {
-        let wanted = call.rows() * call.problem().seqlen_k as usize;
+        let wanted = call.rows().saturating_mul(call.problem().seqlen_k as usize);
         has("scores", scores.len(), wanted)?;
         scores.fill(f32::NEG_INFINITY);
         let to = IndexTo::Scores(Bytes::of_f32(scores));
@@ -40,7 +40,7 @@ impl CpuBackend {
     /// # Errors
     /// `indices` of another length; memory for scratch that the system refuses.
     pub fn index_lists(&self, call: &IndexCall<'_>, topk: u32, indices: &mut [i32]) -> Result<()> {
-        has("indices", indices.len(), call.rows() * topk as usize)?;
+        has("indices", indices.len(), call.rows().saturating_mul(topk as usize))?;
         let to = IndexTo::Lists { topk: topk as usize, indices: Bytes::of_i32(indices) };
         self.engine.index(&Index { call, to }, self.threads.get()?)
     }
@@ -301,7 +301,7 @@ mod tests {
             let mut wanted = vec![0; topk as usize];
             for row in 0..call.rows() {
                 let scores = &found[row * seqlen_k as usize..][..seqlen_k as usize];
-                choose(scores, call.candidates(row), &mut wanted);
+                choose(scores, call.candidates(row), &mut wanted).unwrap();
                 assert_eq!(lists[row * topk as usize..][..topk as usize], wanted, "row {row}, topk {topk}");
             }
         }

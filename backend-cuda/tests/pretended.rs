@@ -33,7 +33,17 @@ fn it_says_what_it_is_and_what_it_has() {
     let backend = pretend("sm_90a");
     assert_eq!((backend.kind(), backend.name()), ("cuda", "cuda (sm_90a, no device)"));
     // `sm90`, `sm80` and `simt` are kernels of two operations each.
-    let kernels = ["sm100", "sm90", "sm90_widened", "sm90_mla", "sm100_widened", "sm80", "simt", "combine"];
+    let kernels = [
+        "sm100",
+        "sm90",
+        "sm90_widened",
+        "sm90_mla",
+        "sm100_widened",
+        "sm80",
+        "simt",
+        "sm80_lists",
+        "combine",
+    ];
     assert_eq!(backend.kernels(), kernels);
     assert!(backend.precompiler().is_some());
     assert!(backend.tuner().is_none() && !backend.has_streams(), "it runs nothing");

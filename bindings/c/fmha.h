@@ -227,6 +227,35 @@ typedef struct FmhaCode {
   int64_t num_captured;
 } FmhaCode;
 
+// Lists of keys in place of all keys, for models that are trained sparse: a query token sees the keys that its list
+// names, for each kv head, and no others. A key that a list names twice counts twice. Set everything to 0 first.
+typedef struct FmhaLists {
+  // sizeof(FmhaLists).
+  uint64_t struct_bytes;
+  // Entries of a list.
+  int64_t topk;
+  // i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the sequence.
+  // Absent: an entry below 0, or at or past seqlen_k.
+  const int32_t *indices;
+  // Elements from sequence to sequence; packed: not used.
+  int64_t batch_stride;
+  // From token to token.
+  int64_t seqlen_stride;
+  // From kv head to kv head; 0: one list for all.
+  int64_t head_stride;
+  // i32 [batch], or with length_per_token [batch, seqlen_q], packed [total_q]: entries in use of each list, those
+  // past them never read; null: topk.
+  const int32_t *topk_length;
+  // 1: topk_length has a number for each token; else 0.
+  int32_t length_per_token;
+  // 1: entries are addresses page * page_size + offset of K's and V's pages, and block_table is null; else 0.
+  int32_t addresses;
+  // Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
+  int32_t block;
+  // 1: LSE is that of the keys alone, beside a sink; else 0.
+  int32_t lse_without_sink;
+} FmhaLists;
+
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
@@ -314,6 +343,8 @@ typedef struct FmhaCall {
   const struct FmhaPart *part;
   // Host memory: null: no score and no mask as code.
   const struct FmhaCode *code;
+  // Host memory: null: every query sees the keys of its sequence that the mask shows.
+  const struct FmhaLists *lists;
   // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
   // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
   // is done. May change from run to run.

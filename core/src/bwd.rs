@@ -1,7 +1,7 @@
 //! The backward problem: a forward problem and what its gradients look like.
 
 use crate::dtype::DType;
-use crate::error::{ProblemError, ensure};
+use crate::error::{ProblemError, Refusal, ensure};
 use crate::layout::{Strides, Totals, VLayout};
 use crate::problem::{
     CapturedGrad, CapturedTensor, Extents, FwdProblem, ValidFwd, check_input, check_output, check_unit_stride,
@@ -77,6 +77,25 @@ impl BwdProblem {
             has_dlse: false,
             fwd,
         }
+    }
+
+    /// For kernels that compute no gradient of a bias, of functions or of captured tensors over lists of keys.
+    ///
+    /// # Errors
+    /// Lists beside one of them.
+    pub fn refuse_gradients_beside_lists(&self, kernel: &str) -> Result<(), Refusal> {
+        let Some(lists) = &self.fwd.lists else { return Ok(()) };
+        let beside = if self.dbias.is_some() {
+            "dbias".to_owned()
+        } else if let Err(refusal) = self.fwd.code.refuse(kernel) {
+            refusal.reason
+        } else {
+            return Ok(());
+        };
+        Err(Refusal::new(
+            kernel,
+            format!("{beside} beside indices of topk {} is not in this kernel", lists.topk),
+        ))
     }
 
     setters! {

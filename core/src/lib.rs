@@ -73,6 +73,8 @@ pub mod fields;
 pub mod fork;
 pub mod fp8;
 #[doc(hidden)]
+pub mod host_memory;
+#[doc(hidden)]
 pub mod kv;
 #[doc(hidden)]
 pub mod layout;

@@ -182,6 +182,8 @@ pub fn headers() -> Vec<Header> {
         "row_bwd.h",
         "row_fwd.h",
         "row_lists.h",
+        "row_lists_bwd.h",
+        "token_list.h",
         "update_cache.h",
         "num.h",
     ));

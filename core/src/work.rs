@@ -21,14 +21,18 @@ pub struct Work {
 }
 
 impl Work {
-    /// Counts exactly what the band shows. Masks as data and code are not asked.
+    /// Counts exactly what the band shows. Masks as data and code are not asked; of lists of keys every entry counts as
+    /// a key that is there.
     ///
     /// # Errors
     /// `seqlen_q`, where a count does not fit 64 bits.
     pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Result<Self, ProblemError> {
         let heads_q = u128::from(problem.dims.num_heads_q);
         // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sum.
-        let pairs = |span: &SeqSpan| u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k));
+        let pairs = |span: &SeqSpan| match problem.lists {
+            Some(lists) => u128::from(span.seqlen_q) * u128::from(lists.most_keys()),
+            None => u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k)),
+        };
         Self::of_pairs(problem, spans, spans.iter().map(pairs).sum::<u128>().checked_mul(heads_q))
     }
 
@@ -58,7 +62,10 @@ impl Work {
         let values = if problem.cache.v_in_k { 0 } else { v * size(problem.dtypes.v) };
         let mut bytes = 0u128;
         for span in spans {
-            let (rows_q, rows_k) = (u128::from(span.seqlen_q), u128::from(span.seqlen_k));
+            let rows_q = u128::from(span.seqlen_q);
+            // Keys that lists name are read once, and no others.
+            let listed = problem.lists.map_or(u128::MAX, |lists| rows_q * u128::from(lists.most_keys()));
+            let rows_k = u128::from(span.seqlen_k).min(listed);
             bytes += rows_q * heads_q * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.o))
                 + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + values);
         }
@@ -113,6 +120,42 @@ fn up_to(end: i128) -> i128 {
 mod tests {
     use super::*;
     use crate::problem::Dims;
+
+    #[test]
+    fn lists_are_counted_by_their_entries_and_read_no_other_keys() {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 3,
+            seqlen_k: 1000,
+            num_heads_q: 4,
+            num_heads_kv: 2,
+            head_dim_qk: 64,
+            head_dim_v: 32,
+        };
+        let problem = FwdProblem::batch(DType::F16, dims);
+        let lists = crate::KeyLists::new(&problem, 20);
+        let problem = problem.lists(lists);
+        let (i_batch, q_row, k_row) = (0, 0, 0);
+        let span = SeqSpan {
+            i_batch,
+            q_row,
+            k_row,
+            q_batch: 0,
+            k_batch: 0,
+            seqlen_q: 3,
+            seqlen_k: 1000,
+            lse_rows: 0,
+            seqlen_cached: 1000,
+            new_batch: 0,
+            new_row: 0,
+        };
+        let work = Work::count(&problem, &[span]).unwrap();
+        assert_eq!((work.pairs, work.fwd_flops), (3 * 20 * 4, 3 * 20 * 4 * 2 * 96));
+        assert_eq!(work.fwd_bytes, 3 * 4 * 2 * 96 + 60 * 2 * 2 * 96);
+        // Few keys are read once, however often lists name them.
+        let short = Work::count(&problem, &[SeqSpan { seqlen_k: 50, ..span }]).unwrap();
+        assert_eq!((short.pairs, short.fwd_bytes), (work.pairs, 3 * 4 * 2 * 96 + 50 * 2 * 2 * 96));
+    }
 
     #[test]
     fn counts_that_do_not_fit_are_an_error_and_not_their_remainder() {

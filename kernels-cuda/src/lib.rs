@@ -4,6 +4,7 @@
 //! kernel is a [`KernelSource`]: an entry file and the headers it includes, none of them a vendor's, so that
 //! NVRTC needs no include path. `README.md` beside this crate says what a launch binds.
 
+mod lists;
 pub mod maps;
 pub mod nvidia;
 mod operands;
@@ -14,6 +15,7 @@ pub mod sm100;
 pub mod sm100_bwd;
 pub mod sm80;
 pub mod sm80_bwd;
+pub mod sm80_lists_bwd;
 pub mod sm90;
 pub mod sm90_bwd;
 pub mod sm90_mla;
@@ -68,6 +70,8 @@ pub fn headers() -> Vec<Header> {
         "common/exp2.cuh",
         "common/finish_dq.cuh",
         "common/keep_mask.cuh",
+        "common/listed_keys.cuh",
+        "common/merge_lists.cuh",
         "common/merge_parts.cuh",
         "common/merge_tree.cuh",
         "common/output_place.cuh",
@@ -103,6 +107,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/bwd/captured.cuh",
         "sm80/bwd/config.cuh",
         "sm80/bwd/dbias.cuh",
+        "sm80/bwd/lists.cuh",
         "sm80/bwd/main.cuh",
         "sm80/bwd/masked.cuh",
         "sm80/bwd/owner.cuh",
@@ -114,6 +119,7 @@ pub fn headers() -> Vec<Header> {
         "sm80/fwd/epilogue.cuh",
         "sm80/fwd/fp8_product.cuh",
         "sm80/fwd/fwd.cuh",
+        "sm80/fwd/fwd_lists.cuh",
         "sm80/fwd/fwd_masked.cuh",
         "sm80/fwd/fwd_tree.cuh",
         "sm80/fwd/load.cuh",
@@ -188,6 +194,7 @@ pub fn headers() -> Vec<Header> {
         "simt/bwd.cuh",
         "simt/fwd.cuh",
         "simt/lists.cuh",
+        "simt/lists_bwd.cuh",
         "simt/masked.cuh",
         "combine.cuh",
     ));

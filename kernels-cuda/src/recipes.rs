@@ -6,6 +6,7 @@ use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
 use crate::nvidia::Nvidia;
 use crate::sm80::recipe::Sm80;
 use crate::sm80_bwd::recipe::Sm80Bwd;
+use crate::sm80_lists_bwd::recipe::Sm80ListsBwd;
 use crate::sm90::recipe::Sm90;
 use crate::sm90_bwd::recipe::Sm90Bwd;
 use crate::sm90_mla::recipe::Sm90Mla;
@@ -30,7 +31,13 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
 /// Recipes of the backward.
 #[must_use]
 pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
-    vec![Recipe::of::<Sm100Bwd>(), Recipe::of::<Sm90Bwd>(), Recipe::of::<Sm80Bwd>(), Recipe::of::<SimtBwd>()]
+    vec![
+        Recipe::of::<Sm100Bwd>(),
+        Recipe::of::<Sm90Bwd>(),
+        Recipe::of::<Sm80Bwd>(),
+        Recipe::of::<Sm80ListsBwd>(),
+        Recipe::of::<SimtBwd>(),
+    ]
 }
 
 /// Recipes of the merging of partial results.

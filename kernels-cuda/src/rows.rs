@@ -10,6 +10,9 @@ use crate::nvidia::{DeviceFacts, row_launch};
 /// Threads of a CTA.
 const NUM_THREADS: u32 = 128;
 
+/// The backward's text over lists of keys.
+const LISTS_BWD: &str = "fmha/simt/lists_bwd.cuh";
+
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.cuh";
 
@@ -22,6 +25,16 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             "fmha/simt/lists.cuh",
             "FwdParams p, const __grid_constant__ ListParams lists",
             "simt::fwd_lists<kSpec>(p, lists);",
+        ),
+        RowKernel::SimtListsStats => (
+            LISTS_BWD,
+            "BwdParams p, const __grid_constant__ ListParams lists",
+            "simt::bwd_lists_stats<kSpec>(p, lists);",
+        ),
+        RowKernel::SimtListsBwd => (
+            LISTS_BWD,
+            "BwdParams p, const __grid_constant__ ListParams lists",
+            "simt::bwd_lists<kSpec>(p, lists);",
         ),
         RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),

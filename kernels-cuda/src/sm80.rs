@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::operands::{
     keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences, strides, swizzle_span,
@@ -12,7 +12,7 @@ use crate::operands::{
 use crate::round_up;
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::split::{self, Cut, RowsAtOnce, Shares};
-use crate::tree_mask;
+use crate::{lists, tree_mask};
 
 pub mod recipe;
 mod table;
@@ -42,6 +42,8 @@ pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 /// The text under masks as data.
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
+/// The text over lists of keys.
+const LISTS_HEADER: &str = "fmha/sm80/fwd/fwd_lists.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -97,6 +99,8 @@ abi_spec! {
         pub launches_merge: bool = Takes::nothing(),
         /// K and V come by TMA, which a warp of its own issues; else all warps copy.
         pub tma: bool = Takes::all(),
+        /// V is the first columns of K's rows, and a block of K is V's, too: it is loaded once.
+        pub v_in_k: bool = Takes::nothing(),
     }
 }
 
@@ -119,7 +123,7 @@ impl Sm80Tile {
             let wide = if self.reads_raw_blocks(spec) { 0 } else { wide };
             wide + self.stages * self.block_n * (qk + v)
         } else {
-            self.stages * (k + v_block)
+            self.stages * (k + if self.v_in_k { 0 } else { v_block })
         };
         // 32 quads of 16 bytes for each warp.
         let quads = if spec.dropout { self.warps * 512 } else { 0 };
@@ -154,7 +158,11 @@ impl Sm80Tile {
     /// # Errors
     /// More tiles than a schedule counts.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
-        let kv_parts = self.cut().num_parts(problem) as i32;
+        let kv_parts = self.cut().num_parts(problem);
+        if problem.lists.is_some() {
+            return lists::schedule(problem, self.block_m.unsigned_abs(), kv_parts);
+        }
+        let kv_parts = kv_parts as i32;
         TileSchedule::new(
             problem,
             UnitOfWork { rows: self.block_m, heads: 1, pack_gqa: self.pack_gqa, kv_parts },
@@ -180,6 +188,10 @@ impl Sm80Tile {
     /// The queries of a call whose parts lie in the workspace at a time.
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
+        // Lists are cut where tokens are few.
+        if problem.lists.is_some() {
+            return RowsAtOnce::all(problem);
+        }
         self.cut().rows_at_once(problem, self.block_m, self.pack_gqa)
     }
 
@@ -194,6 +206,11 @@ impl Sm80Tile {
     /// and parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each,
     /// which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
+        if problem.lists.is_some() {
+            // Parts follow the number of tokens; a list's blocks do not.
+            (self.split_keys, self.fixed_parts) = (0, false);
+            return;
+        }
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;
         self.whole_spans = false;
@@ -355,6 +372,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     if !problem.masks.is_empty() {
         problem.refuse_cache_beside_masks(NAME)?;
     }
+    takes_lists(problem).map_err(|reason| Refusal::new(NAME, reason))?;
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
@@ -383,6 +401,23 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     }
     refuse_faint_alibi(problem, NAME)?;
     refuse_long_sequences(problem, NAME)
+}
+
+/// Whether the kernel takes what a problem has beside lists of keys: what sees a position would see a place in a list.
+fn takes_lists(problem: &FwdProblem) -> Result<(), String> {
+    let Some(lists) = &problem.lists else { return Ok(()) };
+    let beside = if problem.score.bias != Bias::None {
+        format!("bias {:?}", problem.score.bias)
+    } else if problem.drops() {
+        format!("p_drop {}", problem.dropout.p_drop)
+    } else if problem.layout.v == VLayout::ColMajor {
+        "v_layout col-major".to_owned()
+    } else if let Err(refusal) = problem.code.refuse(NAME) {
+        refusal.reason
+    } else {
+        return Ok(());
+    };
+    Err(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk))
 }
 
 /// Whether Q and K, and V beside them, are FP8 that the products take.
@@ -457,12 +492,19 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Data)
 }
 
-/// What hides keys besides lengths.
+/// The kernel over lists of keys, of which it takes [`ListParams`](fmha_core::lists::ListParams) too.
+#[must_use]
+pub fn fwd_lists(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, Keys::Lists)
+}
+
+/// What hides keys besides lengths, or lists them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,
     Tree,
     Data,
+    Lists,
 }
 
 fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
@@ -471,6 +513,8 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
     } else if keys == Keys::Data {
         let param = ", const __grid_constant__ MaskDataParams masks";
         (MASKED_HEADER, param, "fwd_masked<kSpec, kTile>(p, schedule, masks)")
+    } else if keys == Keys::Lists {
+        (LISTS_HEADER, lists::PARAM, "fwd_lists<kSpec, kTile>(p, schedule, lists)")
     } else if tile.tma {
         (TMA_HEADER, ", const __grid_constant__ sm80::Maps maps", "fwd_tma<kSpec, kTile>(p, schedule, maps)")
     } else {
@@ -491,7 +535,13 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
         ),
     };
     crate::source(entry.render(), || {
-        [schedule::header(), host_header(), tree_mask::header(), fmha_core::masks::header()]
+        [
+            schedule::header(),
+            host_header(),
+            tree_mask::header(),
+            fmha_core::masks::header(),
+            fmha_core::lists::header(),
+        ]
     })
 }
 

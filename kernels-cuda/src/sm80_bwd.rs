@@ -241,7 +241,7 @@ fn strides(
 
 /// The first stride of what is copied that is no whole number of copies of so many bytes. A column-major V is
 /// not: it is read element by element.
-fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
+pub(crate) fn odd_stride(problem: &BwdProblem, bytes: i32) -> Option<(&'static str, &'static str, i64)> {
     let fwd = &problem.fwd;
     strides([
         ("q", fwd.strides.q, fwd.shape_q()),

@@ -14,7 +14,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, FwdProblem, KvLayout, QLayout, abi_struct};
 
 use crate::schedule::{self, SHARES_AT, SHARES_HEADER};
-use crate::tree_mask;
+use crate::{lists, tree_mask};
 
 /// Keys of a part, at least: at head dimension 128 in 16 bits its K and V are 128 KB, of which the partial results of
 /// eight rows, written and read, are 6 %.
@@ -142,7 +142,7 @@ impl Cut {
     #[must_use]
     pub fn num_parts(self, problem: &FwdProblem) -> u32 {
         let keys = self.keys.unsigned_abs();
-        if keys == 0 || self.shares.is_some() { 1 } else { problem.dims.seqlen_k.div_ceil(keys).max(1) }
+        if keys == 0 || self.shares.is_some() { 1 } else { problem.most_walked_keys().div_ceil(keys).max(1) }
     }
 
     /// Workspace of the parts of so many queries, the tile counter's bytes before them included; 0 where
@@ -290,7 +290,8 @@ fn row_bytes(problem: &FwdProblem) -> u64 {
 /// # Errors
 /// The field that forbids it.
 pub fn splits(problem: &FwdProblem) -> Result<(), String> {
-    if problem.mask.sink_columns > 0 {
+    // Sink columns in a list are keys like all others.
+    if problem.mask.sink_columns > 0 && problem.lists.is_none() {
         return Err(format!(
             "sink_columns {}: they are not in the part of the keys beside them",
             problem.mask.sink_columns
@@ -408,11 +409,11 @@ pub struct Merging {
 impl Merging {
     /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once. Warps' sums
     /// are added in the order of the warps, so where parts are fixed the bound on all lengths must not decide
-    /// the number of warps: it is one, since a long query has rows enough.
+    /// the number of warps: it is one, since a long query has rows enough. Lists have one bound, their own.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let parts = match cut.shares {
-            _ if cut.fixed => 1,
+            _ if cut.fixed && problem.lists.is_none() => 1,
             Some(shares) => shares.most_parts(problem, cut.block_n.unsigned_abs()),
             None => cut.num_parts(problem),
         };
@@ -442,22 +443,36 @@ impl Merging {
 /// The merging kernel: [`FwdParams`] of the whole call, and [`KvParts`].
 #[must_use]
 pub fn merge(spec: &FwdSpec, merging: Merging) -> KernelSource {
-    merging_kernel(spec, merging, false)
+    merging_kernel(spec, merging, KeysOfRows::Band)
 }
 
 /// Merge kernel under a tree mask; it takes a [`TreeMask`](crate::tree_mask::TreeMask) too.
 #[must_use]
 pub fn merge_tree(spec: &FwdSpec, merging: Merging) -> KernelSource {
-    merging_kernel(spec, merging, true)
+    merging_kernel(spec, merging, KeysOfRows::Tree)
 }
 
-fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource {
+/// Merge kernel over lists of keys; it takes [`ListParams`](fmha_core::lists::ListParams) too.
+#[must_use]
+pub fn merge_lists(spec: &FwdSpec, merging: Merging) -> KernelSource {
+    merging_kernel(spec, merging, KeysOfRows::Lists)
+}
+
+/// Keys of a row that is computed again.
+#[derive(Clone, Copy, Debug)]
+enum KeysOfRows {
+    Band,
+    Tree,
+    Lists,
+}
+
+fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelSource {
     let Merging { stored, warps, dependent, in_shares } = merging;
     let threads = merging.threads();
-    let (include, tree_param, function, arguments) = if tree {
-        ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree")
-    } else {
-        ("fmha/common/merge_parts.cuh", "", "merge", "p, parts")
+    let (include, last_param, function, arguments) = match keys {
+        KeysOfRows::Band => ("fmha/common/merge_parts.cuh", "", "merge", "p, parts"),
+        KeysOfRows::Tree => ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree"),
+        KeysOfRows::Lists => ("fmha/common/merge_lists.cuh", lists::PARAM, "merge_lists", "p, parts, lists"),
     };
     // The whole spec: a row of very large scores is computed again from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
@@ -467,13 +482,15 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, tree: bool) -> KernelSource 
         // Fewer registers spill a few bytes, more find no room for as many warps.
         bounds: &format!("__launch_bounds__({threads}, {})", WARPS_A_MULTIPROCESSOR * 32 / threads),
         params: &format!(
-            "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{tree_param}"
+            "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{last_param}"
         ),
         call: &format!(
             "split::{function}<kSpec, kStored, {threads}, {warps}, {dependent}, {in_shares}>({arguments});"
         ),
     };
-    crate::source(entry.render(), || [schedule::header(), header(), tree_mask::header()])
+    crate::source(entry.render(), || {
+        [schedule::header(), header(), tree_mask::header(), fmha_core::lists::header()]
+    })
 }
 
 /// `fmha/kv_parts.h`: what merging kernels share with the host.

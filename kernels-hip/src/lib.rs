@@ -95,6 +95,7 @@ pub fn headers() -> Vec<Header> {
         "simt/bwd.h",
         "simt/fwd.h",
         "simt/lists.h",
+        "simt/lists_bwd.h",
         "simt/masked.h",
         "combine.h",
         "dropout.h",

@@ -14,6 +14,9 @@ pub(crate) const NUM_THREADS: u32 = 256;
 const UPDATED_ROWS: u64 = 4;
 const MOST_UPDATING: u64 = 1 << 14;
 
+/// The backward's text over lists of keys.
+const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
+
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.h";
 
@@ -23,6 +26,12 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),
         RowKernel::SimtLists => {
             ("fmha/simt/lists.h", "FwdParams p, ListParams lists", "simt::fwd_lists<kSpec>(p, lists);")
+        }
+        RowKernel::SimtListsStats => {
+            (LISTS_BWD, "BwdParams p, ListParams lists", "simt::bwd_lists_stats<kSpec>(p, lists);")
+        }
+        RowKernel::SimtListsBwd => {
+            (LISTS_BWD, "BwdParams p, ListParams lists", "simt::bwd_lists<kSpec>(p, lists);")
         }
         RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
@@ -48,7 +57,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         if kernel == RowKernel::UpdateCache {
             headers.push(fmha_core::cache_update::header());
         }
-        if kernel == RowKernel::SimtLists {
+        if kernel == RowKernel::SimtLists || include == LISTS_BWD {
             headers.push(fmha_core::lists::header());
         }
         if include == MASKED {
@@ -72,6 +81,8 @@ pub(crate) fn row_launch(
         RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
         RowKernel::Simt
         | RowKernel::SimtLists
+        | RowKernel::SimtListsStats
+        | RowKernel::SimtListsBwd
         | RowKernel::SimtStats
         | RowKernel::SimtBwd
         | RowKernel::SimtCaptured
@@ -85,7 +96,9 @@ pub(crate) fn row_launch(
             RowKernel::Simt | RowKernel::SimtLists | RowKernel::MaskedSimt | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
-            RowKernel::SimtStats
+            RowKernel::SimtListsStats
+            | RowKernel::SimtListsBwd
+            | RowKernel::SimtStats
             | RowKernel::SimtBwd
             | RowKernel::SimtCaptured
             | RowKernel::MaskedSimtStats

@@ -606,6 +606,30 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^(addresses|backward|laws)/", deal: 1 },
         ..amd("gfx1201", NONE)
     },
+    // Lists of keys: gathers, parts of long lists, latent rows; gradients in any order, and in one by the slow kernel.
+    Row {
+        in_test: Cases {
+            filter: "^lists/(forward/bf16/(scattered|absent|beyond)|parts/f16/.*sink|latent/bf16|layout/f16/(packed_lengths|addresses_of_5|pages_of_7)|fp8_cache/e4m3fn/f16)",
+            deal: 1,
+        },
+        in_all: Cases {
+            filter: "^lists/(forward|topk|layout|tokens|heads|latent|score|parts|blocks|appended|fp8|fp8_cache|twice|repeated)/",
+            deal: 1,
+        },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("sm80_lists"),
+        in_test: Cases { filter: "^lists/unordered/bf16/(d64|d128x64|d576|packed)", deal: 1 },
+        in_all: Cases { filter: "^lists/unordered/b?f16/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^lists/backward/bf16/(some_empty|sink_apart|packed)$", deal: 1 },
+        in_all: Cases { filter: "^lists/backward/", deal: 1 },
+        ..AMPERE
+    },
     // Masks as data: blocks of a warp's rows that are whole, cut and empty; row kernels of both vendors.
     Row {
         in_test: Cases { filter: "^masks/.*/b?f16/(batch|group)/(all|lists)$", deal: 2 },
@@ -637,6 +661,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
+    quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("sm100", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),

@@ -14,6 +14,10 @@ pub enum RowKernel {
     Simt,
     /// The forward over lists of keys, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
     SimtLists,
+    /// LSE and delta of the backward's queries over lists of keys, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
+    SimtListsStats,
+    /// Every gradient over lists of keys, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
+    SimtListsBwd,
     /// LSE and delta of the backward's queries, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtStats,
     /// Every gradient, of a [`BwdSpec`](fmha_core::spec::BwdSpec).

@@ -1,4 +1,5 @@
-//! `simt`: every problem, a row at a time, but for gradients over lists of keys. Correct for all, fast for none.
+//! `simt`: every problem, a row at a time, but for gradients of biases and functions over lists of keys.
+//! Correct for all, fast for none.
 
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;
@@ -93,10 +94,17 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
     type Tile = ();
 
     fn about() -> About<ValidBwd> {
-        About { computes_code: true, is_fallback: true, reads_masks: true, ..About::new(NAME) }
+        About {
+            computes_code: true,
+            is_fallback: true,
+            takes_lists: true,
+            reads_masks: true,
+            ..About::new(NAME)
+        }
     }
 
-    fn fit(_: &ValidBwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
+    fn fit(problem: &ValidBwd, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
+        problem.refuse_gradients_beside_lists(NAME)?;
         options.refuse_tile(NAME)
     }
 
@@ -111,6 +119,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let (group, threads) = facts.row_group();
         let (captured_elems, shares) = workspace.captured();
         let (of_rows, of_stats) = match problem.fwd().masks.is_empty() {
+            _ if problem.fwd().lists.is_some() => (RowKernel::SimtListsBwd, RowKernel::SimtListsStats),
             true => (RowKernel::SimtBwd, RowKernel::SimtStats),
             false => (RowKernel::MaskedSimtBwd, RowKernel::MaskedSimtStats),
         };
@@ -134,10 +143,12 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let mut params = self.0.bind(bind::bwd_params(call.problem, call.args), address);
         let fwd = call.problem.fwd();
         let mut masks = mask_data_params(fwd, &call.args.masks);
-        let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast()];
-        let count = if fwd.masks.is_empty() { 1 } else { 2 };
-        // SAFETY: every kernel takes one BwdParams, and the masks where there are some; core saw that their memory
-        // covers the problem, and the workspace is as large as the plan said.
+        let mut lists = list_params(fwd, &call.args.seq);
+        let more = if fwd.lists.is_some() { (&raw mut lists).cast() } else { (&raw mut masks).cast() };
+        let mut arguments = [(&raw mut params).cast(), more];
+        let count = if fwd.masks.is_empty() && fwd.lists.is_none() { 1 } else { 2 };
+        // SAFETY: every kernel takes one BwdParams, and the masks or lists where there are some; core saw that their
+        // memory covers the problem, and the workspace is as large as the plan said.
         unsafe { steps.launch_all(&mut arguments[..count], call.stream) }
     }
 }

@@ -8,7 +8,9 @@ use fmha::ProblemError;
 
 use crate::Result;
 use crate::host::{self, Pointed};
-use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPart, FmhaPartial, FmhaTensor};
+use crate::structs::{
+    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaPart, FmhaPartial, FmhaTensor,
+};
 
 // Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
 // every run comes through here.
@@ -96,6 +98,7 @@ pub(crate) unsafe fn call_of_rows(
         cache: _,
         part: _,
         code: _,
+        lists: _,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -178,6 +181,9 @@ pub(crate) unsafe fn call_of_rows(
     both("part", part, pointed.part.as_ref(), self::part)?;
     // SAFETY: passed on.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
+    // SAFETY: passed on.
+    let lists = unsafe { given.lists.as_ref() };
+    both("lists", lists, pointed.lists.as_ref(), |planned, given| self::lists(planned, given, no_rows))?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
     })
@@ -216,6 +222,28 @@ fn part(planned: &FmhaPart, given: &FmhaPart) -> Result<()> {
     let FmhaPart { struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q } =
         given;
     number!(planned, struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q);
+    Ok(())
+}
+
+fn lists(planned: &FmhaLists, given: &FmhaLists, no_rows: bool) -> Result<()> {
+    let FmhaLists {
+        struct_bytes,
+        topk,
+        indices: _,
+        batch_stride,
+        seqlen_stride,
+        head_stride,
+        topk_length,
+        length_per_token,
+        addresses,
+        block,
+        lse_without_sink,
+    } = given;
+    number!(planned, struct_bytes, topk, batch_stride, seqlen_stride, head_stride);
+    number!(planned, length_per_token, addresses, block, lse_without_sink);
+    if !no_rows {
+        presence!(planned, topk_length);
+    }
     Ok(())
 }
 

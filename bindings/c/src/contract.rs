@@ -10,8 +10,8 @@ use std::ptr::null;
 use crate::host::{self, Choice, Pointed};
 use crate::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart,
-    FmhaPartial, FmhaTensor,
+    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaLists, FmhaOptions,
+    FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -172,6 +172,20 @@ fn caches() -> Vec<FmhaCache> {
     ]
 }
 
+// SAFETY: as above.
+const NO_LISTS: FmhaLists = unsafe { std::mem::zeroed() };
+
+fn lists() -> Vec<FmhaLists> {
+    let base = with!(NO_LISTS, struct_bytes = size_of::<FmhaLists>() as u64, topk = 3, indices = there());
+    let other = with!(base, topk = 4, batch_stride = 24, seqlen_stride = 12, head_stride = 4);
+    vec![
+        base,
+        with!(other, topk_length = there(), block = 16),
+        with!(base, topk_length = there(), length_per_token = 1, block = 32),
+        with!(base, lse_without_sink = 1),
+    ]
+}
+
 fn parts() -> [FmhaPart; 2] {
     let struct_bytes = size_of::<FmhaPart>() as u64;
     let of = |n| FmhaPart {
@@ -263,6 +277,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let captured = captured();
     codes(&captured).iter().for_each(|code| forward(&with!(plain(), code = code)));
     caches().iter().for_each(|cache| forward(&with!(plain(), cache = cache)));
+    lists().iter().for_each(|lists| forward(&with!(plain(), lists = lists)));
     parts().iter().for_each(|part| forward(&with!(plain(), part = part)));
     let with_bias = with!(plain(), lse = there(), bias = tensor(1), dtype_bias = FMHA_F32, sink = there());
     for gradients in gradients() {
@@ -282,8 +297,10 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     seen.0.retain(|path, _| !path.starts_with("backward.fwd"));
     // Keys that come while a call runs are fmha-dist's, whose C calls say whose they are.
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
-    // Lists of keys and masks as data are not C's yet.
-    seen.0.retain(|path, _| path != "forward.lists" && !path.starts_with("forward.masks."));
+    // Entries of a list lie side by side, as the contract has it.
+    seen.0.retain(|path, _| path != "forward.lists..strides.dim");
+    // Masks as data are not C's yet.
+    seen.0.retain(|path, _| !path.starts_with("forward.masks."));
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
     assert!(seen.0.len() > 60, "{:#?}", seen.0.keys());

@@ -4,8 +4,8 @@ use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, DropoutSeed, ElementwiseBias, FwdProblem, KvLayout, MaskSpec, Merge, Part, PlanOptions,
-    ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
+    Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists, KvLayout, ListEntries, ListLength, MaskSpec,
+    Merge, Part, PlanOptions, ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
@@ -13,7 +13,7 @@ use crate::code::PointedCode;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
     FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
-    FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCombine, FmhaGradients, FmhaLists, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -27,6 +27,7 @@ pub(crate) struct Pointed {
     pub(crate) cache: Option<FmhaCache>,
     pub(crate) part: Option<FmhaPart>,
     pub(crate) code: Option<PointedCode>,
+    pub(crate) lists: Option<FmhaLists>,
 }
 
 impl Pointed {
@@ -50,13 +51,18 @@ impl Pointed {
             struct_bytes::<FmhaPart>(part.struct_bytes)?;
         }
         // SAFETY: as above.
+        let lists = unsafe { call.lists.as_ref() }.copied();
+        if let Some(lists) = &lists {
+            struct_bytes::<FmhaLists>(lists.struct_bytes)?;
+        }
+        // SAFETY: as above.
         let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
         // SAFETY: as above.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code })
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, lists })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -83,9 +89,10 @@ impl Pointed {
         seed(call)?;
         none("reserved", call.reserved)?;
         let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
-        let (q_layout, kv_layout) = layouts(call)?;
+        let lists = self.lists.as_ref();
+        let (q_layout, kv_layout) = layouts(call, lists)?;
         // Their numbers come with each run; that they go with the layouts is asked at once.
-        totals(call, self.cache.as_ref())?;
+        totals(call, self.cache.as_ref(), lists)?;
         let base = FwdProblem::new(q_layout, kv_layout, dtype_qk, dims);
         let per_tensor = flag("descale_per_tensor", call.descale_per_tensor)?;
         let descale = |pointer: *const f32| match (pointer.is_null(), per_tensor) {
@@ -121,9 +128,16 @@ impl Pointed {
             None => problem,
             Some(code) => code.forward(problem, self.gradients.is_some())?,
         };
-        match &self.cache {
+        let problem = match &self.cache {
+            None => problem,
+            Some(cache) => cached(&problem, cache)?,
+        };
+        match &self.lists {
             None => Ok(problem),
-            Some(cache) => Ok(cached(&problem, cache)?),
+            Some(lists) => {
+                let lists = key_lists(&problem, lists)?;
+                Ok(problem.lists(lists))
+            }
         }
     }
 
@@ -214,6 +228,45 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         .tree_mask(!cache.tree_mask.is_null())
         .dtype_cache(dtype_cache)
         .v_in_k(v_in_k))
+}
+
+/// The lists of a call.
+fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLists, ProblemError> {
+    let block = size("block", lists.block.into())?;
+    let addresses = flag("addresses", lists.addresses)?;
+    if addresses && block > 1 {
+        return Err(ProblemError::new(
+            "block",
+            format!("block {block} beside addresses 1, which name single keys"),
+        ));
+    }
+    let per_token = flag("length_per_token", lists.length_per_token)?;
+    let length = match (lists.topk_length.is_null(), per_token) {
+        (true, true) if !has_no_tokens(problem) => {
+            let text = "length_per_token 1 goes with topk_length, which is null";
+            return Err(ProblemError::new("length_per_token", text));
+        }
+        (_, true) => ListLength::Token,
+        (true, false) => ListLength::Whole,
+        (false, false) => ListLength::Sequence,
+    };
+    let entries = match (addresses, block) {
+        (true, _) => ListEntries::Addresses,
+        (false, 0 | 1) => ListEntries::Positions,
+        (false, size) => ListEntries::Blocks { size },
+    };
+    let strides =
+        Strides { batch: lists.batch_stride, seq: lists.seqlen_stride, head: lists.head_stride, dim: 1 };
+    Ok(KeyLists::new(problem, size("topk", lists.topk)?)
+        .entries(entries)
+        .length(length)
+        .strides(strides)
+        .lse_without_sink(flag("lse_without_sink", lists.lse_without_sink)?))
+}
+
+/// Whether a problem's tensors of tokens may be null.
+fn has_no_tokens(problem: &FwdProblem) -> bool {
+    problem.dims.batch == 0 || problem.dims.seqlen_q == 0
 }
 
 /// Where a call stands in its whole.
@@ -392,7 +445,7 @@ pub(crate) fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
 }
 
 /// Which layouts the pointers of a call mean.
-fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
+fn layouts(call: &FmhaCall, lists: Option<&FmhaLists>) -> Result<(QLayout, KvLayout), ProblemError> {
     let q = if call.cu_seqlens_q.is_null() { QLayout::Batch } else { QLayout::Packed };
     let page_size = size("page_size", call.page_size)?;
     let kv = match (page_size, call.cu_seqlens_k.is_null()) {
@@ -405,7 +458,13 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
         }
     };
     // A table of no entries may be null, where no sequence has a key.
-    let may_be_null = page_size == 0 || call.batch == 0 || call.max_pages == 0 && call.seqlen_k == 0;
+    let addresses = lists.is_some_and(|lists| lists.addresses != 0);
+    let may_be_null =
+        page_size == 0 || addresses || call.batch == 0 || call.max_pages == 0 && call.seqlen_k == 0;
+    if addresses && !call.block_table.is_null() {
+        let text = "block_table is given, but indices are addresses: lists.addresses 1";
+        return Err(ProblemError::new("block_table", text));
+    }
     let (is_null, paged) = (call.block_table.is_null(), page_size != 0);
     if is_null && !may_be_null || !is_null && !paged {
         let is = if call.block_table.is_null() { "null" } else { "given" };
@@ -417,17 +476,25 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
 
 /// Rows and pages, each there iff the layout has it.
 #[inline]
-pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
+pub(crate) fn totals(
+    call: &FmhaCall,
+    cache: Option<&FmhaCache>,
+    lists: Option<&FmhaLists>,
+) -> Result<Totals, ProblemError> {
     let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;
     let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.block_table];
     if numbers == 0 && pointers.iter().all(|pointer| pointer.is_null()) && cache.is_none() {
         return Ok(Totals::NONE);
     }
-    given_totals(call, cache)
+    given_totals(call, cache, lists)
 }
 
-fn given_totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
-    let (q, kv) = layouts(call)?;
+fn given_totals(
+    call: &FmhaCall,
+    cache: Option<&FmhaCache>,
+    lists: Option<&FmhaLists>,
+) -> Result<Totals, ProblemError> {
+    let (q, kv) = layouts(call, lists)?;
     let (total_new, packs_new) =
         cache.map_or((0, false), |cache| (cache.total_new, !cache.cu_seqlens_new.is_null()));
     let paged = matches!(kv, KvLayout::Paged { .. });

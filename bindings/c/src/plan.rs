@@ -4,8 +4,9 @@ use std::ffi::CString;
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
-    DevSlice, DevSliceMut, Device, Dims, ElemType, Extents, FwdArgs, FwdPlan, FwdProblem, MemorySpace,
-    PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd, Workspace,
+    DevSlice, DevSliceMut, Device, Dims, ElemType, Extents, FwdArgs, FwdPlan, FwdProblem, ListLength,
+    MemorySpace, PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd,
+    Workspace,
 };
 
 use crate::Result;
@@ -198,8 +199,8 @@ impl FmhaPlan {
     unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
         // SAFETY: passed on.
-        let cache = unsafe { call.cache.as_ref() };
-        let totals = host::totals(call, cache)?;
+        let (cache, lists) = unsafe { (call.cache.as_ref(), call.lists.as_ref()) };
+        let totals = host::totals(call, cache, lists)?;
         let extents = problem.extents(totals);
         // SAFETY: passed on.
         let (q, k, v, o) = unsafe { memory.tensors(problem, call, &extents)? };
@@ -321,7 +322,8 @@ impl Memory {
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
-        let totals = host::totals(call, None)?;
+        // SAFETY: passed on.
+        let totals = host::totals(call, None, unsafe { call.lists.as_ref() })?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         if call.lse.is_null() && lse_bytes > 0 {
@@ -420,7 +422,7 @@ impl Memory {
         unsafe {
             args.block_table = self
                 .read_if(
-                    problem.layout.kv.is_paged(),
+                    problem.layout.kv.is_paged() && !problem.lists_addresses(),
                     call.block_table.cast(),
                     entries.saturating_mul(4),
                     ElemType::I32,
@@ -432,6 +434,17 @@ impl Memory {
                 self.read_if(problem.layout.seqused_q, call.seqused_q.cast(), used, ElemType::I32);
             args.seqused_k =
                 self.read_if(problem.layout.seqused_k, call.seqused_k.cast(), used, ElemType::I32);
+            if let (Some(lists), Some(given)) = (&problem.lists, call.lists.as_ref()) {
+                let elems = lists.strides.extent(lists.shape(problem, totals)).unwrap_or(u64::MAX);
+                let bytes = elems.saturating_mul(4);
+                args.indices = Some(self.read(given.indices.cast(), bytes, ElemType::I32));
+                args.topk_length = self.read_if(
+                    lists.length != ListLength::Whole,
+                    given.topk_length.cast(),
+                    lists.length_elems(problem, totals).saturating_mul(4),
+                    ElemType::I32,
+                );
+            }
             args.cu_seqlens_new =
                 cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4, ElemType::I32));
         }

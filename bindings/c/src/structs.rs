@@ -145,6 +145,37 @@ pub struct FmhaPart {
     pub num_heads_q: i64,
 }
 
+/// Lists of keys in place of all keys, for models that are trained sparse: a query token sees the keys that its list
+/// names, for each kv head, and no others. A key that a list names twice counts twice. Set everything to 0 first.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaLists {
+    /// sizeof(FmhaLists).
+    pub struct_bytes: u64,
+    /// Entries of a list.
+    pub topk: i64,
+    /// i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the sequence.
+    /// Absent: an entry below 0, or at or past seqlen_k.
+    pub indices: *const i32,
+    /// Elements from sequence to sequence; packed: not used.
+    pub batch_stride: i64,
+    /// From token to token.
+    pub seqlen_stride: i64,
+    /// From kv head to kv head; 0: one list for all.
+    pub head_stride: i64,
+    /// i32 [batch], or with length_per_token [batch, seqlen_q], packed [total_q]: entries in use of each list, those
+    /// past them never read; null: topk.
+    pub topk_length: *const i32,
+    /// 1: topk_length has a number for each token; else 0.
+    pub length_per_token: i32,
+    /// 1: entries are addresses page * page_size + offset of K's and V's pages, and block_table is null; else 0.
+    pub addresses: i32,
+    /// Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
+    pub block: i32,
+    /// 1: LSE is that of the keys alone, beside a sink; else 0.
+    pub lse_without_sink: i32,
+}
+
 /// Most axes of a captured tensor.
 pub const FMHA_MAX_RANK: usize = 5;
 
@@ -284,6 +315,8 @@ pub struct FmhaCall {
     pub part: *const FmhaPart,
     /// Host memory: null: no score and no mask as code.
     pub code: *const FmhaCode,
+    /// Host memory: null: every query sees the keys of its sequence that the mask shows.
+    pub lists: *const FmhaLists,
     /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
     /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
     /// is done. May change from run to run.

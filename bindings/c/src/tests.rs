@@ -81,6 +81,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         cache: null(),
         part: null(),
         code: null(),
+        lists: null(),
         workspace: null_mut(),
         workspace_bytes: 0,
         dropout_seed: 0,

@@ -80,6 +80,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, cache, STRUCT),
     FIELD(FmhaCall, part, STRUCT),
     FIELD(FmhaCall, code, STRUCT),
+    FIELD(FmhaCall, lists, STRUCT),
     FIELD(FmhaCall, workspace, FREE),
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
@@ -145,6 +146,20 @@ static const Field CODE[] = {
     FIELD(FmhaCode, mask, TEXT),
     FIELD(FmhaCode, captured, POINTER),
     FIELD(FmhaCode, num_captured, INT64),
+};
+
+static const Field LISTS[] = {
+    FIELD(FmhaLists, struct_bytes, UINT64),
+    FIELD(FmhaLists, topk, INT64),
+    FIELD(FmhaLists, indices, FREE),
+    FIELD(FmhaLists, batch_stride, INT64),
+    FIELD(FmhaLists, seqlen_stride, INT64),
+    FIELD(FmhaLists, head_stride, INT64),
+    FIELD(FmhaLists, topk_length, POINTER),
+    FIELD(FmhaLists, length_per_token, INT32),
+    FIELD(FmhaLists, addresses, INT32),
+    FIELD(FmhaLists, block, INT32),
+    FIELD(FmhaLists, lse_without_sink, INT32),
 };
 
 // One axis is read; the numbers and what belongs to further axes may be anything.
@@ -351,6 +366,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   no_part.struct_bytes = sizeof no_part;
   FmhaCode no_code = {0};
   no_code.struct_bytes = sizeof no_code;
+  FmhaLists no_lists = {0};
+  no_lists.struct_bytes = sizeof no_lists;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -370,6 +387,7 @@ static void forward_and_backward(const FmhaOptions *options) {
           if (CALL[i].at == offsetof(FmhaCall, cache)) bad.cache = &no_cache;
           else if (CALL[i].at == offsetof(FmhaCall, part)) bad.part = &no_part;
           else if (CALL[i].at == offsetof(FmhaCall, code)) bad.code = &no_code;
+          else if (CALL[i].at == offsetof(FmhaCall, lists)) bad.lists = &no_lists;
           else bad.gradients = kind ? NULL : &gradients;
           break;
       }
@@ -531,6 +549,52 @@ static void parts_of_a_whole(const FmhaOptions *options) {
   call.part = &beyond;
   FmhaPlan *none = NULL;
   refused(fmha_plan(&call, options, &none), "position_q", "end at 7");
+  fmha_drop(plan);
+}
+
+// Each token sees the last key that causal shows it, twice, and what is absent: O is that key's V. Then each field of
+// the lists changed.
+static void lists_of_a_call(const FmhaOptions *options) {
+  static int32_t indices[BATCH * ROWS * KV * 3], lengths[BATCH];
+  for (int i = 0; i < BATCH * ROWS * KV; ++i) {
+    const int key = i / KV % ROWS;
+    indices[3 * i] = indices[3 * i + 1] = key;
+    indices[3 * i + 2] = ROWS;
+  }
+  for (int i = 0; i < BATCH; ++i) lengths[i] = 3;
+  FmhaLists lists = {0};
+  lists.struct_bytes = sizeof lists;
+  lists.topk = 3;
+  lists.indices = indices;
+  lists.batch_stride = ROWS * KV * 3;
+  lists.seqlen_stride = KV * 3;
+  lists.head_stride = 3;
+  lists.topk_length = lengths;
+  FmhaCall call = good();
+  call.lists = &lists;
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan(&call, options, &plan) == 0, "lists are not planned");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "lists do not run");
+  for (int row = 0; row < BATCH * ROWS; ++row) {
+    const float away = o[row * HEADS * DIM] - v[row * KV * DIM];
+    CHECK(away < 1e-6f && away > -1e-6f, "row %d is not the V of its key: %f", row, away);
+  }
+  char said[64];
+  for (size_t i = 0; i < sizeof LISTS / sizeof *LISTS; ++i) {
+    FmhaLists bad = lists;
+    clear();
+    if (!spoil(&bad, &LISTS[i], said)) continue;
+    FmhaCall bad_call = call;
+    bad_call.lists = &bad;
+    refused(fmha_run(plan, &bad_call), LISTS[i].name, said);
+  }
+  fmha_drop(plan);
+  // Gradients: each key's dV is the sum of dO over its rows.
+  FmhaGradients gradients = good_gradients();
+  call.gradients = &gradients;
+  CHECK(fmha_plan(&call, options, &plan) == 0, "lists are not planned backward");
+  CHECK(fmha_run(plan, &call) == 0, "lists do not run backward");
   fmha_drop(plan);
 }
 
@@ -756,6 +820,7 @@ int main(void) {
   covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
   covers("FmhaCache", CACHE, sizeof CACHE / sizeof *CACHE, sizeof(FmhaCache));
   covers("FmhaPart", PART, sizeof PART / sizeof *PART, sizeof(FmhaPart));
+  covers("FmhaLists", LISTS, sizeof LISTS / sizeof *LISTS, sizeof(FmhaLists));
   covers("FmhaCode", CODE, sizeof CODE / sizeof *CODE, sizeof(FmhaCode));
   covers("FmhaCaptured", CAPTURED, sizeof CAPTURED / sizeof *CAPTURED, sizeof(FmhaCaptured));
   covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
@@ -764,6 +829,7 @@ int main(void) {
   appended(&options);
   parts_of_a_whole(&options);
   code_of_a_call(&options);
+  lists_of_a_call(&options);
   combine(&options);
   buffers(&options);
   printf("%d wrong structs tried, %d failures\n", tried, failures);

@@ -75,6 +75,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    indices: Optional[Tensor] = None,
+    topk_length: Optional[Tensor] = None,
+    index_block: int = 1,
     **options: Unpack[Options],
 ) -> _Given: ...
 @overload
@@ -87,6 +90,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    indices: Optional[Tensor] = None,
+    topk_length: Optional[Tensor] = None,
+    index_block: int = 1,
     **options: Unpack[Options],
 ) -> Tuple[_Given, _Given]: ...
 @overload
@@ -99,6 +105,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    indices: Optional[Tensor] = None,
+    topk_length: Optional[Tensor] = None,
+    index_block: int = 1,
     **options: Unpack[Options],
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
@@ -111,6 +120,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    indices: Optional[Tensor] = None,
+    topk_length: Optional[Tensor] = None,
+    index_block: int = 1,
     **options: Unpack[Options],
 ) -> Any:
     """Attention of ``q`` over ``k`` and ``v``.
@@ -156,6 +168,13 @@ def attention(
             query head, and rows and keys by their place in their sequence, from 0: no diagonal is added.
         captured: what texts read by name: tensors, whose gradients come where they are floats and torch's, and numbers.
             A function finds its own.
+        indices: i32 ``[batch, seqlen_q, num_heads_kv, topk]``, packed ``[total_q, num_heads_kv, topk]``: the keys that
+            each token sees, by their positions, in place of all keys. An entry that is negative, or at or past the
+            length, is absent; one that stands twice counts twice. torch's tensors alone, and no compiler.
+        topk_length: i32 ``[batch]``, or ``[batch, seqlen_q]``, packed ``[total_q]``: entries of each list that are in
+            use.
+        index_block: keys of an entry: entry ``e`` stands for keys ``e * index_block`` up to
+            ``(e + 1) * index_block``.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are 0, in O, LSE and gradients alike.
@@ -168,12 +187,34 @@ def attention(
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
     bound = _arguments.bind(**options)
-    if score_code is None and mask_code is None and captured is None:
+    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
+    if lists is not None:
+        o, lse = lists.attention(q, k, v, *bound)
+    elif score_code is None and mask_code is None and captured is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
     else:
         code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
         o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
+
+
+def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], functions: Tuple[Any, ...]) -> Any:
+    """The lists of keys of a call, ``None`` where it has none."""
+    indices, topk_length, index_block = given
+    block = _integer("index_block", index_block)
+    if indices is None:
+        if topk_length is not None or block != 1:
+            name = "index_block" if topk_length is None else "topk_length"
+            raise ValueError(f"{name} is given, but indices are None")
+        return None
+    for name, function in zip(("score_code", "mask_code", "captured"), functions):
+        if function is not None:
+            raise NotImplementedError(f"{name} is given beside indices: lists are not scored by functions here")
+    if door.__name__ != "fmha._torch":
+        raise NotImplementedError(f"indices beside {type(q).__name__}: lists of keys are taken of torch's tensors")
+    from . import _lists
+
+    return _lists.Lists(indices, topk_length, block)
 
 
 @_arguments.documented
@@ -373,6 +414,9 @@ def explain(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    indices: Optional[Tensor] = None,
+    topk_length: Optional[Tensor] = None,
+    index_block: int = 1,
     **options: Unpack[Options],
 ) -> str:
     """Which kernel would take the call, or with ``backward`` its gradients', with tile and promises, a fact a line.
@@ -387,7 +431,8 @@ def explain(
     door = _door(q)
     code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
     wanted = _flag("backward", backward), _flag("return_lse", return_lse)
-    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code)
+    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
+    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code, lists)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

@@ -32,6 +32,7 @@ def explain(
     backward: bool,
     lse: bool,
     code: Optional[Code] = None,
+    lists: Any = None,
 ) -> str:
     qkv, tensors = door.prepared(qkv, tensors)
     # A plan is the same whatever the seed.
@@ -58,6 +59,8 @@ def explain(
     if code is not None:
         moves = (getattr(x, "requires_grad", False) and backward for x in code.tensors)
         alive += _code.put(door, request, code, sum(1 << at for at, wanted in enumerate(moves) if wanted))
+    if lists is not None:
+        lists.put(request)
     text = _native.explain(request)
     del alive
     return text

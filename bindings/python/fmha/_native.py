@@ -157,6 +157,16 @@ class Code(ctypes.Structure):
     ]
 
 
+class Lists(ctypes.Structure):
+    _fields_ = [
+        ("indices", Tensor),
+        ("topk_length", Tensor),
+        ("block", ctypes.c_int64),
+        ("addresses", ctypes.c_int64),
+        ("lse_without_sink", ctypes.c_int64),
+    ]
+
+
 class Request(ctypes.Structure):
     """A call. Tensors that are put in must outlive it."""
 
@@ -165,6 +175,7 @@ class Request(ctypes.Structure):
         ("numbers", Numbers),
         ("stream", ctypes.c_int64),
         ("code", ctypes.POINTER(Code)),
+        ("lists", ctypes.POINTER(Lists)),
     ]
 
     def __init__(self, numbers: Tuple[Any, ...]) -> None:
@@ -183,6 +194,11 @@ class Request(ctypes.Structure):
         if len(sizes) > MAX_DIMS:
             raise ValueError(f"{name} has {len(sizes)} axes, more than {MAX_DIMS}")
         _fill(self.tensors[SLOTS[name]], data, dtype, sizes, strides, device)
+
+    def put_lists(self, indices: Tensor, topk_length: Tensor, block: int, addresses: bool, without_sink: bool) -> None:
+        """Lists of keys, by tensors that :func:`described` has made."""
+        self._lists = Lists(indices, topk_length, block, int(addresses), int(without_sink))
+        self.lists = ctypes.pointer(self._lists)
 
     def put_code(self, score: str, mask: str, names: Any, numbers: Any, num_tensors: int) -> None:
         """A score and a mask as code: ``names`` of so many tensors, which :meth:`put_captured` puts, then of
@@ -212,6 +228,17 @@ class Request(ctypes.Structure):
         if grad:
             dense = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
             _fill(one.gradient, grad, dtype, sizes, dense, device)
+
+
+def described(data: int, dtype: str, sizes: Any, strides: Any, device: Device = Device(0, 0)) -> Tensor:
+    """A tensor by its address, type, sizes, and strides in elements."""
+    tensor = Tensor()
+    _fill(tensor, data, dtype, sizes, strides, device)
+    return tensor
+
+
+#: A tensor that is not given.
+ABSENT = Tensor(num_dims=-1, dtype=OTHER)
 
 
 def _fill(tensor: Tensor, data: int, dtype: str, sizes: Any, strides: Any, device: Device) -> None:
@@ -261,6 +288,20 @@ def refuse(request: Request, operator: Optional[str] = None) -> None:
 
 def run(request: Request) -> None:
     check(library.fmha_py_run(ctypes.byref(request)))
+
+
+library.fmha_py_workspace.argtypes = [ctypes.POINTER(Request), ctypes.POINTER(ctypes.c_uint64)]
+library.fmha_py_run_with.argtypes = [ctypes.POINTER(Request), ctypes.c_void_p, ctypes.c_uint64]
+
+
+def run_with(request: Request, allocate: Any) -> None:
+    """Runs a request on any device. ``allocate(bytes)`` gives an object that keeps scratch and its address, aligned to
+    256; it is asked where there are any."""
+    wanted = ctypes.c_uint64()
+    check(library.fmha_py_workspace(ctypes.byref(request), ctypes.byref(wanted)))
+    kept, address = allocate(wanted.value) if wanted.value else (None, 0)
+    check(library.fmha_py_run_with(ctypes.byref(request), address, wanted.value))
+    del kept
 
 
 def explain(request: Request) -> str:

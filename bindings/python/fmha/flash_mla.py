@@ -1,64 +1,22 @@
-"""FlashMLA's names over lists of keys, on the CPU.
+"""FlashMLA's names over lists of keys, on the CPU and on GPUs.
 
 ``flash_mla_sparse_fwd`` and ``flash_mla_with_kvcache(indices=...)`` take what FlashMLA's functions of these names
 take and give what they give, LSE too: natural, without the sink, and ``+inf`` for a row that has no key. Caches are of
-16 bits or f32: rows of 656 and 584 bytes, a second cache and ``indexer_topk`` are refused by name, as are tensors of a
-GPU.
+16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax. Rows of bytes
+and rows of two caches are gathered into a tensor of their own first, in bf16, which costs more than reading them in
+place. ``indexer_topk`` is refused by name.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, Optional, Tuple
 
 import torch
 
-from ._native import DTYPES, MAX_DIMS, Device, Tensor, check, library
-from ._numbers import real
+from . import _arguments
+from ._lists import Lists, forward
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
-
-
-class _ListCall(ctypes.Structure):
-    """The library's struct of the same fields."""
-
-    _fields_ = [
-        ("q", Tensor),
-        ("kv", Tensor),
-        ("o", Tensor),
-        ("lse", Tensor),
-        ("indices", Tensor),
-        ("topk_length", Tensor),
-        ("sink", Tensor),
-        ("softmax_scale", ctypes.c_double),
-        ("addresses", ctypes.c_int64),
-    ]
-
-
-def _described(name: str, tensor: Optional[torch.Tensor]) -> Tensor:
-    if tensor is None:
-        return Tensor(num_dims=-1, dtype=-1)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: {type(tensor).__name__} is no tensor")
-    if tensor.device.type != "cpu":
-        raise NotImplementedError(f"{name} is on {tensor.device}: fmha.flash_mla takes tensors of the CPU")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} requires a gradient: fmha.flash_mla has none")
-    described = Tensor(
-        data=tensor.data_ptr(),
-        num_dims=tensor.dim(),
-        dtype=DTYPES.get(str(tensor.dtype).removeprefix("torch."), -1),
-        device=Device(0, 0),
-    )
-    if tensor.dim() > MAX_DIMS:
-        raise ValueError(f"{name} has {tensor.dim()} axes, more than {MAX_DIMS}")
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        described.sizes[axis], described.strides[axis] = size, stride
-    return described
-
-
-def _contiguous(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    return tensor if tensor is None else tensor.contiguous()
 
 
 def _attend(
@@ -75,27 +33,103 @@ def _attend(
     for name, given in (("q", q), ("kv", kv), ("indices", indices)):
         if given.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(given.shape)}: {given.dim()} axes, not 4")
+    for name, given in (("q", q), ("kv", kv), ("attn_sink", sink)):
+        if given is not None and given.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"{name} requires a gradient: fmha.flash_mla has none, fmha.attention has")
     if sink is not None and (sink.dtype != torch.float32 or tuple(sink.shape) != (q.shape[2],)):
         raise ValueError(f"attn_sink of shape {tuple(sink.shape)} is not float32 ({q.shape[2]},)")
     if topk_length is not None and topk_length.dtype != torch.int32:
         raise ValueError(f"topk_length is {topk_length.dtype}, not int32")
-    sink, topk_length = _contiguous(sink), _contiguous(topk_length)
-    batch, seqlen_q, heads = q.shape[:3]
-    o = q.new_empty((batch, seqlen_q, heads, head_dim_v))
-    lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32)
-    call = _ListCall(softmax_scale=real("softmax_scale", softmax_scale), addresses=int(addresses))
-    for name, tensor in (
-        ("q", q),
-        ("kv", kv),
-        ("o", o),
-        ("lse", lse),
-        ("indices", indices),
-        ("topk_length", topk_length),
-        ("sink", sink),
-    ):
-        setattr(call, name, _described(name, tensor))
-    check(library.fmha_py_lists(ctypes.byref(call)))
+    lists = Lists(indices, topk_length, addresses=addresses, lse_without_sink=sink is not None)
+    _, numbers = _arguments.bind(softmax_scale=softmax_scale)
+    named = [("sink", None if sink is None else sink.contiguous())]
+    o, lse = forward(q, kv, None, named, (*numbers, 0, head_dim_v), lists)
     return o, torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+#: Bytes of a row, elements in FP8, elements of a scale, and what follows of 16 bits: DeepSeek V3.2's and V4's.
+_ROWS = {656: (512, 128), 584: (448, 64)}
+_ROTARY = 64
+
+
+def _gathered(
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: Optional[torch.Tensor],
+    is_bytes: bool,
+    q: torch.Tensor,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The rows that lists name, ``(batch, seqlen_q, topk, head_dim)`` in Q's type, zeros where absent, and whether each
+    is there."""
+    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
+        raise ValueError(f"indices of shape {tuple(indices.shape)} are not those of q's {tuple(q.shape[:2])} tokens")
+    if cache.dim() != 4 or cache.shape[2] != 1:
+        raise ValueError(f"a cache of shape {tuple(cache.shape)} is not (num_pages, page_size, 1, row)")
+    pages, page_size, _, width = cache.shape
+    there = (indices >= 0) & (indices < pages * page_size)
+    if topk_length is not None:
+        used = topk_length.view(-1, *(1,) * (3 - topk_length.dim()))
+        there &= torch.arange(indices.shape[-1], device=q.device) < used
+    entries = torch.where(there, indices, 0).long()
+    page, at = entries // max(page_size, 1), entries % max(page_size, 1)
+    if pages * page_size == 0:
+        return q.new_zeros((*indices.shape, q.shape[-1])), there
+    rows = _widened(cache, page, at) if is_bytes else cache[page, at, 0]
+    if rows.shape[-1] != q.shape[-1]:
+        raise ValueError(f"rows of {width} of a cache have {rows.shape[-1]} elements, but q has {q.shape[-1]}")
+    return torch.where(there[..., None], rows.to(q.dtype), 0), there
+
+
+def _widened(cache: torch.Tensor, page: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes in f32: e4m3 times powers of two, then the rotary elements in bf16. 656 bytes are a row's 512
+    elements, 4 scales in f32 and 128 bytes; of 584 a page has 576 bytes of each row first, and 8 scales in E8M0 of each
+    behind them."""
+    pages, page_size, _, width = cache.shape
+    if width not in _ROWS or cache.element_size() != 1 or cache.stride(1) != width or cache.stride(3) != 1:
+        raise ValueError(f"k_cache of shape {tuple(cache.shape)} and {cache.dtype} has no rows of 656 or 584 bytes")
+    flat = cache.view(torch.uint8).as_strided((pages, page_size * width), (cache.stride(0), 1))
+    values, group = _ROWS[width]
+
+    def bytes_of(first: Any, count: int) -> torch.Tensor:
+        return flat[page[..., None], first[..., None] + torch.arange(count, device=cache.device)]
+
+    if width == 656:
+        first = at * width
+        scales = bytes_of(first + values, 16).view(torch.float32)
+        rotary = bytes_of(first + values + 16, 2 * _ROTARY)
+    else:
+        first = at * 576
+        exponents = bytes_of(page_size * 576 + at * 8, values // group)
+        scales = torch.exp2(exponents.float() - 127)
+        rotary = bytes_of(first + values, 2 * _ROTARY)
+    narrow = bytes_of(first, values).view(torch.float8_e4m3fn).float()
+    wide = narrow.unflatten(-1, (values // group, group)) * scales[..., None]
+    return torch.cat((wide.flatten(-2), rotary.view(torch.bfloat16).float()), -1)
+
+
+def _attend_tokens(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    there: torch.Tensor,
+    head_dim_v: int,
+    scale: float,
+    sink: Optional[torch.Tensor],
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each token over rows of its own."""
+    batch, seqlen_q, topk = there.shape
+    listed = torch.where(there, torch.arange(topk, dtype=torch.int32, device=q.device), -1)
+    alone = (batch * seqlen_q, 1)
+    o, lse = _attend(
+        q.reshape(*alone, *q.shape[2:]),
+        rows.reshape(batch * seqlen_q, topk, 1, rows.shape[-1]),
+        listed.int().reshape(*alone, 1, topk),
+        head_dim_v,
+        scale,
+        sink,
+        None,
+        addresses=False,
+    )
+    return o.reshape(*q.shape[:-1], head_dim_v), lse.reshape(batch, seqlen_q, -1).transpose(1, 2).contiguous()
 
 
 def _max_logits(
@@ -109,10 +143,10 @@ def _max_logits(
     pass of its own, since attention does not write its maxima."""
     s_q, h_q, _ = q.shape
     s_kv, h_kv, _ = kv.shape
-    logits = torch.full((s_q, h_q), -torch.inf)
+    logits = torch.full((s_q, h_q), -torch.inf, device=q.device)
     listed = (indices >= 0) & (indices < s_kv)
     if topk_length is not None:
-        listed &= torch.arange(indices.shape[-1]) < topk_length[:, None, None]
+        listed &= torch.arange(indices.shape[-1], device=q.device) < topk_length[:, None, None]
     for row in range(s_q):
         for head in range(h_kv):
             keys = kv[indices[row, head][listed[row, head]].long(), head].float()
@@ -148,7 +182,7 @@ def flash_mla_sparse_fwd(
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> Tuple[object, None]:
-    """What FlashMLA's scheduler would be told; the CPU needs nothing of it."""
+    """What FlashMLA's scheduler would be told; nothing here needs it."""
     return object(), None
 
 
@@ -172,28 +206,33 @@ def flash_mla_with_kvcache(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """q ``(batch, seqlen_q, num_heads_q, head_dim)``, k_cache ``(num_pages, page_size, num_heads_k, head_dim)``,
     indices i32 ``(batch, seqlen_q, topk)``: addresses ``page * page_size + offset``, absent where negative or past the
-    pages; ``topk_length`` i32 ``(batch,)``, ``attn_sink`` f32 ``(num_heads_q,)``. ``block_table`` and
+    pages; ``topk_length`` i32 ``(batch,)``, ``attn_sink`` f32 ``(num_heads_q,)``. With ``is_fp8_kvcache`` rows of the
+    caches have 656 or 584 bytes. ``extra_k_cache`` and its lists join in the same softmax. ``block_table`` and
     ``cache_seqlens`` are not read where there are lists, as in FlashMLA.
 
     Returns O ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and LSE f32 ``(batch, num_heads_q, seqlen_q)``: natural,
     without the sink, +inf for a row without a key."""
     if indices is None:
         raise NotImplementedError("indices is None: dense caches are fmha.attention_with_kvcache's")
-    for name, given in (
-        ("num_splits", num_splits),
-        ("extra_k_cache", extra_k_cache),
-        ("extra_indices_in_kvcache", extra_indices_in_kvcache),
-        ("extra_topk_length", extra_topk_length),
-    ):
-        if given is not None:
-            raise NotImplementedError(f"{name} is given: a second cache and splits are not taken")
+    if num_splits is not None:
+        raise NotImplementedError("num_splits is given: the library chooses them")
     if causal:
         raise ValueError("causal True does not go with indices: an address has no position")
-    if is_fp8_kvcache:
-        raise NotImplementedError("is_fp8_kvcache True: rows of 656 and 584 bytes are not read, caches of 16 bits are")
     if indices.dim() != 3:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: {indices.dim()} axes, not 3")
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+        name = "extra_k_cache" if extra_k_cache is None else "extra_indices_in_kvcache"
+        raise ValueError(f"{name} is None, but the other of a second cache is given")
+    if extra_k_cache is None and extra_topk_length is not None:
+        raise ValueError("extra_topk_length is given, but extra_k_cache is None")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if is_fp8_kvcache or extra_k_cache is not None:
+        caches = [(k_cache, indices, topk_length)]
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+        gathered = [_gathered(*cache, is_fp8_kvcache, q) for cache in caches]
+        rows, at = (torch.cat(parts, 2) for parts in zip(*gathered))
+        return _attend_tokens(q, rows, at, head_dim_v, scale, attn_sink)
     # A list is shared by the cache's heads.
     listed = indices[:, :, None, :].expand(-1, -1, k_cache.shape[2], -1)
     return _attend(q, k_cache, listed, head_dim_v, scale, attn_sink, topk_length, addresses=True)

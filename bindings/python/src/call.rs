@@ -4,11 +4,12 @@
 use std::ffi::CString;
 use std::ptr;
 
-use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor};
+use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaOptions, FmhaTensor};
 use smallvec::SmallVec;
 
 use crate::cache::cache;
 use crate::code::Coded;
+use crate::lists::lists;
 use crate::operands::{fill_dims, fill_lengths, fill_modifiers, fill_operands, gradients};
 use crate::request::{
     ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, Request, Slot,
@@ -34,6 +35,7 @@ pub struct Call {
     call: FmhaCall,
     gradients: Option<FmhaGradients>,
     cache: Option<FmhaCache>,
+    lists: Option<FmhaLists>,
     code: Option<Coded>,
     mask: CString,
     softmax_scale: Option<f32>,
@@ -80,6 +82,8 @@ impl Call {
             call,
             gradients: request.is_backward().then(|| gradients(&sizes, request)).transpose()?,
             cache: cache(&sizes, request)?,
+            // SAFETY: who made the request promised its lists.
+            lists: unsafe { request.listed() }.map(|given| lists(&sizes, given, device)).transpose()?,
             // SAFETY: who made the request promised its code.
             code: unsafe { request.coded() }
                 .map(|(code, captured)| Coded::new(code, captured, device))
@@ -104,6 +108,7 @@ impl Call {
         self.call.softcap = pointer(self.softcap.as_ref());
         self.call.gradients = pointer(self.gradients.as_ref());
         self.call.cache = pointer(self.cache.as_ref());
+        self.call.lists = pointer(self.lists.as_ref());
         self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
         body(&mut self.call)
     }
@@ -207,6 +212,12 @@ impl Call {
             );
         }
         key.push(u64::MAX - 2);
+        if let Some(lists) = &self.lists {
+            key.extend([lists.topk, lists.batch_stride, lists.seqlen_stride, lists.head_stride].map(word));
+            presence(&mut key, &[lists.topk_length.is_null()]);
+            codes(&mut key, &[lists.length_per_token, lists.addresses, lists.block, lists.lse_without_sink]);
+        }
+        key.push(u64::MAX - 3);
         if let Some(code) = &self.code {
             code.key(&mut key);
         }

@@ -87,14 +87,35 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     })
 }
 
-/// Runs a call over lists of keys on tensors in host memory.
+/// Plans a request on the device of its tensors, and says how many bytes of scratch its run wants.
 ///
 /// # Safety
-/// `call` is null or a call whose tensors are host memory as large as they say, the outputs apart from all else.
+/// As [`fmha_py_run`]; no tensor is read. `bytes` is written.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_py_lists(call: *const lists::ListCall) -> c_int {
-    // SAFETY: the caller's promise.
-    guard(|| unsafe { lists::run(call) })
+pub unsafe extern "C" fn fmha_py_workspace(request: *const Request, bytes: *mut u64) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (request, bytes) = unsafe { (request.as_ref(), bytes.as_mut()) };
+        *bytes.ok_or("bytes is null")? = plans::workspace_bytes(request.ok_or("request is null")?)?;
+        Ok(())
+    })
+}
+
+/// Runs a request on tensors of any device, with scratch there: at least the bytes that [`fmha_py_workspace`] says.
+///
+/// # Safety
+/// As [`fmha_py_run`]; `workspace` is so many bytes of the tensors' device, aligned to 256, which nobody else
+/// uses until the work is done.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_run_with(request: *const Request, workspace: *mut u8, bytes: u64) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let request = unsafe { request.as_ref() }.ok_or("request is null")?;
+        plans::run(request, |wanted| match wanted <= bytes {
+            true => Ok(((), workspace)),
+            false => Err(format!("workspace has {bytes} bytes, but {wanted} are wanted")),
+        })
+    })
 }
 
 /// Scratch of a run in host memory, and where it starts.
@@ -152,9 +173,9 @@ pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     })
 }
 
-/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose declarations are of
-/// what it reads; or, with 1, the word and column that are wrong, behind the argument's `name`. A mask is a bool, a
-/// score is none.
+/// Reads the text of a score or a mask: what [`fmha_py_text`] has is the function's own text, whose
+/// declarations are of what it reads; or, with 1, the word and column that are wrong, behind the argument's
+/// `name`. A mask is a bool, a score is none.
 ///
 /// # Safety
 /// Both texts are null or C strings.

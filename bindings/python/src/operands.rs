@@ -175,7 +175,9 @@ pub(crate) fn fill_lengths(call: &mut FmhaCall, sizes: &Sizes, request: &Request
     call.cu_seqlens_k = plain(request, Slot::CuSeqlensK, &offsets, &[I32])?.cast();
     call.seqused_q = plain(request, Slot::SequsedQ, &used, &[I32])?.cast();
     call.seqused_k = plain(request, Slot::SequsedK, &used, &[I32])?.cast();
-    if let Some((_, _, max_pages)) = sizes.pages {
+    if let Some((_, _, max_pages)) = sizes.pages
+        && request.get(Slot::BlockTable).is_some()
+    {
         call.block_table = plain(request, Slot::BlockTable, &[sizes.batch, max_pages], &[I32])?.cast();
     }
     Ok(())

@@ -127,6 +127,16 @@ pub fn explain(request: &Request) -> Result<String, Wrong> {
     Ok(text.to_string_lossy().into_owned())
 }
 
+/// Bytes of scratch that a run of a request wants.
+///
+/// # Errors
+/// What is wrong with the request, or why no kernel takes it.
+pub fn workspace_bytes(request: &Request) -> Result<u64, Wrong> {
+    let plan = planned(&mut Call::new(request)?)?;
+    // SAFETY: the plan is alive.
+    Ok(unsafe { fmha_c::fmha_plan_workspace_bytes(plan.0) })
+}
+
 /// Runs a request with scratch from `workspace`, which is asked for that many bytes, aligned to
 /// [`ALIGNMENT`], where there are any, and keeps them until what it returned is dropped.
 ///

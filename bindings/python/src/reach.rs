@@ -10,7 +10,7 @@ use fmha_c::{FMHA_BF16, FMHA_E4M3FN, FMHA_F16, FMHA_F32};
 
 use crate::call::Call;
 use crate::combine::Combine;
-use crate::request::{ADDS_TO, Captured, Code, OPTIONS, Request, Slot};
+use crate::request::{ADDS_TO, Captured, Code, Lists, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// What Python does not set, and why.
@@ -56,7 +56,9 @@ impl Seen {
         call.with(|call| {
             self.add("call", call);
             // SAFETY: null, or this call's own structs.
-            let (gradients, cache) = unsafe { (call.gradients.as_ref(), call.cache.as_ref()) };
+            let (gradients, cache, lists) =
+                unsafe { (call.gradients.as_ref(), call.cache.as_ref(), call.lists.as_ref()) };
+            lists.into_iter().for_each(|lists| self.add("lists", lists));
             gradients.into_iter().for_each(|gradients| self.add("gradients", gradients));
             cache.into_iter().for_each(|cache| self.add("cache", cache));
         });
@@ -240,11 +242,26 @@ fn coded(seen: &mut Seen) {
     }
 }
 
+/// Calls with lists of keys: positions of blocks, and addresses.
+fn listed(seen: &mut Seen) {
+    let two = plain(2, FMHA_F16);
+    let indices = tensor(&[2, 3, 2, 5], I32);
+    for (topk_length, block, addresses) in
+        [(Tensor::ABSENT, 1, 0), (tensor(&[2], I32), 16, 0), (tensor(&[2, 3], I32), 1, 1)]
+    {
+        let lists = Lists { indices, topk_length, block, addresses, lse_without_sink: 1 };
+        let mut request = request(&two);
+        request.lists = &raw const lists;
+        seen.call(&request);
+    }
+}
+
 #[test]
 fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
     let mut seen = Seen::default();
     requests().iter().for_each(|request| seen.call(request));
     coded(&mut seen);
+    listed(&mut seen);
     for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
         let rows = [n, n + 1, n + 2, n + 3];
         let mut request = request(&[

@@ -259,6 +259,22 @@ pub struct Code {
     pub num_captured: i64,
 }
 
+/// Lists of keys in place of all keys.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Lists {
+    /// i32 `[batch, seqlen_q, num_heads_kv, topk]`, packed `[total_q, num_heads_kv, topk]`.
+    pub indices: Tensor,
+    /// i32 `[batch]`, or `[batch, seqlen_q]`, packed `[total_q]`; [`Tensor::ABSENT`]: every entry is in use.
+    pub topk_length: Tensor,
+    /// Keys of an entry.
+    pub block: i64,
+    /// 1: entries are addresses in K's pages.
+    pub addresses: i64,
+    /// 1: LSE is that of the keys alone, beside a sink.
+    pub lse_without_sink: i64,
+}
+
 /// One forward, backward or combine call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -271,6 +287,8 @@ pub struct Request {
     pub stream: i64,
     /// A score and a mask as code; null: none. It outlives the request.
     pub code: *const Code,
+    /// Lists of keys; null: none. They outlive the request.
+    pub lists: *const Lists,
 }
 
 impl Request {
@@ -282,6 +300,7 @@ impl Request {
             numbers: Numbers::default(),
             stream: 0,
             code: ptr::null(),
+            lists: ptr::null(),
         }
     }
 
@@ -318,6 +337,26 @@ impl Request {
         }
         // SAFETY: the caller's promise.
         Some((code, unsafe { std::slice::from_raw_parts(code.captured, count) }))
+    }
+
+    /// The call's lists, if it has any.
+    ///
+    /// # Safety
+    /// `lists` is null or live ones.
+    #[must_use]
+    pub unsafe fn listed(&self) -> Option<&Lists> {
+        // SAFETY: the caller's promise.
+        unsafe { self.lists.as_ref() }
+    }
+
+    /// Whether entries of lists are addresses, so that K has pages and no table.
+    ///
+    /// # Safety
+    /// As [`Self::listed`].
+    #[must_use]
+    pub unsafe fn is_addressed(&self) -> bool {
+        // SAFETY: passed on.
+        unsafe { self.listed() }.is_some_and(|lists| lists.addresses != 0)
     }
 
     /// Whether gradients are wanted.

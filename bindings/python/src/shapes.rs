@@ -117,6 +117,12 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
                 };
                 (longest, None, Some((pages, page_size, max_pages)), heads)
             }
+            // SAFETY: who made the request promised its lists.
+            (None, None) if unsafe { request.is_addressed() } => {
+                let [pages, page_size, heads, _] =
+                    shape("k", k, "num_pages, page_size, num_heads_kv, head_dim_qk")?;
+                (0, None, Some((pages, page_size, 0)), heads)
+            }
             (None, None) => {
                 let [count, seqlen, heads, _] = shape("k", k, "batch, seqlen_k, num_heads_kv, head_dim_qk")?;
                 ensure!(count == batch, "k has batch {count}, but q has {batch}");

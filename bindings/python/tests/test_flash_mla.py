@@ -1,6 +1,6 @@
 """FlashMLA's names over lists of keys, against the definition in float64."""
 
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 import pytest
 import torch
@@ -8,7 +8,12 @@ import torch
 from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from reference import DEVICE
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="fmha.flash_mla takes tensors of the CPU")
+
+@pytest.fixture(autouse=True)
+def on_the_device() -> Iterator[None]:
+    """Tensors of a test are made on the device that the tests are run for."""
+    with torch.device(DEVICE):
+        yield
 
 
 def defined(
@@ -72,12 +77,66 @@ def test_decode_takes_addresses_of_pages() -> None:
             torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-4, atol=1e-4)
 
 
+def packed(rows: torch.Tensor, page_size: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """A cache of FlashMLA's rows of bytes, by its layout, and the rows that it stands for in float32."""
+    dim = rows.shape[-1]
+    group, num_groups = (128, 4) if dim == 576 else (64, 7)
+    narrow, rotary = rows[:, : group * num_groups].float(), rows[:, group * num_groups :].bfloat16()
+    exponents = torch.randint(-3, 4, (len(rows), num_groups))
+    scales = torch.exp2(exponents.float())
+    values = (narrow.unflatten(-1, (num_groups, group)) / scales[..., None]).to(torch.float8_e4m3fn)
+    stands = torch.cat(((values.float() * scales[..., None]).flatten(-2), rotary.float()), -1)
+    of_values, of_rotary = values.flatten(-2).view(torch.uint8), rotary.view(torch.uint8)
+    if dim == 576:
+        whole = torch.cat((of_values, scales.view(torch.uint8), of_rotary), -1)
+        return whole.view(-1, page_size, 1, 656), stands
+    bytes_of_scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1))
+    pages = torch.cat(
+        (
+            torch.cat((of_values, of_rotary), -1).view(-1, page_size * 576),
+            bytes_of_scales.view(-1, page_size * 8),
+        ),
+        -1,
+    )
+    # A page is padded to whole 576 bytes.
+    padded = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % 576), value=255)
+    return padded.as_strided((len(pages), page_size, 1, 584), (padded.shape[-1], 584, 584, 1)), stands
+
+
+@pytest.mark.parametrize("dim", [576, 512])
+def test_rows_of_bytes_and_a_second_cache_are_read(dim: int) -> None:
+    torch.manual_seed(2)
+    cache, rows = packed(torch.randn(64, dim), 16)
+    extra, extra_rows = packed(torch.randn(12, dim), 4)
+    q, sink = torch.randn(2, 2, 3, dim).bfloat16(), torch.randn(3)
+    indices = torch.randint(-2, 70, (2, 2, 20), dtype=torch.int32)
+    extra_indices = torch.randint(-2, 14, (2, 2, 8), dtype=torch.int32)
+    lengths, extra_lengths = torch.tensor([20, 9], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32)
+    for second in (False, True):
+        more: Dict[str, Any] = {}
+        if second:
+            more = dict(extra_k_cache=extra, extra_indices_in_kvcache=extra_indices, extra_topk_length=extra_lengths)
+        out, lse = flash_mla_with_kvcache(
+            q, cache, None, None, 512, is_fp8_kvcache=True, indices=indices, attn_sink=sink, topk_length=lengths, **more
+        )
+        assert (out.shape, lse.shape) == ((2, 2, 3, 512), (2, 3, 2))
+        for b, i in ((b, i) for b in range(2) for i in range(2)):
+            own = indices[b, i, : int(lengths[b])]
+            own = own[(own >= 0) & (own < 64)].long()
+            other = extra_indices[b, i, : int(extra_lengths[b])]
+            other = other[(other >= 0) & (other < 12)].long()
+            keys = torch.cat((rows[own], extra_rows[other])) if second else rows[own]
+            wanted, _, exact = defined(q[b, i], keys, torch.arange(len(keys)), dim**-0.5, 512, sink)
+            torch.testing.assert_close(out[b, i].double(), wanted, rtol=3e-2, atol=3e-2)
+            torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-2, atol=1e-2)
+
+
 def test_what_is_not_taken_is_refused_by_its_name() -> None:
     q, kv = torch.randn(2, 2, 8), torch.randn(4, 1, 8)
     indices = torch.zeros(2, 1, 3, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="indexer_topk 512"):
         flash_mla_sparse_fwd(q, kv, indices, 1.0, 8, indexer_topk=512)
-    with pytest.raises(RuntimeError, match=r"indices of shape \[1, 2, 1, 3\] and dtype int64"):
+    with pytest.raises(RuntimeError, match="indices is of int64, not of int32"):
         flash_mla_sparse_fwd(q, kv, indices.long(), 1.0, 8)
     with pytest.raises(RuntimeError, match="head_dim_v 9 is larger than head_dim_qk 8"):
         flash_mla_sparse_fwd(q, kv, indices, 1.0, 9)
@@ -86,12 +145,18 @@ def test_what_is_not_taken_is_refused_by_its_name() -> None:
     cache, lists = torch.randn(3, 4, 1, 8), indices[:, 0, None]
     query = torch.randn(2, 1, 2, 8)
     for keywords, text in (
-        ({"is_fp8_kvcache": True}, "is_fp8_kvcache True"),
-        ({"extra_k_cache": cache}, "extra_k_cache is given"),
+        ({"num_splits": 4}, "num_splits is given"),
         ({"indices": None}, "indices is None"),
     ):
         with pytest.raises(NotImplementedError, match=text):
             given: Dict[str, Any] = {"indices": lists, **keywords}
             flash_mla_with_kvcache(query, cache, None, None, 8, **given)
+    for keywords, text in (
+        ({"is_fp8_kvcache": True}, "no rows of 656 or 584 bytes"),
+        ({"extra_k_cache": cache}, "extra_indices_in_kvcache is None"),
+        ({"extra_topk_length": indices[:, 0, 0]}, "extra_topk_length is given"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            flash_mla_with_kvcache(query, cache, None, None, 8, indices=lists, **keywords)
     with pytest.raises(ValueError, match="causal True"):
         flash_mla_with_kvcache(query, cache, None, None, 8, causal=True, indices=lists)

@@ -510,9 +510,19 @@ def code_cases():
     )
 
 
+def list_cases():
+    given = torch.randint(0, 11, (2, 7, 2, 5), dtype=torch.int32)
+    beside = dict(indices=given)
+    return dict(
+        indices=[changes(given, given[:, :, :, :3]), refused(given[:, :4]), refused(given, "score_code", score_code="s")],
+        topk_length=[changes(i32(2, 5), i32(3, 4), **beside), refused(i32(2, 5))],
+        index_block=[changes(2, 3, **beside), refused(2), refused(0, **beside)],
+    )
+
+
 @door
 def attention():
-    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases()))
+    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases(), **list_cases()))
 
 
 @door
@@ -582,7 +592,7 @@ def explain():
             for case in listed(cases)
             if case.kind != "refused"
         ]
-        for name, cases in dict(own_cases(), **code_cases()).items()
+        for name, cases in dict(own_cases(), **code_cases(), **list_cases()).items()
     }
     # What a plan promises follows from these.
     cases.update(batch_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
@@ -751,6 +761,9 @@ def test_no_keyword_of_numpys_door_is_swallowed():
         for name, cases in dict(own_cases(), **code_cases()).items()
     }
     cases["dtype_o"] = changes("float16")
+    # Lists are taken of torch's tensors alone.
+    cases["indices"] = refused(numpy.zeros((2, 7, 4, 5), numpy.int32))
+    cases.update(topk_length=refused(numpy.zeros(2, numpy.int32)), index_block=refused(2))
     assert not faults(Door(fmha.attention, {name: into(x) for name, x in qkv().items()}, cases))
 
 

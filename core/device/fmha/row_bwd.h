@@ -93,13 +93,22 @@ struct BwdHead {
   // The exponentials of the scores that query i sees, its sink's among them, measured from `origin`.
   FMHA_DEVICE ExpSum sum_from(float origin, int32_t i) const {
     ExpSum sum;
-    const auto take = [&](Range keys) {
-      for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
-        if (sees(i, j)) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
-    };
-    const Range row = {i, i + 1};
-    take(sink_range(band, row, span.seqlen_k));
-    take(k_range(band, row, span.seqlen_k));
+    if constexpr (requires { masks.of(span, i, i_head_kv); }) {
+      const auto list = masks.of(span, i, i_head_kv);
+      const int32_t count = list.count();
+      for (int32_t n = Lanes::index(); n < count; n += Lanes::count) {
+        const int32_t j = list.key(n);
+        if (j >= 0) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
+      }
+    } else {
+      const auto take = [&](Range keys) {
+        for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count)
+          if (sees(i, j)) sum.add(modifiers.natural({i, j}, product(i, j)) - origin);
+      };
+      const Range row = {i, i + 1};
+      take(sink_range(band, row, span.seqlen_k));
+      take(k_range(band, row, span.seqlen_k));
+    }
 #pragma unroll
     for (int32_t step = Lanes::count / 2; step > 0; step /= 2) {
       const int32_t other = Lanes::index() ^ step;
@@ -212,7 +221,11 @@ FMHA_DEVICE void bwd_stats_row(const BwdParams& p, const SeqSpan& span, int32_t 
     dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
   dot = lane_sum<Lanes>(dot);
   const int64_t at = lse_offset(p.fwd, span, i_head, i), stats = stats_offset(p, span, i_head, i);
-  const float lse = p.fwd.lse[at], delta = spec.has_dlse ? dot - p.dlse[at] : dot;
+  const float delta = spec.has_dlse ? dot - p.dlse[at] : dot;
+  float lse = p.fwd.lse[at];
+  if constexpr (spec.fwd.sink && requires { masks.lse_with_sink(p, i_head, lse); }) {
+    lse = masks.lse_with_sink(p, i_head, lse);
+  }
   // A row that sees nothing adds nothing: its P are 0.
   RowOrigin row = {0.f, lse == -infinity() ? infinity() : lse * kLog2E};
   if (is_far(lse)) row = origin_of_far_row<spec, Lanes>(p, span, i_head, i, lse, delta, masks);

@@ -2,8 +2,8 @@
 // place of a range of keys. Each lane takes an entry; absent ones take no part, and a key that stands twice counts
 // twice.
 #pragma once
-#include <fmha/lists.h>
 #include <fmha/row_fwd.h>
+#include <fmha/token_list.h>
 
 namespace fmha {
 
@@ -12,47 +12,16 @@ template <FwdSpec spec, class Lanes>
 struct ListRow : FwdRow<spec, Lanes> {
   using Row = FwdRow<spec, Lanes>;
   const ListParams& lists;
+  const TokenList list;
   float lse_of_keys = 0.f;
 
   FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists)
-      : Row{p, span, i_head, i}, lists(lists) {}
-
-  // Row of Q and O among those of the tensor's batch.
-  FMHA_DEVICE int64_t token() const { return int64_t(this->span.q_row) + this->i; }
-
-  // Keys that the list's entries in use may name, absent ones counted.
-  FMHA_DEVICE int32_t count() const {
-    int32_t used = lists.topk;
-    if (lists.topk_length) {
-      const int64_t at = lists.length_per_token
-                             ? int64_t(this->span.storage_batch) * this->p.seqlen_q + token()
-                             : int64_t(this->span.i_batch);
-      used = clamp(lists.topk_length[at], 0, lists.topk);
-    }
-    return used * lists.block;
-  }
-
-  // The key that stands there; -1 of one that is absent or hidden.
-  FMHA_DEVICE int32_t key(int32_t at) const {
-    const int64_t list = this->span.storage_batch * lists.batch + token() * lists.row + this->i_head_kv * lists.head;
-    const int32_t entry = lists.indices[list + at / lists.block];
-    const int64_t j = int64_t(entry) * lists.block + at % lists.block;
-    const int64_t end =
-        lists.addresses ? int64_t(this->p.num_pages) * this->p.page_size : int64_t(this->span.seqlen_k);
-    if (entry < 0 || j >= end) return -1;
-    // An address has no position, so no band hides it.
-    return lists.addresses || visible(this->band, this->i, int32_t(j)) ? int32_t(j) : -1;
-  }
-
-  FMHA_DEVICE KvRow row_of(int32_t j) const {
-    if (lists.addresses) return {j / this->p.page_size, j % this->p.page_size};
-    return kv_row(this->p, spec.kv_layout, this->span, j);
-  }
+      : Row{p, span, i_head, i}, lists(lists), list{p, lists, span, this->band, i, this->i_head_kv} {}
 
   // Q[i] . K[j], as stored.
   FMHA_DEVICE float product(int32_t j) const {
     const int64_t q = query_offset(this->p, this->span, this->i, this->i_head);
-    const int64_t k = row_offset(this->p.k, row_of(j), this->i_head_kv);
+    const int64_t k = row_offset(this->p.k, list.row_of(spec.kv_layout, j), this->i_head_kv);
     float dot = 0.f;
     for (int32_t d = 0; d < spec.head_dim_qk; ++d)
       dot += load_elem<spec.dtype_qk>(this->p.q.data, q + d) * load_elem<spec.dtype_qk>(this->p.k.data, k + d);
@@ -60,7 +29,7 @@ struct ListRow : FwdRow<spec, Lanes> {
   }
 
   FMHA_DEVICE void add_value(int32_t j, float weight) {
-    const int64_t v = row_offset(this->p.v, row_of(j), this->i_head_kv);
+    const int64_t v = row_offset(this->p.v, list.row_of(spec.kv_layout, j), this->i_head_kv);
 #pragma unroll
     for (int32_t c = 0; c < Row::columns; ++c) {
       const int32_t d = c * Lanes::count + this->lane;
@@ -69,10 +38,10 @@ struct ListRow : FwdRow<spec, Lanes> {
   }
 
   FMHA_DEVICE void take_list(const Score<spec>& modifiers) {
-    const int32_t num = count();
+    const int32_t num = list.count();
     for (int32_t first = 0; first < num; first += Lanes::count) {
       const int32_t at = first + this->lane;
-      const int32_t j = at < num ? key(at) : -1;
+      const int32_t j = at < num ? list.key(at) : -1;
       const bool seen = j >= 0;
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
@@ -86,7 +55,7 @@ struct ListRow : FwdRow<spec, Lanes> {
 
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;  // an absent V may hold NaN
-        add_value(key(first + l), Lanes::from(p_j, l));
+        add_value(list.key(first + l), Lanes::from(p_j, l));
       }
     }
   }

@@ -3,6 +3,9 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
+use crate::error::Result;
+use crate::host_memory::reserve;
+
 /// The order in which keys are chosen: greater scores first, equal ones by their positions, NaN last of all. It is
 /// total, so the same scores give the same list everywhere.
 #[must_use]
@@ -16,29 +19,43 @@ pub fn before(a: (f32, u32), b: (f32, u32)) -> Ordering {
 
 /// The `list.len()` candidates of greatest score, or all where there are fewer: their positions ascending, and -1 after
 /// them. `scores[j]` is that of key `j`; candidates that have none are left out.
-pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) {
+///
+/// # Errors
+/// Memory that the system refuses, before anything is written.
+pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) -> Result<()> {
     let candidates = within(scores, candidates);
-    let mut keys: Vec<(f32, u32)> = candidates.map(|j| (scores[j as usize], j)).collect();
-    keys.sort_by(|&a, &b| before(a, b));
+    let mut keys: Vec<(f32, u32)> = reserve(candidates.len())?;
+    keys.extend(candidates.map(|j| (scores[j as usize], j)));
+    // The order is total, so that sorting in place keeps no order of equals to lose.
+    keys.sort_unstable_by(|&a, &b| before(a, b));
     keys.truncate(list.len());
-    write(keys.into_iter().map(|(_, j)| j).collect(), list);
+    write(&mut keys, list);
+    Ok(())
 }
 
 /// As [`choose`], of blocks; those of `forced` that are candidates come before all others, the first of them first.
-pub fn choose_blocks(scores: &[f32], candidates: Range<u32>, forced: &[u32], list: &mut [i32]) {
+///
+/// # Errors
+/// Memory that the system refuses, before anything is written.
+pub fn choose_blocks(scores: &[f32], candidates: Range<u32>, forced: &[u32], list: &mut [i32]) -> Result<()> {
     let candidates = within(scores, candidates);
-    let mut chosen: Vec<u32> = Vec::new();
+    let mut chosen: Vec<(f32, u32)> = reserve(candidates.len())?;
     for &block in forced {
-        if candidates.contains(&block) && !chosen.contains(&block) && chosen.len() < list.len() {
-            chosen.push(block);
+        let is_new = candidates.contains(&block) && chosen.iter().all(|&(_, other)| other != block);
+        if is_new && chosen.len() < list.len() {
+            chosen.push((scores[block as usize], block));
         }
     }
-    let rest = candidates.filter(|block| !chosen.contains(block));
-    let mut rest: Vec<(f32, u32)> = rest.map(|block| (scores[block as usize], block)).collect();
-    rest.sort_by(|&a, &b| before(a, b));
-    let more = list.len() - chosen.len();
-    chosen.extend(rest.into_iter().take(more).map(|(_, block)| block));
-    write(chosen, list);
+    let num_forced = chosen.len();
+    for block in candidates {
+        if chosen[..num_forced].iter().all(|&(_, other)| other != block) {
+            chosen.push((scores[block as usize], block));
+        }
+    }
+    chosen[num_forced..].sort_unstable_by(|&a, &b| before(a, b));
+    chosen.truncate(list.len());
+    write(&mut chosen, list);
+    Ok(())
 }
 
 /// The candidates that have a score.
@@ -47,20 +64,21 @@ fn within(scores: &[f32], candidates: Range<u32>) -> Range<u32> {
     candidates.start.min(all)..candidates.end.min(all)
 }
 
-fn write(mut keys: Vec<u32>, list: &mut [i32]) {
-    keys.sort_unstable();
+fn write(keys: &mut [(f32, u32)], list: &mut [i32]) {
+    keys.sort_unstable_by_key(|&(_, key)| key);
     for (at, entry) in list.iter_mut().enumerate() {
-        *entry = keys.get(at).map_or(-1, |&key| key.cast_signed());
+        *entry = keys.get(at).map_or(-1, |&(_, key)| key.cast_signed());
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 mod tests {
     use super::*;
 
     fn chosen<const K: usize>(scores: &[f32], candidates: Range<u32>) -> [i32; K] {
         let mut list = [7; K];
-        choose(scores, candidates, &mut list);
+        choose(scores, candidates, &mut list).unwrap();
         list
     }
 
@@ -68,7 +86,7 @@ mod tests {
     fn candidates_without_a_score_are_left_out() {
         assert_eq!(chosen::<3>(&[1.0, 2.0], 0..9), [0, 1, -1]);
         let mut list = [7; 2];
-        choose_blocks(&[1.0], 3..5, &[4], &mut list);
+        choose_blocks(&[1.0], 3..5, &[4], &mut list).unwrap();
         assert_eq!(list, [-1, -1]);
     }
 
@@ -93,12 +111,12 @@ mod tests {
     #[test]
     fn forced_blocks_are_in_whatever_they_score() {
         let mut list = [0; 3];
-        choose_blocks(&[0.0, 9.0, 8.0, 7.0, 1.0], 0..5, &[0, 4, 4, 6], &mut list);
+        choose_blocks(&[0.0, 9.0, 8.0, 7.0, 1.0], 0..5, &[0, 4, 4, 6], &mut list).unwrap();
         assert_eq!(list, [0, 1, 4]);
-        choose_blocks(&[0.0, 9.0], 0..1, &[1, 0], &mut list);
+        choose_blocks(&[0.0, 9.0], 0..1, &[1, 0], &mut list).unwrap();
         assert_eq!(list, [0, -1, -1]);
         let mut short = [0];
-        choose_blocks(&[0.0, 9.0, 8.0], 0..3, &[2, 0], &mut short);
+        choose_blocks(&[0.0, 9.0, 8.0], 0..3, &[2, 0], &mut short).unwrap();
         assert_eq!(short, [2]);
     }
 }

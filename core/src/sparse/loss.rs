@@ -1,7 +1,8 @@
 //! The loss that an indexer is trained by, and its gradients.
 
 use super::index::{IndexCall, relu};
-use crate::error::{ProblemError, ensure};
+use crate::error::{ProblemError, Result, ensure};
+use crate::host_memory::filled;
 
 /// KL divergence of a list's scores from a target, and its gradient: with `p` the target divided by its sum,
 /// detached, and `q` the softmax of the scores, `loss = sum p (ln p - ln q)` and `d loss / d score = q - p`.
@@ -53,22 +54,25 @@ pub struct IndexGradients {
 /// counts twice.
 ///
 /// # Errors
-/// Lengths that do not fit the call.
+/// Lengths that do not fit the call; memory that the system refuses.
 pub fn index_gradients(
     call: &IndexCall<'_>,
     (indices, topk): (&[i32], usize),
     gradients: &[f32],
-) -> Result<IndexGradients, ProblemError> {
+) -> Result<IndexGradients> {
     let problem = *call.problem();
-    let wanted = call.rows() * topk;
+    let wanted = call.rows().saturating_mul(topk);
     for (field, length) in [("indices", indices.len()), ("gradients", gradients.len())] {
-        ensure!(length == wanted, field, "{field} has {length} elements, but {wanted} are wanted");
+        if length != wanted {
+            let text = format!("{field} has {length} elements, but {wanted} are wanted");
+            return Err(ProblemError::new(field, text).into());
+        }
     }
     let (heads, dim) = (problem.num_heads as usize, problem.head_dim as usize);
     let mut all = IndexGradients {
-        q: vec![0.0; call.rows() * heads * dim],
-        k: vec![0.0; problem.batch as usize * problem.seqlen_k as usize * dim],
-        weights: vec![0.0; call.rows() * heads],
+        q: filled(call.rows() * heads * dim, 0.0)?,
+        k: filled(problem.batch as usize * problem.seqlen_k as usize * dim, 0.0)?,
+        weights: filled(call.rows() * heads, 0.0)?,
     };
     for row in 0..call.rows() {
         for at in row * topk..(row + 1) * topk {
@@ -148,7 +152,7 @@ mod tests {
         let mut indices = vec![0; 6 * 4];
         for (row, list) in indices.chunks_mut(4).enumerate() {
             let row_scores: Vec<f32> = scores[row * 5..][..5].iter().map(|&score| score as f32).collect();
-            choose(&row_scores, call(&q, &k, &w).candidates(row), list);
+            choose(&row_scores, call(&q, &k, &w).candidates(row), list).unwrap();
         }
         assert!(indices.contains(&-1));
         let target: Vec<f32> = noise(24, 4).iter().map(|x| x.abs()).collect();

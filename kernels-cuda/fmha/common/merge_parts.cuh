@@ -37,6 +37,7 @@ struct MergedRow {
   int32_t i_head, i, num_parts;
   int64_t row, part_rows;  // where its first part has it, and rows from part to part
   float top, reference, sum, per_sum;
+  float lse_of_keys;  // of the keys alone, which lists of keys ask for
   bool live;  // else no memory of its parts is read
 };
 
@@ -45,7 +46,21 @@ FMHA_DEVICE float lse_of(const KvParts& parts, const MergedRow& merged, int32_t 
   return merged.live ? parts.lse[n * merged.part_rows + merged.row] : -infinity();
 }
 
-template <FwdSpec spec>
+// Log-sum-exp of a row's keys, without the sink.
+FMHA_DEVICE float lse_of_parts(const KvParts& parts, const MergedRow& merged) {
+  const int32_t lane = threadIdx.x % kWarp;
+  float top = -infinity(), sum = 0.f;
+  for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, lse_of(parts, merged, n));
+#pragma unroll
+  for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
+  for (int32_t n = lane; n < merged.num_parts; n += kWarp)
+    sum += exp2_of((lse_of(parts, merged, n) - finite_or_zero(top)) * kLog2E);
+#pragma unroll
+  for (int32_t step = 16; step > 0; step /= 2) sum += ptx::shfl_xor(sum, step);
+  return sum == 0.f ? -infinity() : finite_or_zero(top) + log2_of(sum) * kLn2;
+}
+
+template <FwdSpec spec, bool listed>
 FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merged) {
   const int32_t lane = threadIdx.x % kWarp;
   // Natural: times log2(e) a finite LSE or sink may be more than f32 holds.
@@ -54,6 +69,7 @@ FMHA_DEVICE void weigh(const FwdParams& p, const KvParts& parts, MergedRow& merg
   for (int32_t n = lane; n < merged.num_parts; n += kWarp) top = max(top, lse_of(parts, merged, n));
 #pragma unroll
   for (int32_t step = 16; step > 0; step /= 2) top = max(top, ptx::shfl_xor(top, step));
+  if constexpr (listed && spec.sink) merged.lse_of_keys = lse_of_parts(parts, merged);
   merged.top = top;
   merged.reference = finite_or_zero(top);
   float sum = 0.f;
@@ -167,6 +183,10 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
     if (there) {
       if constexpr (in_shares) {
         find_in_shares(parts, merged);
+      } else if constexpr (are_listed<Keys>()) {
+        merged.num_parts = parts.count;
+        merged.row = at;
+        merged.part_rows = num_rows;
       } else {
         // Parts that the forward kernel has written: up to the last key that the row sees, and the first part in any
         // case.
@@ -177,7 +197,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         merged.row = at;
         merged.part_rows = num_rows;
       }
-      weigh<spec>(p, parts, merged);
+      weigh<spec, are_listed<Keys>()>(p, parts, merged);
       // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
       again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
@@ -203,10 +223,21 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
     if (there && of_row == 0) {
       if (again) {
         const SeqSpan& span = merged.span;
-        RecomputedRow<spec, stored, Keys> row{
-            p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, span.seqlen_k}, keys_of_row};
-        row.run();
+        if constexpr (are_listed<Keys>()) {
+          using KeysOfRow = typename Keys::OfRow;
+          const KeysOfRow keys = keys_of_row.at(p, span, merged.i, merged.i_head / p.gqa_ratio);
+          RecomputedRow<spec, stored, KeysOfRow> row{
+              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, keys.list.count()}, keys};
+          row.run();
+        } else {
+          RecomputedRow<spec, stored, Keys> row{
+              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, span.seqlen_k}, keys_of_row};
+          row.run();
+        }
       } else {
+        bool all_in_sink = false;
+        if constexpr (are_listed<Keys>() && spec.sink)
+          all_in_sink = live && merged.top == infinity() && merged.lse_of_keys < infinity();
         float factor = 1.f;
         if constexpr (is_fp8(spec.dtype_o)) factor *= live && p.scale_o ? *p.scale_o : 1.f;
         const int64_t to = row_offset(p.o, merged.span.storage_batch, merged.span.q_row + merged.i, merged.i_head);
@@ -215,13 +246,17 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
 #pragma unroll
           for (int32_t e = 0; e < 4; ++e) {
             const int32_t d = Part::column(chunk) + e;
-            if (live && d < dim) store_elem<spec.dtype_o>(p.o.data, to + d, o.elems[chunk][e] * factor);
+            const float value = all_in_sink ? 0.f : o.elems[chunk][e] * factor;
+            if (live && d < dim) store_elem<spec.dtype_o>(p.o.data, to + d, value);
           }
         }
         if constexpr (spec.write_lse) {
-          if (live && lane == 0)
-            p.lse[lse_offset(p, merged.span, merged.i_head, merged.i)] =
-                merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
+          float lse = merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
+          if constexpr (are_listed<Keys>() && spec.sink) {
+            if (all_in_sink) lse = infinity();
+            if (keys_of_row.lists.lse_without_sink) lse = merged.lse_of_keys;
+          }
+          if (live && lane == 0) p.lse[lse_offset(p, merged.span, merged.i_head, merged.i)] = lse;
         }
       }
     }

@@ -40,7 +40,7 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     const OutputPlace place = output_place<tile>(p, work);
     RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{
-        p, span, i_head, i, place.batch, place.row + i, keys_of_work<tile>(p, work), seen};
+        p, span, i_head, i, place.batch, place.row + query_of_sequence(seen, i), keys_of_work<tile>(p, work), seen};
     again.run();
   }
 }

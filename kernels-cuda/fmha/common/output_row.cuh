@@ -47,6 +47,23 @@ FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_s
   }
 }
 
+// A row's result, and the log-sum-exp of its keys alone where lists of keys make LSE another number.
+struct RowEnd {
+  RowResult row;
+  float lse_of_keys;
+};
+
+// The end of a row over such keys.
+template <FwdSpec spec, class Keys>
+FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax row_max, float row_sum, int32_t i_head) {
+  if constexpr (requires { Keys::listed; }) {
+    return keys.template finish<spec>(p, row_max, row_sum, i_head);
+  } else {
+    const RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
+    return {row, row.lse};
+  }
+}
+
 // Element `at` of O. FP8 saturates, infinities too.
 template <DType dtype>
 FMHA_DEVICE void store_o(void* data, int64_t at, float x, bool condition) {

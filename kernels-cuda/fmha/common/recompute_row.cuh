@@ -1,10 +1,10 @@
 // A row of O and its LSE computed again by a warp, key by visible key.
 //
-// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor
-// cores, since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so:
-// 1 to 4 % on an H200), so they are found in O: a row that is not finite although its LSE is gets computed
-// again from memory. So are rows whose unnormalised O has left f32 though O itself does not, and on Hopper rows of very
-// large scores (range.h). That is slow, and exact.
+// A NaN or infinity of V that one query sees and the mask hides from another reaches both through the tensor cores,
+// since 0 times either is NaN. Looking for such values in V would cost every tile (two warps doing so: 1 to 4 % on an
+// H200), so they are found in O: a row that is not finite although its LSE is gets computed again from memory. So are
+// rows whose unnormalised O has left f32 though O itself does not, and on Hopper rows of very large scores (range.h).
+// That is slow, and exact.
 //
 // Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
@@ -23,14 +23,14 @@
 
 namespace fmha {
 
-// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
-// of weights times V may leave it.
+// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the
+// sum of weights times V may leave it.
 FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
 
-// One row: query i of a head, over the keys of `among` that `keys` has too. K and V lie in memory as `stored`: Q's
-// type, or FP8 beside 16 bits.
+// One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
+// memory as `stored`: Q's type, or FP8 beside 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
 struct RecomputedRow {
   static constexpr bool widens = stored != spec.dtype_qk;
@@ -62,8 +62,8 @@ struct RecomputedRow {
 
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
-    const int64_t q = query_offset(p, span, i, i_head);
-    const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
+    const int64_t q = query_offset(p, span, query_of_sequence(keys, i), i_head);
+    const int64_t k = row_offset(p.k, place_of_key(keys, p, spec.kv_layout, span, j), i_head_kv);
     float dot = 0.f;
 #pragma unroll
     for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
@@ -110,7 +110,7 @@ struct RecomputedRow {
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;
       }
       weight *= room;
-      const int64_t v = row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv);
+      const int64_t v = row_offset(p.v, place_of_key(keys, p, spec.kv_layout, span, j), i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
@@ -127,12 +127,16 @@ struct RecomputedRow {
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
     const Score<spec> modifiers = Score<spec>::of(p, span, i_head, scale);
     const Range row = {i, i + 1};
-    if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifiers);
-    const Range seen = row_range(band, i, span.seqlen_k);
-    take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifiers);
+    if constexpr (are_listed<Keys>()) {
+      take(among, modifiers);
+    } else {
+      if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifiers);
+      const Range seen = row_range(band, i, span.seqlen_k);
+      take({max(seen.begin, among.begin), min(seen.end, among.end)}, modifiers);
+    }
 
     const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, positive_scale)};
-    const RowResult result = finish_row<spec>(p, max, row_sum, i_head);
+    const RowResult result = finish_row_of<spec>(p, keys, max, row_sum, i_head).row;
     float factor = result.factor * inverse_of_power(room);
     if constexpr (spec.dropout) factor *= p.dropout_scale;
     if constexpr (is_fp8(spec.dtype_v)) factor *= descale(p.descale_v);

@@ -3,6 +3,7 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
+use fmha_core::lists::list_params;
 use fmha_core::mask::MaskKind;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
@@ -37,7 +38,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm80Tile>(sm80::NAME, &[sm80::HEADER, sm80::TMA_HEADER]);
-        About { computes_code: true, tiles: Some(tiles), reads_masks: true, ..About::new(sm80::NAME) }
+        About {
+            computes_code: true,
+            tiles: Some(tiles),
+            reads_masks: true,
+            takes_lists: true,
+            ..About::new(sm80::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -86,6 +93,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
         let source = match (tree, problem.masks.is_empty()) {
+            _ if problem.lists.is_some() => sm80::fwd_lists(&own_spec, &tile),
             (true, _) => sm80::fwd_tree(&own_spec, &tile),
             (false, false) => sm80::fwd_masked(&own_spec, &tile),
             (false, true) => sm80::fwd(&own_spec, &tile),
@@ -121,17 +129,19 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 // A row's key blocks begin at the sequence's first key, their size is the head dimensions',
                 // and blocks that only other rows see are left out or add zeros. But a short query's keys may
                 // be split, a long one's not, unless parts have as many keys of every sequence.
-                batch_invariant: (!is_split || tile.fixed_parts)
-                    && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
+                batch_invariant: (!is_split || tile.fixed_parts && problem.lists.is_none())
+                    && (problem.lists.is_some()
+                        || tile.block_n == sm80::default_tile(&spec, room(facts)).block_n)
                     && (options.batch_invariant
-                        || split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
+                        || problem.lists.is_none()
+                            && split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
             },
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
-                ("order", format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group)),
+                ("order", order_words(problem, &schedule)),
                 ("schedule", schedule_words(&tile, problem.cache.dtype.is_some())),
             ],
         })
@@ -161,6 +171,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         }
         let tree = tree_mask::bind(call.problem, call.args);
         let masks = mask_data_params(call.problem, &call.args.masks);
+        let lists = list_params(call.problem, &call.args.seq);
         let has_masks = !call.problem.masks.is_empty();
         let by_tma = tile.tma && tile.split_keys == 0;
         let maps = match by_tma {
@@ -170,16 +181,19 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let in_parts = (tile.cut(), tile.rows_at_once(call.problem));
         let main = |params: &mut FwdParams, (first, count)| {
             let (mut rows, mut tree, mut masks) = (schedule.of_blocks(first, count), tree, masks);
-            // Kernels without a tree or masks take one argument fewer; the driver reads as many as a kernel has.
+            let mut lists = lists;
+            // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a
+            // kernel has.
             let last = match (by_tma, has_masks) {
+                _ if call.problem.lists.is_some() => (&raw mut lists).cast(),
                 (true, _) => (&raw const maps).cast_mut().cast(),
                 (false, true) => (&raw mut masks).cast(),
                 (false, false) => (&raw mut tree).cast(),
             };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
-            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks as data
-            // MaskDataParams, or, where TMA loads, Maps, which were made for the same extents; `check_fwd` saw that
-            // the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks
+            // as data MaskDataParams, over lists ListParams, or, where TMA loads, Maps, which were made for
+            // the same extents; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         // SAFETY: the caller's promise.
@@ -192,6 +206,10 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
     let hides = !problem.masks.is_empty() && spec.mask == MaskKind::Full;
+    // Lists hide keys by what stands at a place, and what is hidden comes as zeros.
+    if problem.lists.is_some() {
+        return FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec };
+    }
     if hides { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
 }
 
@@ -211,6 +229,18 @@ fn fitted(
     tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
     tile.check()?;
     tile.check_loads(problem)?;
+    if problem.lists.is_some() {
+        tile.fixed_parts = tile.split_keys > 0;
+        let alone =
+            [("shares", tile.shares, 0), ("pack_gqa", tile.pack_gqa.into(), 1), ("tma", tile.tma.into(), 0)];
+        for (field, value, wanted) in alone {
+            if value != wanted {
+                return Err(format!(
+                    "{field}={value} beside lists of keys: a tile has one token's heads, {field}={wanted}"
+                ));
+            }
+        }
+    }
     if !problem.masks.is_empty() {
         for (field, value) in [
             ("split_keys", tile.split_keys),
@@ -245,7 +275,7 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
 /// The table's tile, whose K and V come by TMA where that is better.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
-    if prefers_tma(facts) && problem.masks.is_empty() {
+    if prefers_tma(facts) && problem.masks.is_empty() && problem.lists.is_none() {
         tile.by_tma(problem, room(facts)).unwrap_or(tile)
     } else {
         tile
@@ -265,6 +295,13 @@ fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
 /// The architecture, and what it lacks.
 pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
     facts.needs(facts.instructions.mma_sync, "cp.async with mma.sync of bf16")
+}
+
+fn order_words(problem: &ValidFwd, schedule: &TileSchedule) -> String {
+    match problem.lists {
+        Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
+        None => format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group),
+    }
 }
 
 fn schedule_words(tile: &Sm80Tile, widens: bool) -> String {

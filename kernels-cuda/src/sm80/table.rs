@@ -7,8 +7,8 @@ use super::{
     MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts,
 };
 use crate::operands::{stores_vectors, strides};
-use crate::split;
 use crate::split::price::{self, CONSTANTS, Keys, Walk};
+use crate::{lists, split};
 
 /// What tiles have to fit into, and how many there should be.
 #[derive(Clone, Copy, Debug)]
@@ -41,9 +41,27 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
 
 /// The tile for a problem by itself.
 fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
+    if problem.lists.is_none() {
+        return tile_of_rows(problem, room);
+    }
+    let mut tile = tile_of_rows(&lists::of_tokens(problem), room);
+    (tile.pack_gqa, tile.block_in_page, tile.fixed_parts) = (true, false, tile.split_keys > 0);
+    tile
+}
+
+/// Whether V's block is K's: of lists, whose rows are gathered one by one.
+fn shares_blocks(problem: &FwdProblem) -> bool {
+    let dims = problem.dims;
+    let whole_spans = dims.head_dim_qk.is_multiple_of(64) && dims.head_dim_v.is_multiple_of(64);
+    let is_of_16_bits = !problem.stored_k().is_fp8() && !problem.dtypes.qk.is_fp8();
+    problem.lists.is_some() && problem.cache.v_in_k && whole_spans && is_of_16_bits
+}
+
+/// The tile for rows that walk the keys of their sequence, or of their list where each token is a sequence.
+fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
-    let mut tile = default_tile(&spec, room);
+    let mut tile = table_tile(&spec, room, shares_blocks(problem));
     if !problem.masks.is_empty() {
         // Whole sequences, and rows of one head: what masks show of a block is asked for a warp's rows.
         return Sm80Tile { stored: problem.stored_k(), ..tile };
@@ -139,6 +157,11 @@ fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
 /// A100's multiprocessor).
 #[must_use]
 pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
+    table_tile(spec, room, false)
+}
+
+/// The tile for long sequences of a spec. `v_in_k`: a block of K is V's.
+fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool) -> Sm80Tile {
     let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
     let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout || spec.code != CodeKind::None;
     // Rows, keys and warps, best first. What modifies scores takes registers.
@@ -152,6 +175,8 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         65..=128 => &[(128, 64, 4), (64, 64, 4)],
         129..=192 => &[(128, 64, 8), (64, 48, 4)],
         193..=256 => &[(128, 64, 8), (64, 48, 4), (64, 32, 4)],
+        // A block's loads are under way while another's are multiplied: two of them, whatever it costs in keys.
+        257.. if v_in_k => &[(64, 64, 4), (64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
         // Two warps, or three, have the same rows.
         _ => &[(64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)],
     };
@@ -182,9 +207,12 @@ pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
         converts_fp8: false,
         launches_merge: false,
         tma: false,
+        v_in_k,
     };
+    let least_stages = if v_in_k { 2 } else { 1 };
     let fits = |tile: &Sm80Tile| {
-        tile.smem_bytes(spec) <= room.smem_bytes && is_whole_steps(tile.block_n, spec.dtype_v)
+        Sm80Tile { stages: least_stages, ..*tile }.smem_bytes(spec) <= room.smem_bytes
+            && is_whole_steps(tile.block_n, spec.dtype_v)
     };
     let last = of(&candidates[candidates.len() - 1]);
     let mut tile = candidates.iter().map(of).find(fits).unwrap_or(last);
@@ -362,6 +390,7 @@ fn in_shares(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Option<Sm80Til
     // A power of two, so that few kernels serve all lengths.
     shared.split_keys = shared.block_n << blocks.ilog2();
     let fits = shared.value_parts == 1
+        && problem.lists.is_none()
         && problem.dims.batch > 1
         && shared.smem_bytes(&spec) <= room.smem_bytes
         && shared.shares <= MOST_SHARES

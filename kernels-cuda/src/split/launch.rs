@@ -2,6 +2,7 @@
 
 use fmha_core::abi::FwdParams;
 use fmha_core::error::Result;
+use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, ValidFwd};
 use fmha_gpu::{Driver, Grid, Launch, Stage, Steps};
@@ -24,8 +25,13 @@ pub(crate) fn merge(
     let merging = Merging::new(problem, cut, stored, facts.instructions.tma);
     // A launch of its own writes the keep mask.
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
-    let tree = problem.cache.tree_mask;
-    let source = if tree { split::merge_tree(&spec, merging) } else { split::merge(&spec, merging) };
+    let source = if problem.cache.tree_mask {
+        split::merge_tree(&spec, merging)
+    } else if problem.lists.is_some() {
+        split::merge_lists(&spec, merging)
+    } else {
+        split::merge(&spec, merging)
+    };
     let groups = merging.grid(problem, queries, facts.num_sms);
     let grid = Grid { dependent: merging.dependent, ..Grid::new(groups, merging.threads()) };
     Some(row_launch((Stage::Merge, kernel), source, grid, facts))
@@ -49,16 +55,21 @@ pub(crate) unsafe fn run<D: Driver>(
 ) -> Result<()> {
     let Some(merge) = steps.at(Stage::Merge) else { return main(&mut whole, (0, i32::MAX)) };
     let mut tree = tree_mask::bind(call.problem, call.args);
+    let mut lists = list_params(call.problem, &call.args.seq);
+    // A kernel without a tree or lists takes one argument fewer; the driver reads as many as a kernel has.
+    let last = match call.problem.lists {
+        Some(_) => (&raw mut lists).cast(),
+        None => (&raw mut tree).cast(),
+    };
     let all = call.problem.dims.seqlen_q;
     for n in 0..all.div_ceil(at_once.queries.max(1)) {
         let first = n * at_once.queries;
         let rows = first..all.min(first + at_once.queries);
         let mut parts = cut.parts(call.problem, rows, whole.workspace.0);
         main(&mut parts.params(&whole), ((n * at_once.blocks).cast_signed(), at_once.blocks.cast_signed()))?;
-        // A kernel without a tree takes one argument fewer; the driver reads as many as a kernel has.
-        let mut arguments = [(&raw mut whole).cast(), (&raw mut parts).cast(), (&raw mut tree).cast()];
-        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask; `check_fwd` saw that the memory
-        // covers the problem, and that the workspace is as large as the plan says.
+        let mut arguments = [(&raw mut whole).cast(), (&raw mut parts).cast(), last];
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, over lists ListParams;
+        // `check_fwd` saw that the memory covers the problem, and that the workspace is as large as the plan says.
         unsafe { merge.launch(&mut arguments, call.stream)? };
     }
     Ok(())

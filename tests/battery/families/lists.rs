@@ -23,8 +23,10 @@ pub(crate) fn cases() -> Vec<Case> {
         tokens(&mut cases, dtype);
         head_dims(&mut cases, dtype);
         scores(&mut cases, dtype);
+        parts(&mut cases, dtype);
         blocks(&mut cases, dtype);
         gradients(&mut cases, dtype);
+        unordered_gradients(&mut cases, dtype);
     }
     caches(&mut cases);
     laws(&mut cases);
@@ -305,6 +307,37 @@ fn scores(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
+/// Long lists of few tokens, which kernels cut into parts: some of a part's entries absent, or all of every
+/// part; sinks, which join in the merge; lengths that end in a part.
+fn parts(cases: &mut Vec<Case>, dtype: DType) {
+    for (style, modifier) in [
+        ("scattered", ""),
+        ("absent", ""),
+        ("some_empty", "sink"),
+        ("beyond", "sink_apart"),
+        ("some_empty", "infinite_sink"),
+        ("scattered", "infinite_sink_apart"),
+        ("repeated", "softcap"),
+    ] {
+        let name = format!("lists/parts/{dtype}/{style}/{modifier}");
+        let sizes = Dims { batch: 1, ..dims(3, 2000, (4, 1), 64) };
+        let problem = modified(masked(dtype, sizes, "b"), modifier);
+        let (mut problem, mut lengths) =
+            with_lists(problem, Lengths::default(), 1500, style, data(&name).seed);
+        problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+        lengths.topk_length = vec![1500, 700, 1031];
+        let infinite = Plant::FarRows { bias: None, sink: Some(f64::INFINITY) };
+        let plant = if modifier.starts_with("infinite") { infinite } else { Plant::HiddenKeys };
+        push_planted(cases, name, finished(problem, modifier), lengths, plant);
+    }
+    let name = format!("lists/parts/{dtype}/latent");
+    let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(1, 900, (20, 1), 576) };
+    let mut problem = masked(dtype, sizes, "0").sink(true);
+    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 1000, "beyond", data(&name).seed);
+    push(cases, name, problem, lengths);
+}
+
 /// Blocks of keys, the token's own among them: the band cuts it.
 fn blocks(cases: &mut Vec<Case>, dtype: DType) {
     for (size, mask) in [(1, "b"), (7, "0"), (16, "b"), (64, "b"), (128, "b:100,0")] {
@@ -396,6 +429,48 @@ fn gradients(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(name, problem, lengths, &|problem| problem);
     }
+}
+
+/// Gradients in any order.
+fn unordered_gradients(cases: &mut Vec<Case>, dtype: DType) {
+    let mut push = |name: String, problem: FwdProblem, lengths: Lengths| {
+        let planted = avoided(&problem);
+        let problem = BwdProblem::new(problem);
+        let body = Backward { problem, lengths, data: data(&name), deterministic: false, planted };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    };
+    for (qk, v, heads, seqlen_q, topk, style) in [
+        (64, 64, (4, 2), 20, 70, "scattered"),
+        (48, 48, (3, 3), 9, 24, "repeated"),
+        (128, 128, (8, 1), 9, 100, "some_empty"),
+        (128, 64, (40, 1), 4, 40, "beyond"),
+        (256, 256, (16, 1), 5, 60, "scattered"),
+        (576, 512, (20, 1), 3, 40, "scattered"),
+        (512, 512, (64, 1), 2, 70, "absent"),
+    ] {
+        let name = format!("lists/unordered/{dtype}/d{qk}x{v}/h{}x{}/{style}", heads.0, heads.1);
+        let sizes = Dims { head_dim_v: v, ..dims(seqlen_q, 90, heads, qk) };
+        let (problem, lengths) = with_lists(
+            masked(dtype, sizes, "b").sink(true),
+            Lengths::default(),
+            topk,
+            style,
+            data(&name).seed,
+        );
+        push(name, problem, lengths);
+    }
+    let sequences = [(0, 9), (5, 40), (3, 0), (7, 65), (1, 13)];
+    let name = format!("lists/unordered/{dtype}/packed");
+    let problem = group(dtype, dims(7, 65, (4, 2), 48), &sequences, "b");
+    let (problem, lengths) =
+        with_lists(problem.softcap(2.0), Lengths::packed(&sequences), 20, "scattered", data(&name).seed);
+    push(name, problem, lengths);
+    let name = format!("lists/unordered/{dtype}/blocks");
+    let mut problem = masked(dtype, dims(6, 200, (8, 2), 64), "b");
+    problem.lists = Some(KeyLists::new(&problem, 3).entries(ListEntries::Blocks { size: 16 }));
+    let mut lengths = Lengths::default();
+    lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+    push(name, problem, lengths);
 }
 
 /// NaN at K and V of the keys that no list of single keys names.

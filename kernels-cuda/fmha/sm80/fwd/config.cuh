@@ -79,8 +79,12 @@ FMHA_DEVICE consteval bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile&
          tile.block_m * spec.head_dim_v <= kMostRawOutput;
 }
 
-enum class Form { Wide, Widened, Raw };
+// Whether V is the first columns of K's rows and its block those of K's block, which are loaded once.
+FMHA_DEVICE consteval bool shares_blocks(const FwdSpec&, const Sm80Tile& tile) { return tile.v_in_k; }
+
+enum class Form { Wide, Shared, Widened, Raw };
 FMHA_DEVICE consteval Form form_of_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
+  if (shares_blocks(spec, tile)) return Form::Shared;
   return !widens_blocks(spec, tile) ? Form::Wide : reads_raw_blocks(spec, tile) ? Form::Raw : Form::Widened;
 }
 
@@ -89,6 +93,12 @@ template <class KTile, class VTile, class RawK, class RawV, int stages, Form for
 struct Blocks {
   KTile k[stages];
   VTile v[stages];
+};
+template <class KTile, class VTile, class RawK, class RawV, int stages>
+struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Shared> {
+  static_assert(KTile::rows == VTile::rows && KTile::span_bytes == VTile::span_bytes && KTile::dim >= VTile::dim,
+                "V's chunks are K's first");
+  KTile k[stages];
 };
 template <class KTile, class VTile, class RawK, class RawV, int stages>
 struct Blocks<KTile, VTile, RawK, RawV, stages, Form::Raw> {

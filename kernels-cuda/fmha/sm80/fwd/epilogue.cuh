@@ -37,14 +37,16 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
       // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
       const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
-      RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
+      const RowEnd end = finish_row_of<spec>(p, consumer.keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
+      RowResult result = end.row;
       if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
       if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
       if constexpr (spec.dropout) result.factor *= p.dropout_scale;
       suspect[m][r] = stored && RowSoftmax::is_too_large(stats.row_max, scale_log2);
       // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-      if constexpr (may_be_non_finite(spec)) suspect[m][r] |= stored && has_non_finite(o, r) && result.lse < infinity();
-      const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head + first_column;
+      if constexpr (may_be_non_finite(spec)) suspect[m][r] |= stored && has_non_finite(o, r) && end.lse_of_keys < infinity();
+      const int32_t o_row = place.row + query_of_sequence(consumer.keys, i);
+      const int64_t at = place.batch * p.o.batch + int64_t(o_row) * p.o.row + i_head * p.o.head + first_column;
       if constexpr (reads_raw_blocks(spec, tile)) {
         store_lane_rows<spec, tile.vector_store>(p.o.data, at, o, r, result.factor, stored);
       } else if constexpr (tile.split_keys > 0) {
@@ -57,7 +59,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
         store_vectors<output, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
       }
       if constexpr (spec.write_lse) {
-        float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
+        float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + o_row;
         ptx::st_global_f32_if(out, result.lse, stored && quad_lane == 0);
       }
     }

@@ -31,14 +31,14 @@ constexpr int32_t kLongPart = 1024;
 // loads then, and faster with one stream a CTA. `unit`: the factors of a K and V that the products read as they lie
 // are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int stages = tile.stages;
   constexpr bool takes_turns = stages == 1 && tile.shares == 0 && tile.split_keys >= kLongPart && !reads_raw_blocks(spec, tile);
   constexpr int under_way = takes_turns ? 0 : 2 * stages - 1;
   loader.load_q();
   consumer.begin();
-  typename Loader<spec, tile>::KeyRows of_v = {};
+  typename Loader<spec, tile, Keys>::KeyRows of_v = {};
 #pragma unroll 1
   for (int32_t i = -stages; i < work.num_blocks; ++i) {
     const int32_t block = i < 0 ? -1 : block_at(work, i), loaded = i + stages;
@@ -82,13 +82,13 @@ FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile>& loader, Consumer<
 
 // Walks the tile's blocks of keys.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
-  if constexpr (tile.stages == 1 && Loader<spec, tile>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
+FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  if constexpr (tile.stages == 1 && Loader<spec, tile, Keys>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
   loader.load_q();
-  typename Loader<spec, tile>::KeyRows keys = {};
+  typename Loader<spec, tile, Keys>::KeyRows keys = {};
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {
     keys = loader.look_up(i);
@@ -119,8 +119,8 @@ FMHA_DEVICE void walk(const Loader<spec, tile>& loader, Consumer<spec, tile, Key
 }
 
 // Q, and the first blocks of an FP8 cache, as many as there are slots: a group each of K and V.
-template <FwdSpec spec, Sm80Tile tile>
-FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& work) {
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void load_first_raw(const Loader<spec, tile, Keys>& loader, const Work& work) {
   loader.load_q();
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {
@@ -135,7 +135,7 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile>& loader, const Work& wo
 // Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the
 // factors of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1) return walk_in_little_code<unit>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
@@ -170,7 +170,7 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile>& loader, Consumer<spec, tile,
 //   V(i) raw is there, the wide block is read   widen V(i)
 //   V(i) wide is there, its slot is free        load V(i + s), O += P V(i)
 template <FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
@@ -198,16 +198,49 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile>& loader, Consumer<spec, 
   }
 }
 
+// Walks blocks of which each is K's and V's: loaded once, and its slot is free once both products are computed. The
+// other slots' loads are under way meanwhile.
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+  using VTile = typename Smem<spec, tile>::VTile;
+  auto& blocks = loader.smem.blocks.k;
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_k(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<tile.stages - 1>();
+    __syncthreads();
+    if (computes) {
+      consumer.score(blocks[i % tile.stages], block);
+      consumer.accumulate(reinterpret_cast<const VTile&>(blocks[i % tile.stages]));
+    }
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+  }
+}
+
 // O and LSE of a tile's rows, of the keys that its work is on.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
-  const Loader<spec, tile> loader{p, work, smem};
+  const Loader<spec, tile, Keys> loader{p, work, smem, keys};
   Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
   if constexpr (reads_raw_blocks(spec, tile)) {
     if (consumer.descale_k == 1.f && consumer.descale_v == 1.f) walk_raw<true>(loader, consumer, work);
     else walk_raw<false>(loader, consumer, work);
   } else if constexpr (widens_blocks(spec, tile)) {
     walk_widening(loader, consumer, work);
+  } else if constexpr (shares_blocks(spec, tile)) {
+    walk_sharing(loader, consumer, work);
   } else {
     walk(loader, consumer, work);
   }

@@ -1,12 +1,13 @@
-// Q, and the blocks of K and V, from memory: strided, packed or in pages.
+// Q, and the blocks of K and V, from memory: strided, packed, in pages, or where a token's list names them.
 #pragma once
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80/fwd/config.cuh>
 
 namespace fmha::sm80 {
 
-template <FwdSpec spec, Sm80Tile tile>
+template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
@@ -17,6 +18,7 @@ struct Loader {
   const FwdParams& p;
   const Work& work;
   Shared& smem;
+  const Keys& keys_of_row;
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 
   FMHA_DEVICE void load_q() const {
@@ -25,7 +27,7 @@ struct Loader {
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t packed_row = work.first_row + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-      return i < work.seqlen_q ? data + query_offset(p, span, i, i_head) : nullptr;
+      return i < work.seqlen_q ? data + query_offset(p, span, query_of_sequence(keys_of_row, i), i_head) : nullptr;
     };
     copy_tile<bytes, threads>(smem.q, data, row_of,
                               [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });
@@ -39,15 +41,18 @@ struct Loader {
 
   // Key j's row, of this tile's head, as an offset of elements. A column-major V's is where its first element lies.
   FMHA_DEVICE int64_t offset_of(const View& view, int32_t j) const {
-    return row_offset(view, kv_row(p, spec.kv_layout, span, max(j, 0)), work.i_head_kv);
+    return row_offset(view, place_of_key(keys_of_row, p, spec.kv_layout, span, max(j, 0)), work.i_head_kv);
   }
 
   FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
 
   // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
-  // otherwise a lane has every 32nd key of the block. The block table is read a block ahead of its copies, which then
-  // do not wait for it.
-  static constexpr bool in_a_row = spec.kv_layout != KvKind::Paged || tile.block_in_page;
+  // otherwise a lane has every 32nd key of the block. The block table, or the list, is read a block ahead of its
+  // copies, which then do not wait for it.
+  static constexpr bool listed = are_listed<Keys>();
+  static constexpr bool in_a_row = !listed && (spec.kv_layout != KvKind::Paged || tile.block_in_page);
+  // Batch index of a listed key that is absent, and its offset.
+  static constexpr int32_t kAbsent = -1;
   struct KeyRows {
     static constexpr int count = in_a_row ? 1 : ceil_div(tile.block_n, 32);
     KvRow rows[count];
@@ -59,7 +64,13 @@ struct Loader {
 #pragma unroll
     for (int s = 0; s < KeyRows::count; ++s) {
       const int32_t within = in_a_row ? 0 : 32 * s + int32_t(threadIdx.x % 32), j = first_key + within;
-      if (within < tile.block_n && j >= 0 && j < end) found.rows[s] = kv_row(p, spec.kv_layout, span, j);
+      const bool there = within < tile.block_n && j >= 0 && j < end;
+      if constexpr (listed) {
+        const int32_t key = there ? keys_of_row.list.key(j) : -1;
+        found.rows[s] = key < 0 ? KvRow{kAbsent, 0} : keys_of_row.list.row_of(spec.kv_layout, key);
+      } else {
+        if (there) found.rows[s] = kv_row(p, spec.kv_layout, span, j);
+      }
     }
     return found;
   }
@@ -73,10 +84,16 @@ struct Loader {
     const Elem* data = static_cast<const Elem*>(view.data);
     int64_t offsets[KeyRows::count];
 #pragma unroll
-    for (int s = 0; s < KeyRows::count; ++s) offsets[s] = row_offset(view, keys.rows[s], work.i_head_kv);
+    for (int s = 0; s < KeyRows::count; ++s) {
+      offsets[s] = row_offset(view, keys.rows[s], work.i_head_kv);
+      if (listed && keys.rows[s].batch == kAbsent) offsets[s] = kAbsent;
+    }
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t j = first_key + row;
       if (j < 0 || j >= end) return nullptr;
+      if constexpr (listed) {
+        if (keys_of_row.list.key(j) < 0) return nullptr;
+      }
       return data + (in_a_row ? offsets[0] + row * view.row : offset_of(view, j));
     };
     // Row `base` + `within`, which is below `step`; `base` and `step` are known when compiling, and so whose lane has
@@ -90,7 +107,7 @@ struct Loader {
         const int64_t of_lane = ptx::shfl_idx(offsets[s], row % 32);
         if (row / 32 == s) offset = of_lane;
       }
-      return j >= 0 && j < end ? data + offset : nullptr;
+      return j >= 0 && j < end && !(listed && offset == kAbsent) ? data + offset : nullptr;
     };
     const auto there_of = [](int32_t, int32_t column) {
       // Rows of whole steps of a product have all their words.
@@ -160,6 +177,7 @@ struct Loader {
     }
   }
   FMHA_DEVICE void load_v(int32_t i, const KeyRows& keys) const {
+    static_assert(!shares_blocks(spec, tile), "sm80: V lies in K's block");
     if constexpr (widens_blocks(spec, tile)) {
       load_rows<spec.head_dim_v, spec.dtype_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
     } else if constexpr (Shared::v_columns) {

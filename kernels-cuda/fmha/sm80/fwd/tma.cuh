@@ -91,7 +91,7 @@ FMHA_DEVICE void fwd_tma(const FwdParams& p, const TileSchedule& schedule, const
     return;
   }
 
-  const Loader<spec, tile> loader{p, work, smem};
+  const Loader<spec, tile> loader{p, work, smem, keys};
   Consumer<spec, tile, EveryKey> consumer{p, work, smem, keys};
   loader.load_q();
   ptx::cp_async_commit_group();

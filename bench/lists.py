@@ -1,0 +1,250 @@
+"""Attention over lists of keys: `FMHA_LIB=libfmha_c.so python3 lists.py KIT [--rows REGEX] [--seed N]`, on a GPU.
+
+KIT is a folder with bench/ours.py as its ours.py. Lists are drawn by the seed. Each row's outputs, and of a backward its
+gradients, are first held to float64 at some tokens; then calls are timed by events, one after another with the L2 full
+of other keys, and the median is printed as microseconds, TFLOP/s of selected work (2 (head_dim_qk + head_dim_v) a listed
+key and query head; backward 2 (3 head_dim_qk + 2 head_dim_v)) and TB/s of the rows that are gathered. The exit status is
+1 if a row was wrong. Words of ours.py (OURS_KERNEL, OURS_TILE, OURS_FALLBACK, OURS_DETERMINISTIC) are honoured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from ctypes import c_float, pointer, sizeof
+from dataclasses import dataclass
+
+import torch
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("kit")
+parser.add_argument("--rows", default="")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--repeats", type=int, default=20)
+arguments = parser.parse_args()
+sys.path.insert(0, arguments.kit)
+import ours  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call: K's rows hold V's where `dim_v` is less than `dim_qk` or both are 512."""
+
+    name: str
+    batch: int
+    tokens: int
+    keys: int
+    heads: int
+    heads_kv: int
+    dim_qk: int
+    dim_v: int
+    topk: int
+    block: int = 1
+    page_size: int = 0  # entries are then addresses
+    every: bool = False  # lists that hold every key, in order
+    dense: bool = False  # no lists at all, for comparison
+    backward: bool = False
+
+    @property
+    def latent(self) -> bool:
+        return self.dim_qk >= 512 and not self.backward
+
+    @property
+    def listed(self) -> int:
+        return self.batch * self.tokens * (self.keys if self.dense else self.topk * self.block)
+
+    @property
+    def flops(self) -> float:
+        dims = 3 * self.dim_qk + 2 * self.dim_v if self.backward else self.dim_qk + self.dim_v
+        return 2.0 * self.listed * self.heads * dims
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.listed * self.heads_kv * (self.dim_qk + (0 if self.latent else self.dim_v))
+
+
+ROWS = (
+    Row("prefill 576/512 H128 top 2048", 1, 4096, 131072, 128, 1, 576, 512, 2048),
+    Row("prefill 512/512 H64 top 512", 1, 4096, 131072, 64, 1, 512, 512, 512),
+    Row("decode 576/512 H128 B128 T1 top 2048", 128, 1, 32768, 128, 1, 576, 512, 2048, page_size=64),
+    Row("decode 576/512 H64 B128 T2 top 2048", 128, 2, 32768, 64, 1, 576, 512, 2048, page_size=64),
+    Row("decode 576/512 H128 B1 T1 top 2048", 1, 1, 131072, 128, 1, 576, 512, 2048, page_size=64),
+    Row("decode 576/512 H16 B32 every key", 32, 1, 8192, 16, 1, 576, 512, 8192, every=True),
+    Row("decode 576/512 H16 B32 dense", 32, 1, 8192, 16, 1, 576, 512, 0, dense=True),
+    Row("prefill D128 H64/4, 16 blocks of 128", 1, 4096, 131072, 64, 4, 128, 128, 16, block=128),
+    Row("prefill D128 H32/8 top 1024", 1, 4096, 65536, 32, 8, 128, 128, 1024),
+    Row("backward 576/512 H128 top 2048", 1, 2048, 65536, 128, 1, 576, 512, 2048, backward=True),
+    Row("backward 512/512 H64 top 1024", 1, 4096, 65536, 64, 1, 512, 512, 1024, backward=True),
+    Row("backward D128 H32/8 top 1024", 1, 4096, 65536, 32, 8, 128, 128, 1024, backward=True),
+)
+
+
+def lists_of(row: Row, draw: torch.Generator) -> torch.Tensor:
+    """i32 `[batch, tokens, heads_kv, topk]`: positions, blocks, or addresses of a sequence's own pages; none twice."""
+    shape = (row.batch, row.tokens, row.heads_kv, row.topk)
+    if row.every:
+        return torch.arange(row.topk, dtype=torch.int32, device="cuda").expand(shape).contiguous()
+    reach = row.keys // row.block
+    # A stride without a common factor visits no key twice.
+    first = torch.randint(reach, shape[:3], generator=draw, device="cuda")
+    step = torch.randint(reach // 2, shape[:3], generator=draw, device="cuda") * 2 + 1
+    at = torch.arange(row.topk, device="cuda")
+    found = (first[..., None] + step[..., None] * at) % reach
+    if row.page_size:
+        found = found + torch.arange(row.batch, device="cuda")[:, None, None, None] * row.keys
+    return found.to(torch.int32)
+
+
+def inputs_of(row: Row, draw: torch.Generator) -> tuple:
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, device="cuda", dtype=torch.float32).to(torch.bfloat16)
+
+    q = normal(row.batch, row.tokens, row.heads, row.dim_qk)
+    k = normal(row.batch, row.keys, row.heads_kv, row.dim_qk)
+    v = k[..., : row.dim_v] if row.latent else normal(row.batch, row.keys, row.heads_kv, row.dim_v)
+    dout = normal(row.batch, row.tokens, row.heads, row.dim_v) if row.backward else None
+    return q, k, v, dout, None if row.dense else lists_of(row, draw)
+
+
+def made(row: Row, q, k, v, dout, indices):
+    """A function that runs the call once and gives O, or dQ, dK and dV."""
+    o = torch.empty(*q.shape[:-1], row.dim_v, device="cuda", dtype=q.dtype)
+    lse = torch.empty(row.batch, row.heads, row.tokens, device="cuda")
+    code = ours.DTYPE[torch.bfloat16]
+    call = ours.FmhaCall(
+        struct_bytes=sizeof(ours.FmhaCall), batch=row.batch, seqlen_q=row.tokens, seqlen_k=row.keys,
+        num_heads_q=row.heads, num_heads_kv=row.heads_kv, head_dim_qk=row.dim_qk, head_dim_v=row.dim_v,
+        mask=b"0", softmax_scale=pointer(c_float(row.dim_qk**-0.5)), dtype_qk=code, dtype_v=code, dtype_o=code,
+        q=ours._tensor(q), o=ours._tensor(o), lse=lse.data_ptr(), stream=torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    if row.page_size:
+        k = k.view(-1, row.page_size, row.heads_kv, row.dim_qk)
+        call.page_size, call.num_pages, call.seqlen_k = row.page_size, k.shape[0], 0
+    call.k = ours._tensor(k)
+    call.v = ours.FmhaTensor(0, *[getattr(call.k, n) for n in ("batch_stride", "seqlen_stride", "head_stride", "dim_stride")])
+    if row.latent:
+        call.cache = pointer(ours.FmhaCache(struct_bytes=sizeof(ours.FmhaCache), v_in_k=1))
+    else:
+        call.v = ours._tensor(v)
+    if indices is not None:
+        strides = dict(zip(("batch_stride", "seqlen_stride", "head_stride"), indices.stride()))
+        call.lists = pointer(ours.FmhaLists(
+            struct_bytes=sizeof(ours.FmhaLists), topk=row.topk, indices=indices.data_ptr(),
+            addresses=int(row.page_size > 0), block=row.block, **strides,
+        ))  # fmt: skip
+    forward = ours._runner(call, ours._options(timed=not row.backward, backward=False))
+    if not row.backward:
+
+        def run():
+            forward()
+            return (o,)
+
+        run.held = call, k, v, indices, lse
+        return run
+    forward()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = ours.FmhaGradients(struct_bytes=sizeof(ours.FmhaGradients), dtype_grad=code)
+    for name, x in dict(dout=dout, dq=dq, dk=dk, dv=dv).items():
+        setattr(gradients, name, ours._tensor(x))
+    call.gradients = pointer(gradients)
+    backward = ours._runner(call, ours._options(timed=True, backward=True))
+
+    def run_backward():
+        backward()
+        return dq, dk, dv
+
+    run_backward.held = call, forward, o, lse, k, v, indices, gradients
+    return run_backward
+
+
+def keys_of(row: Row, indices, b: int, i: int, h: int) -> torch.Tensor:
+    if indices is None:
+        return torch.arange(row.keys, device="cuda")
+    entries = indices[b, i, h].long() - (b * row.keys if row.page_size else 0)
+    return (entries[:, None] * row.block + torch.arange(row.block, device="cuda")).flatten()
+
+
+def error_of(row: Row, q, k, v, dout, indices, found) -> float:
+    """The largest difference from float64 at some tokens, of O or dQ, relative to the largest element."""
+    draw, worst, group = torch.Generator().manual_seed(row.topk), 0.0, row.heads // row.heads_kv
+    for _ in range(6):
+        b, i, h = (int(torch.randint(n, (), generator=draw)) for n in (row.batch, row.tokens, row.heads_kv))
+        keys, heads = keys_of(row, indices, b, i, h), slice(h * group, (h + 1) * group)
+        of_q, of_k, of_v = q[b, i, heads].double(), k[b, keys, h].double(), v[b, keys, h].double()
+        p = (of_q @ of_k.T * row.dim_qk**-0.5).softmax(-1)
+        exact = p @ of_v
+        if row.backward:
+            of_o = dout[b, i, heads].double()
+            ds = p * (of_o @ of_v.T - (of_o * exact).sum(-1, keepdim=True))
+            exact = ds @ of_k * row.dim_qk**-0.5
+        worst = max(worst, float((found[0][b, i, heads].double() - exact).abs().max() / exact.abs().max()))
+    if row.backward:
+        worst = max(worst, error_of_keys(row, q, k, v, dout, indices, found))
+    return worst
+
+
+def error_of_keys(row: Row, q, k, v, dout, indices, found) -> float:
+    """The largest relative difference of dK and dV of one key of the first sequence and kv head from float64."""
+    key, group = int(keys_of(row, indices, 0, 0, 0)[0]), row.heads // row.heads_kv
+    dk = torch.zeros(row.dim_qk, dtype=torch.float64, device="cuda")
+    dv = torch.zeros(row.dim_v, dtype=torch.float64, device="cuda")
+    listing = (indices[0, :, 0] == key // row.block).any(-1).nonzero().flatten().tolist()
+    for i in listing:
+        keys = keys_of(row, indices, 0, i, 0)
+        of_q, of_o = q[0, i, :group].double(), dout[0, i, :group].double()
+        of_k, of_v = k[0, keys, 0].double(), v[0, keys, 0].double()
+        p = (of_q @ of_k.T * row.dim_qk**-0.5).softmax(-1)
+        o = p @ of_v
+        ds = p * (of_o @ of_v.T - (of_o * o).sum(-1, keepdim=True))
+        at = keys == key
+        dk += (ds[:, at].sum(-1) @ of_q) * row.dim_qk**-0.5
+        dv += p[:, at].sum(-1) @ of_o
+    pairs = ((found[1][0, key, 0], dk), (found[2][0, key, 0], dv))
+    return max(float((x.double() - exact).abs().max() / exact.abs().max()) for x, exact in pairs)
+
+
+def micros(run) -> float:
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(arguments.repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def main() -> None:
+    wrong = 0
+    for row in ROWS:
+        if not re.search(arguments.rows, row.name):
+            continue
+        draw = torch.Generator(device="cuda").manual_seed(arguments.seed)
+        inputs = inputs_of(row, draw)
+        try:
+            run = made(row, *inputs)
+        except RuntimeError as error:
+            print(f"{row.name}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        found = run()
+        torch.cuda.synchronize()
+        error = error_of(row, *inputs, found)
+        bad = not error < 2e-2
+        wrong += bad
+        took = micros(run)
+        print(
+            f"{row.name}: {took:.1f} us, {row.flops / took / 1e6:.0f} TFLOP/s, {row.bytes / took / 1e6:.2f} TB/s, "
+            f"error {error:.1e}{' WRONG' if bad else ''}",
+            flush=True,
+        )
+        del inputs, run, found
+        torch.cuda.empty_cache()
+    sys.exit(wrong > 0)
+
+
+main()

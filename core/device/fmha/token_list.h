@@ -1,0 +1,48 @@
+// The list of keys of one query token and kv head: how many entries it has, which keys they name, where these lie.
+#pragma once
+#include <fmha/lists.h>
+#include <fmha/mask.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+struct TokenList {
+  const FwdParams& p;
+  const ListParams& lists;
+  SeqSpan span;  // of the sequence
+  MaskBand band;
+  int32_t i, i_head_kv;
+
+  // Row of Q and O among those of the tensor's batch.
+  FMHA_DEVICE int64_t token() const { return int64_t(span.q_row) + i; }
+
+  // Keys that the list's entries in use may name, absent ones counted.
+  FMHA_DEVICE int32_t count() const {
+    int32_t used = lists.topk;
+    if (lists.topk_length) {
+      const int64_t at =
+          lists.length_per_token ? int64_t(span.storage_batch) * p.seqlen_q + token() : int64_t(span.i_batch);
+      used = clamp(lists.topk_length[at], 0, lists.topk);
+    }
+    return used * lists.block;
+  }
+
+  // The key that stands there; -1 of one that is absent or hidden.
+  FMHA_DEVICE int32_t key(int32_t at) const {
+    const int64_t list = span.storage_batch * lists.batch + token() * lists.row + i_head_kv * lists.head;
+    const int32_t in_list = lists.block == 1 ? at : at / lists.block;
+    const int32_t entry = lists.indices[list + in_list];
+    const int64_t j = int64_t(entry) * lists.block + (at - in_list * lists.block);
+    const int64_t end = lists.addresses ? int64_t(p.num_pages) * p.page_size : int64_t(span.seqlen_k);
+    if (entry < 0 || j >= end) return -1;
+    // An address has no position, so no band hides it.
+    return lists.addresses || visible(band, i, int32_t(j)) ? int32_t(j) : -1;
+  }
+
+  FMHA_DEVICE KvRow row_of(KvKind layout, int32_t j) const {
+    if (lists.addresses) return {j / p.page_size, j % p.page_size};
+    return kv_row(p, layout, span, j);
+  }
+};
+
+}  // namespace fmha

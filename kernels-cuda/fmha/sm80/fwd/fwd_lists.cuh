@@ -1,0 +1,61 @@
+// The forward kernel over lists of keys. A tile has query heads of one token and kv head, whose list is the keys that
+// it walks; each block's rows of K and V are gathered from where the list says. What is absent, and what the band
+// hides, comes as zeros and is hidden.
+//
+// Tiles of a token are neighbours, so that their gathers meet in the L2. Long lists of few tokens are cut into parts
+// of `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
+#pragma once
+#include <fmha/common/listed_keys.cuh>
+#include <fmha/sm80/fwd/fwd.cuh>
+
+namespace fmha::sm80 {
+
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, const ListParams& lists) {
+  static_assert(spec.mask == MaskKind::Full, "sm80: lists hide keys by their places");
+  static_assert(tile.pack_gqa && tile.shares == 0 && !tile.tma, "sm80: a tile has one token's heads");
+  static_assert(tile.split_keys == 0 || tile.fixed_parts, "sm80: lists have parts of a fixed number of entries");
+  static_assert(!spec.dropout && spec.bias == BiasKind::None, "sm80: a place in a list is not a position");
+  if constexpr (tile.launches_merge) ptx::launch_dependents();
+  if (int32_t(blockIdx.x) >= schedule.num_tiles) return;
+  const int32_t m_block = blockIdx.x % schedule.num_m_blocks, head_and_part = blockIdx.x / schedule.num_m_blocks;
+  const int32_t num_parts = schedule.num_heads / (p.batch * p.num_heads_kv);
+  const int32_t head = head_and_part / num_parts, part = head_and_part - head * num_parts;
+  const int32_t blocks_of_token = ceil_div(p.gqa_ratio, tile.block_m), i = m_block / blocks_of_token;
+  const int32_t i_batch = head / p.num_heads_kv, i_head_kv = head - i_batch * p.num_heads_kv;
+
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+  if (i >= span.seqlen_q) return;
+  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+  const ListedKeys keys = {{p, lists, span, band, i, i_head_kv}};
+  const int32_t count = keys.list.count();
+  const Range own = tile.split_keys == 0 ? Range{0, count}
+                                         : Range{min(part * tile.split_keys, count), min((part + 1) * tile.split_keys, count)};
+
+  Work work = {};
+  work.i_batch = i_batch;
+  work.storage_batch = span.storage_batch;
+  work.i_head_kv = i_head_kv;
+  work.i_head = i_head_kv * p.gqa_ratio;
+  // The token is the only query of its tile.
+  work.first_row = (m_block - i * blocks_of_token) * tile.block_m;
+  work.q_row = span.q_row;
+  work.seqlen_q = 1;
+  work.k_row = span.k_row;
+  work.seqlen_k = count;
+  work.part = part;
+  work.first_dirty = tile.block_n;
+  work.last_sink_block = -1;
+  work.last_block = ceil_div(own.end, tile.block_n) - 1;
+  work.num_band_blocks = own.empty() ? 0 : work.last_block + 1 - own.begin / tile.block_n;
+  if (own.empty()) {  // one block outside the list, zeros that are hidden
+    work.last_block = -1;
+    work.num_band_blocks = 1;
+  }
+  work.num_blocks = work.num_band_blocks;
+
+  extern __shared__ __align__(1024) unsigned char raw[];
+  attend(p, work, *reinterpret_cast<Smem<spec, tile>*>(raw), keys);
+}
+
+}  // namespace fmha::sm80

@@ -1,0 +1,48 @@
+//! Lists of keys as tiles see them: a tile has query heads of one token and kv head, and walks its list.
+
+use fmha_core::{FwdProblem, KvLayout, MaskSpec, QLayout};
+
+use crate::schedule::{MAX_TILES, TileSchedule};
+
+/// Last parameter of an entry.
+pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
+
+/// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are
+/// chosen for.
+pub(crate) fn of_tokens(problem: &FwdProblem) -> FwdProblem {
+    let mut tokens = problem.clone();
+    let dims = &mut tokens.dims;
+    (dims.batch, dims.seqlen_q) = (dims.batch.saturating_mul(dims.seqlen_q), 1);
+    dims.seqlen_k = problem.most_walked_keys();
+    (tokens.layout.q, tokens.layout.kv) = (QLayout::Batch, KvLayout::Strided);
+    (tokens.layout.seqused_q, tokens.layout.seqused_k) = (false, false);
+    tokens.mask = MaskSpec::NONE;
+    tokens
+}
+
+/// Schedule of the tiles of every token, sequences of the longest's; `rows` heads of a group to a tile, and
+/// the parts of a list tiles of their own.
+///
+/// # Errors
+/// More tiles than a schedule counts.
+pub(crate) fn schedule(problem: &FwdProblem, rows: u32, kv_parts: u32) -> Result<TileSchedule, String> {
+    let dims = problem.dims;
+    let num_m_blocks = u64::from(dims.seqlen_q) * u64::from(problem.gqa_ratio().div_ceil(rows.max(1)));
+    let heads = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
+    let num_heads = heads.saturating_mul(kv_parts.into());
+    let num_tiles = num_heads.saturating_mul(num_m_blocks);
+    if num_tiles > MAX_TILES.unsigned_abs() {
+        return Err(format!(
+            "batch {}, seqlen_q {} and num_heads_q {} make {num_tiles} tiles of {rows} heads of a token, more than \
+             {MAX_TILES}",
+            dims.batch, dims.seqlen_q, dims.num_heads_q
+        ));
+    }
+    Ok(TileSchedule {
+        num_tiles: num_tiles as i32,
+        num_m_blocks: num_m_blocks as i32,
+        first_m_block: 0,
+        num_heads: num_heads as i32,
+        heads_per_l2_group: 1,
+    })
+}

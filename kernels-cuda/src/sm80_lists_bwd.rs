@@ -1,0 +1,174 @@
+//! The backward over lists of keys of every NVIDIA GPU from sm_80 on: its tile, its entries.
+//!
+//! A CTA has query heads of one token (`fmha/sm80/bwd/lists.cuh`). dK and dV are added to sums in memory, in no order:
+//! gradients that are to have the same bits are the slow kernel's, which looks for each key in all lists.
+
+pub mod recipe;
+
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_core::spec::BwdSpec;
+use fmha_core::{Bias, BwdProblem, DType, Refusal, VLayout, abi_spec};
+
+use crate::round_up;
+use crate::sm80::{MOST_DIM_QK, Room, padded_dim};
+use crate::sm80_bwd::{odd_stride, takes_lengths};
+
+/// The kernel's name in plans and refusals.
+pub const NAME: &str = "sm80_lists";
+
+/// The header that the entries include.
+pub const HEADER: &str = "fmha/sm80/bwd/lists.cuh";
+
+/// Warps of a CTA.
+const WARPS: i32 = 8;
+
+abi_spec! {
+    /// How the kernel computes.
+    pub struct Sm80ListsBwdTile {
+        /// Query heads of a CTA, 16 to a row of fragments.
+        pub rows: i32 = Takes::among(&[16, 32, 64]),
+        /// Keys of a block.
+        pub columns: i32 = Takes::among(&[16, 32, 64]),
+        /// Warps of a CTA.
+        pub warps: i32 = Takes::nothing(),
+        /// Bytes that a copy takes, which divide every stride and address of Q, K, V and dO; 2: element by element.
+        pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
+        /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
+        pub fast_softcap: bool,
+    }
+}
+
+impl Sm80ListsBwdTile {
+    /// Threads of a CTA.
+    #[must_use]
+    pub const fn num_threads(&self) -> i32 {
+        32 * self.warps
+    }
+
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    #[must_use]
+    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
+        let dims = [padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v)];
+        let operands = tile_bytes(self.rows, dims[0]) + tile_bytes(self.rows, dims[1]);
+        let block = tile_bytes(self.columns, dims[0]) + tile_bytes(self.columns, dims[1]);
+        let scores = 2 * tile_bytes(self.rows, self.columns);
+        round_up(operands + block + scores + 12 * self.rows + 4 * self.columns, 1024)
+    }
+
+    /// Sets one field from its name and value.
+    ///
+    /// # Errors
+    /// A text that names the field, the value and what the field takes.
+    pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+    }
+}
+
+/// Bytes of a tile of 16-bit elements in shared memory.
+const fn tile_bytes(rows: i32, dim: i32) -> i32 {
+    round_up(rows * dim * 2, 1024)
+}
+
+/// Whether the kernel computes this problem, and if not, why.
+///
+/// # Errors
+/// The first fact that it does not take.
+pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let fwd = &problem.fwd;
+    let (types, dims) = (fwd.dtypes, fwd.dims);
+    let Some(lists) = &fwd.lists else {
+        return refuse("indices are not given: this kernel walks lists of keys".to_owned());
+    };
+    fwd.refuse_mixed_layouts(NAME)?;
+    problem.refuse_gradients_beside_lists(NAME)?;
+    let beside = if fwd.score.bias != Bias::None {
+        Some(format!("bias {:?}", fwd.score.bias))
+    } else if fwd.drops() {
+        Some(format!("p_drop {}", fwd.dropout.p_drop))
+    } else if fwd.layout.v == VLayout::ColMajor {
+        Some("v_layout col-major".to_owned())
+    } else {
+        None
+    };
+    if let Some(beside) = beside {
+        return refuse(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk));
+    }
+    if !matches!(types.qk, DType::F16 | DType::Bf16) || types.v != types.qk || types.o != types.qk {
+        return refuse(format!(
+            "dtype_qk {}, dtype_v {}, dtype_o {} are not three times f16 or three times bf16",
+            types.qk, types.v, types.o
+        ));
+    }
+    for (field, dim) in [("head_dim_qk", dims.head_dim_qk), ("head_dim_v", dims.head_dim_v)] {
+        if dim > MOST_DIM_QK {
+            return refuse(format!("{field} {dim} is larger than {MOST_DIM_QK}"));
+        }
+    }
+    takes_lengths(problem).map_err(|reason| Refusal::new(NAME, reason))
+}
+
+/// The tile of a problem that the kernel [`accepts`], on a device with such room: as many of a token's heads as there
+/// are, up to 64, and then as many keys.
+#[must_use]
+pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Sm80ListsBwdTile {
+    let heads = problem.fwd.gqa_ratio();
+    let copy_bytes = [16, 8, 4].into_iter().find(|&bytes| odd_stride(problem, bytes).is_none()).unwrap_or(2);
+    let fast_softcap = problem.fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
+    let of = |rows, columns| Sm80ListsBwdTile { rows, columns, warps: WARPS, copy_bytes, fast_softcap };
+    let most = if heads <= 16 {
+        16
+    } else if heads <= 32 {
+        32
+    } else {
+        64
+    };
+    let candidates = [64, 32, 16].into_iter().filter(|&rows| rows <= most);
+    let mut candidates = candidates.flat_map(|rows| [64, 32, 16].map(|columns| of(rows, columns)));
+    candidates.find(|tile| tile.smem_bytes(spec) <= room.smem_bytes).unwrap_or_else(|| of(16, 16))
+}
+
+/// f32 numbers of the sums of dK and dV; `None`: 2^62 or more.
+#[must_use]
+pub fn sum_elems(problem: &BwdProblem) -> Option<u64> {
+    let dims = problem.fwd.dims;
+    let padded = |dim: u32| u64::from(padded_dim(dim.cast_signed()).unsigned_abs());
+    let rows = u64::from(dims.batch) * u64::from(dims.seqlen_k);
+    let elems = rows.checked_mul(dims.num_heads_kv.into())?;
+    elems.checked_mul(padded(dims.head_dim_qk) + padded(dims.head_dim_v)).filter(|&elems| elems < 1 << 60)
+}
+
+/// The launch: arguments `BwdParams` and [`ListParams`](fmha_core::lists::ListParams).
+#[must_use]
+pub fn main(spec: &BwdSpec, tile: &Sm80ListsBwdTile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let call = format!(
+        "static_assert(sizeof(sm80::lists::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
+         sm80::lists::bwd<kSpec, kTile>(p, lists);",
+        tile.smem_bytes(spec)
+    );
+    entry(&constants, &format!("__launch_bounds__({})", tile.num_threads()), crate::lists::PARAM, &call)
+}
+
+/// The launch that scales and rounds dK and dV: a warp to a row at a time.
+#[must_use]
+pub fn finish(spec: &BwdSpec) -> KernelSource {
+    entry(&[("kSpec", spec)], "__launch_bounds__(128)", "", "sm80::lists::finish<kSpec>(p);")
+}
+
+fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, last_param: &str, call: &str) -> KernelSource {
+    let params = &format!("const __grid_constant__ BwdParams p{last_param}");
+    let entry = Entry { include: HEADER, constants, bounds, params, call };
+    crate::source(entry.render(), || [host_header(), fmha_core::lists::header()])
+}
+
+/// `fmha/sm80_lists_bwd_host.h`: what this file shares with the device.
+fn host_header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        Sm80ListsBwdTile::c_definition()
+    );
+    Header::rendered("fmha/sm80_lists_bwd_host.h", text)
+}

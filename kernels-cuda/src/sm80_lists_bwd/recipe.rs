@@ -1,0 +1,130 @@
+//! The backward over lists of keys on mma.sync, for every architecture from sm_80 on.
+
+use fmha_core::bwd_workspace::BwdWorkspace;
+use fmha_core::error::{Refusal, Result};
+use fmha_core::lists::list_params;
+use fmha_core::spec::BwdSpec;
+use fmha_core::tune::TileOptions;
+use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
+
+use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
+use crate::sm80_bwd;
+use crate::sm80_bwd::recipe::too_many_tiles;
+use crate::sm80_lists_bwd::{self as lists, NAME, Sm80ListsBwdTile};
+
+/// The kernel, with what its launches need.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sm80ListsBwd {
+    workspace: BwdWorkspace,
+    copy_bytes: u64,
+}
+
+impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
+    type Tile = Sm80ListsBwdTile;
+
+    fn about() -> About<ValidBwd> {
+        About { takes_lists: true, ..About::new(NAME) }
+    }
+
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        crate::sm80::recipe::needs(facts)
+    }
+
+    fn fit(
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Sm80ListsBwdTile, Refusal> {
+        let refuse = |reason: String| Refusal::new(NAME, reason);
+        lists::accepts(problem)?;
+        let spec = BwdSpec::of(problem);
+        let mut tile = lists::choose_tile(problem, &spec, crate::sm80::recipe::room(facts));
+        fields.iter().try_for_each(|(key, value)| tile.set(key, value)).map_err(refuse)?;
+        if let Some((name, axis, stride)) = sm80_bwd::odd_stride(problem, tile.copy_bytes) {
+            let bytes = tile.copy_bytes;
+            let text = format!("tile copy_bytes={bytes}: {name}.{axis} stride {stride} is not whole copies");
+            return Err(refuse(text));
+        }
+        facts.has_room_for(&tile, tile.smem_bytes(&spec), 1).map_err(refuse)?;
+        Ok(tile)
+    }
+
+    fn plan(
+        tile: Sm80ListsBwdTile,
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(NAME, reason);
+        let spec = BwdSpec::of(problem);
+        let dims = problem.fwd().dims;
+        let workspace = lists::sum_elems(problem)
+            .and_then(|elems| BwdWorkspace::new(problem, 1, None, elems))
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let parts = problem.fwd().gqa_ratio().div_ceil(tile.rows.unsigned_abs());
+        let tokens = u64::from(dims.seqlen_q).saturating_mul(parts.into());
+        let ctas = sm80_bwd::ctas_of([dims.batch, dims.num_heads_kv], tokens)
+            .ok_or_else(|| refuse(too_many_tiles(dims)))?;
+        let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+        let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
+        let stats = facts
+            .row_launch((Stage::Prepare, "sm80_lists_stats"), RowKernel::SimtListsStats, &spec, [rows, 0])
+            .map_err(refuse)?;
+        let main = Launch {
+            stage: Stage::Main,
+            kernel: NAME,
+            source: lists::main(&spec, &tile),
+            grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+            tiles: ctas.into(),
+            tiles_at_once: facts.num_sms.into(),
+        };
+        let finish =
+            crate::rows::launch((Stage::Gradients, "sm80_lists_finish"), lists::finish(&spec), keys, facts);
+        let dsink = problem.write_dsink.then(|| {
+            let grid = Grid::new(dims.num_heads_q.max(1), sm80_bwd::DSINK_THREADS);
+            row_launch((Stage::Gradients, "sm80_dsink"), sm80_bwd::dsink(&spec), grid, facts)
+        });
+        Ok(Choice {
+            kernel: Self { workspace, copy_bytes: tile.copy_bytes.unsigned_abs().into() },
+            launches: Launches::new([stats], main, [finish].into_iter().chain(dsink)),
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
+            promises: Promises {
+                // dK and dV are added to in memory, by whoever comes first.
+                deterministic: false,
+                batch_invariant: false,
+                graph_capturable: true,
+                accuracy: Accuracy::Exact,
+                score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
+            },
+            details: vec![
+                ("tile", format!("{} heads of a token x {} entries", tile.rows, tile.columns)),
+                (
+                    "sums",
+                    "dQ in registers, dK and dV in memory, in no order; scores computed once".to_owned(),
+                ),
+            ],
+        })
+    }
+
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
+        let fwd = problem.fwd();
+        let (has_queries, has_keys) = (fwd.shape_q().seq > 0, fwd.shape_k().seq > 0);
+        match operand {
+            Operand::Q | Operand::Dout if has_queries => self.copy_bytes,
+            Operand::K | Operand::V if has_keys => self.copy_bytes,
+            _ => 1,
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let mut lists = list_params(call.problem.fwd(), &call.args.seq);
+        // SAFETY: every launch takes BwdParams and, but for those that finish, ListParams; `check_bwd` saw that their
+        // memory covers the problem, and the workspace is as large as the plan said.
+        unsafe { steps.launch_all(&mut [(&raw mut params).cast(), (&raw mut lists).cast()], call.stream) }
+    }
+}
