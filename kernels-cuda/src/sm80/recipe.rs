@@ -61,6 +61,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     ) -> Result<Sm80Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
+        if options.row_invariant && !problem.masks.is_empty() {
+            return Err(refuse(
+                "row_invariant: masks as data are asked for whole sequences, whose keys other calls have in parts"
+                    .to_owned(),
+            ));
+        }
         let mut own = own_tile(problem, facts);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
@@ -78,7 +84,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        let spec = spec_of(problem);
+        let spec = spec_of(problem, options);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -125,6 +131,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                     && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
                     && (options.batch_invariant
                         || split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
+                row_invariant: options.row_invariant
+                    && (!is_split || tile.fixed_parts)
+                    && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -188,10 +197,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 }
 
 /// What a launch of the kernel computes: a launch of its own writes the keep mask.
-fn spec_of(problem: &ValidFwd) -> FwdSpec {
+///
+/// Without a mask P of bf16 lies lower, and its shift rounds otherwise. A row that sees the same keys under a mask has
+/// the same bits only by the text of a mask.
+fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-    let hides = !problem.masks.is_empty() && spec.mask == MaskKind::Full;
+    let hides = (!problem.masks.is_empty() || options.row_invariant) && spec.mask == MaskKind::Full;
     if hides { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
 }
 
@@ -227,7 +239,7 @@ fn fitted(
     }
     facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
     split::check(problem, tile.cut())?;
-    facts.has_room_for(&tile, tile.smem_bytes(&spec_of(problem)), 1)?;
+    facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), 1)?;
     Ok(tile)
 }
 

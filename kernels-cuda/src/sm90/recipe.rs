@@ -10,7 +10,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
-use crate::operands::{ALIGN, alignment};
+use crate::operands::{ALIGN, alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
@@ -296,6 +296,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 // every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
                     && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -399,6 +400,7 @@ pub(crate) fn fit_like(
 ) -> Result<Priced, Refusal> {
     let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
     sm90::accepts(problem)?;
+    refuse_row_invariant(options, sm90::NAME)?;
     if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
         leave_to_parts(problem, facts).map_err(refuse)?;
     }
