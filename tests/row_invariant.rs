@@ -28,7 +28,7 @@ const EMULATED: Bounds = Bounds {
     dims: &[16, 64, 72],
     fp8_caches: true,
 };
-const IN_PARTS: &str = "split_keys=128,fixed_parts=1";
+const IN_PARTS: &str = "tma=0,split_keys=128,fixed_parts=1";
 
 fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))

@@ -50,7 +50,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         _: &PlanOptions,
     ) -> Result<Vec<TileOptions>, Refusal> {
         <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
-        Ok(vec![knob_values(&own_tile(problem, facts))])
+        Ok(vec![knob_values(&own_tile(problem, facts, &PlanOptions::default()))])
     }
 
     fn fit(
@@ -67,7 +67,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                     .to_owned(),
             ));
         }
-        let mut own = own_tile(problem, facts);
+        let mut own = own_tile(problem, facts, options);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
@@ -254,10 +254,13 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
     has.tma && !has.wgmma && !has.tcgen05
 }
 
-/// The table's tile, whose K and V come by TMA where that is better.
-fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Sm80Tile {
+/// The table's tile, whose K and V come by TMA where that is better: for whole sequences, and not for parts that a
+/// batch-invariant plan has.
+fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
-    if prefers_tma(facts) && problem.masks.is_empty() {
+    let block_n = sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n;
+    let has_parts = options.batch_invariant && split::fixed_keys(problem, block_n) > 0;
+    if prefers_tma(facts) && problem.masks.is_empty() && !has_parts {
         tile.by_tma(problem, room(facts)).unwrap_or(tile)
     } else {
         tile

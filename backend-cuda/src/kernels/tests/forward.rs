@@ -336,3 +336,37 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let refusal = choose("copy_bytes=16").err().unwrap().to_string();
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
+
+/// One kernel has all calls of a device whose rows are to have the same bits, on every architecture: `sm80`, by its
+/// parts, with and without TMA beside it.
+#[test]
+fn rows_of_equal_bits_are_one_kernel_s_on_every_architecture() {
+    let options = PlanOptions::default().batch_invariant(true).row_invariant(true);
+    for arch in ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
+        for (seqlens, mask) in
+            [([4096, 4096], "b"), ([1, 4096], "b"), ([1, 4096], "0"), ([100, 100], "b:7,0")]
+        {
+            let problem = of_lengths(seqlens, [8, 8], 128, mask).validate().unwrap();
+            let choice = choose::<Sm80, _>(&problem, &stated(arch), &options).unwrap();
+            assert!(choice.promises.row_invariant && choice.promises.batch_invariant, "{arch}, {seqlens:?}");
+            let is_cut = seqlens[1] > 2048;
+            assert_eq!(choice.launches.len(), 1 + usize::from(is_cut), "{arch}, {seqlens:?}, {mask}");
+            let unasked = choose::<Sm80, _>(&problem, &stated(arch), &PlanOptions::default()).unwrap();
+            assert!(!unasked.promises.row_invariant, "{arch}, {seqlens:?}");
+        }
+    }
+}
+
+#[test]
+fn kernels_that_do_not_take_keys_in_every_layout_refuse_rows_of_equal_bits_by_name() {
+    let options = PlanOptions::default().batch_invariant(true).row_invariant(true);
+    let problem = of_lengths([300, 300], [4, 4], 128, "b").validate().unwrap();
+    let refusals = [
+        choose::<Sm90, _>(&problem, &stated("sm_90a"), &options).err(),
+        choose::<Sm100, _>(&problem, &stated("sm_100a"), &options).err(),
+    ];
+    for refusal in refusals {
+        let refusal = refusal.unwrap().to_string();
+        assert!(refusal.contains("row_invariant true") && refusal.contains("sm80"), "{refusal}");
+    }
+}
