@@ -7,8 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use fmha_conformance::rows::{Bounds, Outcome, Planning, compare, draw};
-use fmha_core::{DType, Device};
+use fmha_conformance::rows::{Bounds, Outcome, Planning, SHORT, compare, draw};
+use fmha_core::{DType, Device, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
 /// Keys of the CPU's parts.
@@ -20,15 +20,8 @@ const CPU: Bounds = Bounds {
     fp8_caches: true,
 };
 
-/// Parts of so many keys as the tile of [`IN_PARTS`] has.
-const EMULATED: Bounds = Bounds {
-    dtypes: &[DType::Bf16, DType::F16],
-    part: 128,
-    most_rows: 70,
-    dims: &[16, 64, 72],
-    fp8_caches: true,
-};
-const IN_PARTS: &str = "tma=0,split_keys=128,fixed_parts=1";
+/// Parts of as many keys as [`SHORT`] has.
+const IN_PARTS: [(&str, &str); 3] = [("tma", "0"), ("split_keys", "128"), ("fixed_parts", "1")];
 
 fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
@@ -98,8 +91,8 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
         return println!("absent: {reason}");
     }
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
-    let planning = Planning { tile: IN_PARTS, ..Planning::default() };
-    println!("{arch}: {:?}", search(&device, pairs, &EMULATED, &planning));
+    let planning = Planning { plan: PlanOptions::default().tile(IN_PARTS), ..Planning::default() };
+    println!("{arch}: {:?}", search(&device, pairs, &SHORT, &planning));
 }
 
 #[test]

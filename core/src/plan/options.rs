@@ -112,10 +112,15 @@ impl PlanOptions {
         deterministic: bool => deterministic;
         /// The bits of a sequence depend on its own lengths and contents alone.
         batch_invariant: bool => batch_invariant;
-        /// The bits of a row depend on that row and the keys that it sees alone.
-        row_invariant: bool => row_invariant;
         /// Whether each run reads the lengths back and checks them first.
         check_lengths: bool => check_lengths;
+    }
+
+    /// The bits of a row depend on that row and the keys that it sees alone; asks for `batch_invariant` too.
+    #[must_use]
+    pub const fn row_invariant(mut self, row_invariant: bool) -> Self {
+        (self.row_invariant, self.batch_invariant) = (row_invariant, self.batch_invariant || row_invariant);
+        self
     }
 
     /// These wishes with those that they contain: `batch_invariant` where `row_invariant` is one.
