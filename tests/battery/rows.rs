@@ -344,8 +344,8 @@ fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item =
 /// What a pair of calls did.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// So many rows and heads were compared, and had the same bits.
-    Equal(u32),
+    /// All rows had the same bits, which these kernels have computed.
+    Equal([String; 2]),
     /// A call was refused.
     Refused(String),
     /// The first bits that differ.
@@ -368,7 +368,7 @@ pub struct Planning {
 /// # Errors
 /// What the backend said, other than a refusal.
 pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Planning) -> Result<Outcome> {
-    let mut hosts = Vec::new();
+    let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
     for view in views {
         let mut host = view.host(story)?;
         let options = planning.plan.clone().row_invariant(!planning.unasked);
@@ -381,13 +381,13 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
         };
         crate::execute::run_fwd(device, &plan, &mut host)?;
         hosts.push(host);
+        kernels.push(plan.kernel().to_owned());
     }
     let [a, b] = views;
     let (begin, end) = (a.rows.start.max(b.rows.start), a.rows.end.min(b.rows.end));
     let of = |at: usize| (&hosts[at], hosts[at].spans[views[at].place], views[at].rows.start);
     let ((host_a, span_a, first_a), (host_b, span_b, first_b)) = (of(0), of(1));
     let (o_a, o_b) = (host_a.operands.expect(Operand::O), host_b.operands.expect(Operand::O));
-    let mut count = 0;
     for i in begin..end {
         for head in 0..story.heads[0] {
             let place = |said: String| Ok(Outcome::Differ(format!("row {i}, head {head}: {said}")));
@@ -407,10 +407,9 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
             {
                 return place(format!("lse has bits {bits_a:#x} and {bits_b:#x}"));
             }
-            count += 1;
         }
     }
-    Ok(Outcome::Equal(count))
+    Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
 }
 
 /// Pairs of a case of the battery.

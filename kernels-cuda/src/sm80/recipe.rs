@@ -3,7 +3,6 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
-use fmha_core::mask::MaskKind;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
@@ -12,6 +11,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
+use crate::row_order;
 use crate::rows::keep_mask;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, Sm80Tile};
@@ -72,7 +72,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             own.lazy_rescale_log2 = 0;
         }
         if options.batch_invariant && problem.masks.is_empty() {
-            own.make_batch_invariant(problem, room(facts));
+            own.make_batch_invariant(problem, room(facts), invariant_block(problem, facts, options));
         }
         fitted(own, fields, problem, facts).map_err(refuse)
     }
@@ -128,12 +128,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 // and blocks that only other rows see are left out or add zeros. But a short query's keys may
                 // be split, a long one's not, unless parts have as many keys of every sequence.
                 batch_invariant: (!is_split || tile.fixed_parts)
-                    && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n
+                    && tile.block_n == invariant_block(problem, facts, options)
                     && (options.batch_invariant
                         || split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
                 row_invariant: options.row_invariant
                     && (!is_split || tile.fixed_parts)
-                    && tile.block_n == sm80::default_tile(&spec, room(facts)).block_n,
+                    && tile.block_n == invariant_block(problem, facts, options),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -196,15 +196,18 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 }
 
+/// Keys of a block of every call whose bits do not depend on the batch: those of the spec's table, or those that `sm90`
+/// has too, where it may have other calls of the same rows.
+fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> i32 {
+    let shared = if options.row_invariant { row_order::shared_block(problem, facts) } else { None };
+    shared.unwrap_or_else(|| sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n)
+}
+
 /// What a launch of the kernel computes: a launch of its own writes the keep mask.
-///
-/// Without a mask P of bf16 lies lower, and its shift rounds otherwise. A row that sees the same keys under a mask has
-/// the same bits only by the text of a mask.
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-    let hides = (!problem.masks.is_empty() || options.row_invariant) && spec.mask == MaskKind::Full;
-    if hides { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
+    if !problem.masks.is_empty() || options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -258,8 +261,8 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
 /// batch-invariant plan has.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
-    let block_n = sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n;
-    let has_parts = options.batch_invariant && split::fixed_keys(problem, block_n) > 0;
+    let has_parts =
+        options.batch_invariant && split::fixed_keys(problem, invariant_block(problem, facts, options)) > 0;
     if prefers_tma(facts) && problem.masks.is_empty() && !has_parts {
         tile.by_tma(problem, room(facts)).unwrap_or(tile)
     } else {
