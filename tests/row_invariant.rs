@@ -7,7 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use fmha_conformance::rows::{Bounds, Outcome, Planning, SHORT, compare, draw};
+use fmha_conformance::rows::{
+    Bounds, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
+};
 use fmha_core::{DType, Device, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
@@ -35,9 +37,16 @@ fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
 }
 
+/// A drawn pair, and how it is compared.
+type Draw = fn(u64, &Bounds) -> (Story, [View; 2]);
+type Compare = fn(&Device, &Story, &[View; 2], &Planning) -> fmha_core::Result<Outcome>;
+const FORWARD: (Draw, Compare) = (draw, compare);
+const BACKWARD: (Draw, Compare) = (draw_training, compare_gradients);
+
 /// Compares so many pairs, and says how many were.
 fn search(
     device: &Device,
+    (draw, compare): (Draw, Compare),
     (first, pairs): (u64, u64),
     bounds: &Bounds,
     planning: &Planning,
@@ -75,14 +84,22 @@ fn cpu(threads: usize) -> Device {
 
 #[test]
 fn a_row_has_the_same_bits_in_every_call_of_the_cpu() {
-    let counts = search(&cpu(1), (1, 60), &CPU, &Planning::default());
+    let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning::default());
     assert_eq!(counts.get("equal"), Some(&60));
+}
+
+#[test]
+fn a_row_has_the_same_gradients_in_every_call_of_the_cpu() {
+    let counts = search(&cpu(1), BACKWARD, (1, 30), &CPU, &Planning::default());
+    assert_eq!(counts.get("equal"), Some(&30));
+    let counts = search(&cpu(3), BACKWARD, (31, 30), &CPU, &Planning::default());
+    assert_eq!(counts.get("equal"), Some(&30));
 }
 
 /// The search finds what it searches for: without the promise pairs differ.
 #[test]
 fn pairs_differ_where_nobody_asks_for_equal_rows() {
-    let counts = search(&cpu(1), (1, 60), &CPU, &Planning { unasked: true, ..Planning::default() });
+    let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning { unasked: true, ..Planning::default() });
     assert!(counts.get("differ").is_some_and(|&count| count >= 5), "{counts:?}");
 }
 
@@ -91,7 +108,7 @@ fn pairs_differ_where_nobody_asks_for_equal_rows() {
 fn a_row_has_the_same_bits_in_every_call_of_the_cpu_in_two_thousand_pairs() {
     let (first, pairs) = (number("ROWS_SEED", 1 << 20), number("ROWS_PAIRS", 2000));
     for threads in [1, 3] {
-        let counts = search(&cpu(threads), (first, pairs), &CPU, &Planning::default());
+        let counts = search(&cpu(threads), FORWARD, (first, pairs), &CPU, &Planning::default());
         println!("{threads} threads: {counts:?}");
     }
 }
@@ -102,7 +119,11 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
     }
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
     let planning = Planning { plan: PlanOptions::default().tile(in_parts(arch)), ..Planning::default() };
-    println!("{arch}: {:?}", search(&device, pairs, &bounds(arch), &planning));
+    println!("{arch}: {:?}", search(&device, FORWARD, pairs, &bounds(arch), &planning));
+    let (first, count) = pairs;
+    let gradients =
+        search(&device, BACKWARD, (first, count.div_ceil(4)), &bounds(arch), &Planning::default());
+    println!("{arch}, gradients: {gradients:?}");
 }
 
 #[test]

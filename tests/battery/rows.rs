@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    DType, Device, Dims, FwdProblem, KvLayout, MaskAlign, MaskShape, PlanOptions, Result, Strides,
+    BwdProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskAlign, MaskShape, PlanOptions, Result,
+    SeqSpan, Strides,
 };
 
 use crate::check::{Selection, check_fwd};
@@ -17,7 +18,7 @@ use crate::init::mix;
 use crate::law::BIT_FOR_BIT;
 use crate::run::Options;
 use crate::tensor::{Operand, Tensor};
-use crate::tensors::{Data, HostFwd, Lengths};
+use crate::tensors::{Data, HostBwd, HostFwd, Lengths};
 use crate::verdict::Verdict;
 
 /// A source of numbers that a seed decides.
@@ -322,12 +323,13 @@ impl View {
 const OF_Q: u64 = 1;
 const OF_K: u64 = 2;
 const OF_V: u64 = 3;
+const OF_DOUT: u64 = 4;
 
 /// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late, and
 /// by little and by much.
 fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
     let mut values = vec![0_f32; tensor.shape.dim as usize];
-    let spread = if salt == OF_V { 1.0 } else { 3.0 };
+    let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
     for (position, (batch, row)) in rows {
         for head in 0..tensor.shape.head {
             let mut state = mix(seed ^ salt << 56 ^ u64::from(head) << 40 ^ u64::from(position));
@@ -406,6 +408,98 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
                 && bits_a != bits_b
             {
                 return place(format!("lse has bits {bits_a:#x} and {bits_b:#x}"));
+            }
+        }
+    }
+    Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
+}
+
+/// A story and two training calls that have its first rows, as many or not.
+#[must_use]
+pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
+    let (story, _) = draw(seed, &Bounds { fp8_caches: false, ..*bounds });
+    let mut dice = Dice::new(seed ^ 0x7a1);
+    let len = story.len.min(bounds.most_rows);
+    let story = Story { len, dtype_o: story.dtype, ..story };
+    let same = dice.chance(2);
+    let views = [0, 1].map(|_| {
+        let count = dice.below(3);
+        let end = if same { len } else { dice.within(1..len + 1) };
+        let others = (0..count).map(|_| [dice.within(1..bounds.most_rows + 1); 2]).collect();
+        let packed = dice.chance(2);
+        View {
+            rows: 0..end,
+            keys: if packed { Keys::Packed } else { Keys::Strided },
+            packed,
+            others,
+            place: dice.below(count + 1) as usize,
+            spare: 0,
+            unmasked: false,
+            lse: true,
+        }
+    });
+    (story, views)
+}
+
+/// Runs the backward of both training calls: dQ of their common rows is to have the same bits, and of calls with the
+/// same rows dK and dV too.
+///
+/// # Errors
+/// What the backend said, other than a refusal.
+pub fn compare_gradients(
+    device: &Device,
+    story: &Story,
+    views: &[View; 2],
+    planning: &Planning,
+) -> Result<Outcome> {
+    let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
+    for view in views {
+        let options = planning.plan.clone().row_invariant(!planning.unasked);
+        let mut forward = view.host(story)?;
+        let (problem, lengths) = view.problem(story);
+        let problem = BwdProblem::new(problem).dtype_grad(DType::F32);
+        let data = Data { seed: story.seed, ..Data::default() };
+        let mut host = HostBwd::new(problem, &lengths, data)?;
+        let plans = device.plan_fwd(&forward.problem, &options);
+        let plans = plans.and_then(|plan| Ok((plan, device.plan_bwd(&host.problem, &options)?)));
+        let (plan_fwd, plan_bwd) = match plans {
+            Ok(plans) => plans,
+            Err(error @ fmha_core::Error::Unsupported { .. }) => {
+                return Ok(Outcome::Refused(error.to_string()));
+            }
+            Err(error) => return Err(error),
+        };
+        crate::execute::run_fwd(device, &plan_fwd, &mut forward)?;
+        for operand in [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::Lse] {
+            let from = forward.operands.expect(operand).elems();
+            host.operands.expect_mut(operand).elems_mut().copy_from_slice(from);
+        }
+        for (at, span) in host.spans.clone().iter().enumerate() {
+            let seed = if at == view.place { story.seed } else { mix(story.seed ^ (at as u64 + 1)) };
+            let rows = (0..span.seqlen_q).map(|i| (i, (span.q_batch, span.q_row + i)));
+            put(host.operands.expect_mut(Operand::Dout), (seed, OF_DOUT), rows);
+        }
+        crate::execute::run_bwd(device, &plan_bwd, &mut host)?;
+        hosts.push(host);
+        kernels.push(plan_bwd.kernel().to_owned());
+    }
+    let [a, b] = views;
+    let end = a.rows.end.min(b.rows.end);
+    let [span_a, span_b] = [0, 1].map(|at| hosts[at].spans[views[at].place]);
+    let keys = if a.rows.end == b.rows.end { end } else { 0 };
+    for (operand, rows, heads, is_query) in [
+        (Operand::Dq, end, story.heads[0], true),
+        (Operand::Dk, keys, story.heads[1], false),
+        (Operand::Dv, keys, story.heads[1], false),
+    ] {
+        let [of_a, of_b] = [0, 1].map(|at| hosts[at].operands.expect(operand));
+        for (i, head) in (0..rows).flat_map(|i| (0..heads).map(move |head| (i, head))) {
+            let place = |span: &SeqSpan| match is_query {
+                true => [span.q_batch, span.q_row + i, head],
+                false => [span.k_batch, span.k_row + i, head],
+            };
+            if let Some(d) = of_a.row_differs(place(&span_a), of_b, place(&span_b)) {
+                return Ok(Outcome::Differ(format!("{operand:?} of row {i}, head {head}, element {d}")));
             }
         }
     }
