@@ -10,6 +10,7 @@ differed. `--price 0` compares alone, `--pairs 0` times alone.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import sys
@@ -127,7 +128,8 @@ class View:
 
     def __str__(self):
         how = f"pages of {self.page_size}" if self.page_size else self.keys
-        return f"rows {self.begin}..{self.end}, {how}, {len(self.others)} others, spare {self.spare}, unmasked {self.unmasked}"
+        words = f"rows {self.begin}..{self.end}, {how}, {len(self.others)} others, spare {self.spare}"
+        return words + (", unmasked" if self.unmasked else "")
 
     def run(self, story: Story):
         """O and LSE of the story's rows."""
@@ -145,10 +147,10 @@ class View:
         used = torch.tensor([keys for _, keys in sequences], dtype=torch.int32, device=DEVICE)
         mask = "0" if self.unmasked else "b" if story.window is None else f"b:{story.window},0"
         count = len(sequences)
-        of_call = {}
+        empty = lambda *rows: torch.full((*rows, story.kv, story.dim), math.nan, dtype=story.dtype, device=DEVICE)
         if self.keys == "strided":
             q = torch.stack(qs)
-            k, v = (torch.full((count, longest_k + self.spare, story.kv, story.dim), float("nan"), dtype=story.dtype, device=DEVICE) for _ in "kv")
+            k, v = (empty(count, longest_k + self.spare) for _ in "kv")
             for to, rows in ((k, ks), (v, vs)):
                 for at, x in enumerate(rows):
                     to[at, : len(x)] = x
@@ -164,15 +166,16 @@ class View:
                 wide = -(-(longest_k + self.spare) // size)
                 order = torch.randperm(count * wide, generator=torch.Generator().manual_seed(self.seed)).to(DEVICE)
                 table = order.view(count, wide).to(torch.int32).contiguous()
-                k, v = (torch.full((count * wide, size, story.kv, story.dim), float("nan"), dtype=story.dtype, device=DEVICE) for _ in "kv")
+                k, v = (empty(count * wide, size) for _ in "kv")
                 for to, rows in ((k, ks), (v, vs)):
                     for at, x in enumerate(rows):
                         places = (table[at].long()[:, None] * size + torch.arange(size, device=DEVICE)).flatten()
                         to.view(-1, story.kv, story.dim)[places[: len(x)]] = x
                 of_call.update(table=table, used=used, page_size=size, dims=(count, longest_q, wide * size))
-        o = torch.full(q.shape, float("nan"), dtype=story.dtype_o, device=DEVICE)
+        o = torch.full(q.shape, math.nan, dtype=story.dtype_o, device=DEVICE)
         packed = self.keys != "strided"
-        lse = torch.full((story.heads, len(q)) if packed else (count, story.heads, longest_q), float("nan"), device=DEVICE)
+        shape = (story.heads, len(q)) if packed else (count, story.heads, longest_q)
+        lse = torch.full(shape, math.nan, device=DEVICE)
         call, held = call_of(q, k, v, mask=mask, o=o, lse=lse, **of_call)
         planned(call, True)()
         torch.cuda.synchronize()
@@ -201,7 +204,8 @@ def compared(seed: int) -> str | None:
         if not torch.equal(a, b):
             where = (a != b).nonzero()
             at = where[0].tolist()
-            return f"pair {seed}: {name} at row {begin + at[0]} {at[1:]}, {len(where)} elements\n  {story}\n  {views[0]}\n  {views[1]}"
+            place = f"{name} at row {begin + at[0]} {at[1:]}, {len(where)} elements"
+            return "\n  ".join([f"pair {seed}: {place}", str(story), *map(str, views)])
     return None
 
 

@@ -40,9 +40,8 @@ def roll_out(policy, device):
     sampled, cached = [[] for _ in PROMPTS], [0 for _ in PROMPTS]
     wide = -(-(max(PROMPTS) + ANSWER) // PAGE)
     table = torch.randperm(len(PROMPTS) * wide, generator=draw).view(-1, wide).to(device, torch.int32)
-    k_pool, v_pool = (
-        torch.full((table.numel(), PAGE, KV_HEADS, DIM), float("nan"), dtype=torch.bfloat16, device=device) for _ in "kv"
-    )
+    shape = (table.numel(), PAGE, KV_HEADS, DIM)
+    k_pool, v_pool = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device) for _ in "kv")
     while any(len(own) < ANSWER for own in sampled):
         taken = [
             tokens[at : at + PIECE] if len(own) < ANSWER else []
