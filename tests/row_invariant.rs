@@ -28,6 +28,9 @@ fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
     tma.into_iter().chain([("split_keys", "128"), ("fixed_parts", "1")]).collect()
 }
 
+/// Lengths on either side of one part and two.
+const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
+
 /// On Hopper one of two kernels has a call; their blocks divide parts of 128.
 fn bounds(arch: &str) -> Bounds {
     if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..SHORT } } else { SHORT }
@@ -120,7 +123,10 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
     let planning = Planning { plan: PlanOptions::default().tile(in_parts(arch)), ..Planning::default() };
     println!("{arch}: {:?}", search(&device, FORWARD, pairs, &bounds(arch), &planning));
+    // Whole beside parts of 2048 keys, as plans have them that set no tile.
     let (first, count) = pairs;
+    let own = search(&device, FORWARD, (first, count.div_ceil(10)), &OWN_PARTS, &Planning::default());
+    println!("{arch}, parts of its own: {own:?}");
     let gradients =
         search(&device, BACKWARD, (first, count.div_ceil(4)), &bounds(arch), &Planning::default());
     println!("{arch}, gradients: {gradients:?}");
@@ -131,7 +137,7 @@ fn a_row_has_the_same_bits_in_every_call_of_sm80() {
     emulated("sm_80", (1, 4));
 }
 
-/// The pairs of one architecture, in a process that [`each_architecture`] has started; elsewhere there is nothing to do.
+/// The pairs of one architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
 #[test]
 fn the_pairs_of_this_process() {
     let Ok(arch) = std::env::var("ROWS_ARCH") else { return };

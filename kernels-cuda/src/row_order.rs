@@ -1,10 +1,10 @@
 //! The order of a row's keys that Hopper's kernel of `wgmma` and `sm80` have in common, so that a row has the same bits
 //! in a call of either: where plans are asked for `row_invariant`.
 //!
-//! Both multiply 16 products of the depth at a time, in ascending order, and have one softmax and one merge. What is left
-//! to agree on is the blocks of keys, the parts, which follow the blocks, and by how much a maximum may lag. Hopper
-//! sums the 16 products of a `wgmma` and of an `mma.sync` alike: one function gives every bit of both that an H200 has
-//! recorded (`tests/emulators/ptx/silicon/tests/sums.rs`).
+//! Both multiply 16 products of the depth at a time, in ascending order, and have one softmax and one merge. What is
+//! left to agree on is the blocks of keys, the parts, which follow the blocks, and by how much a maximum may lag.
+//! Hopper sums the 16 products of a `wgmma` and of an `mma.sync` alike: one function gives every bit of both that an
+//! H200 has recorded (`tests/emulators/ptx/silicon/tests/sums.rs`).
 
 use fmha_core::spec::FwdSpec;
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, VLayout};

@@ -25,7 +25,8 @@ pub const MOST_SHORT_ROWS: u32 = 64;
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
 
-/// By how much a maximum may lag, in log2, of 16 bits: P up to 2^8 is as exact there as P up to 1, and f32 sums have room.
+/// By how much a maximum may lag, in log2, of 16 bits: P up to 2^8 is as exact there as P up to 1, and f32 sums have
+/// room.
 pub(crate) const LAG_LOG2: i32 = 8;
 
 /// Blocks of K, and of V, in shared memory at a time, at most.

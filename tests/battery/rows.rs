@@ -1,8 +1,8 @@
 //! Pairs of calls that have rows in common: a row is to have the same bits in both, whatever else is in them.
 //!
 //! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call that has some of its rows: in
-//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story with two
-//! views that share a row.
+//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story with
+//! two views that share a row.
 
 use std::ops::Range;
 
@@ -325,8 +325,8 @@ const OF_K: u64 = 2;
 const OF_V: u64 = 3;
 const OF_DOUT: u64 = 4;
 
-/// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late, and
-/// by little and by much.
+/// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late,
+/// and by little and by much.
 fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
     let mut values = vec![0_f32; tensor.shape.dim as usize];
     let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
@@ -357,7 +357,7 @@ pub enum Outcome {
 /// How pairs are planned.
 #[derive(Clone, Debug, Default)]
 pub struct Planning {
-    /// Of both calls.
+    /// Wishes of both calls.
     pub plan: PlanOptions,
     /// Whether no call's plan is asked for the promise, as a test of the search asks for none.
     pub unasked: bool,

@@ -337,7 +337,7 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
 
-/// `sm80` takes rows that are to have the same bits on every architecture, by its parts, with and without TMA beside it.
+/// `sm80` takes rows that are to have the same bits on every architecture, by its parts.
 #[test]
 fn rows_of_equal_bits_are_taken_on_every_architecture() {
     let options = PlanOptions::default().row_invariant(true);
