@@ -110,6 +110,7 @@ class FmhaOptions(Structure):
         *((n, c_char_p) for n in ("backend", "kernel", "tile")),
         *((n, c_int32) for n in ("allow_fallback", "accuracy", "deterministic")),
         *((n, c_int32) for n in ("batch_invariant", "check_lengths", "caller_workspace")),
+        *((n, c_int32) for n in ("row_invariant", "reserved")),
     ]
 
 

@@ -60,6 +60,7 @@ unsafe impl FmhaBackend for Alike {
             promises: Promises {
                 deterministic: true,
                 batch_invariant: true,
+                row_invariant: true,
                 graph_capturable: false,
                 accuracy: Accuracy::Exact,
                 score_sums: ScoreSums::F32,

@@ -24,6 +24,7 @@ pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
 const PROMISES: Promises = Promises {
     deterministic: true,
     batch_invariant: true,
+    row_invariant: true,
     graph_capturable: false,
     accuracy: Accuracy::Exact,
     score_sums: ScoreSums::F32,
@@ -83,6 +84,7 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
                     _ if problem.asks_pairs() => {
                         "none: code and masks as data are computed over panels".into()
                     }
+                    true if options.row_invariant => "every sequence, by row_invariant".into(),
                     true => "every sequence, by batch_invariant".into(),
                     false => format!("sequences of at most {FEW_QUERIES} queries, and any with a tree mask"),
                 },
@@ -111,7 +113,7 @@ fn of_lists(
         ]
     })?;
     // A token's bits depend on its own list alone.
-    parts.promises.batch_invariant = true;
+    (parts.promises.batch_invariant, parts.promises.row_invariant) = (true, true);
     Ok((parts, blocks))
 }
 
@@ -187,6 +189,7 @@ fn plan(
     if kernel == "cpu-fwd" {
         blocks.rows_only = options.batch_invariant;
         promises.batch_invariant = options.batch_invariant;
+        promises.row_invariant = options.row_invariant;
         blocks.exact_max = options.accuracy == Accuracy::Exact;
         if max_may_lag && !blocks.rows_only && !blocks.exact_max {
             promises.accuracy = Accuracy::Fast;

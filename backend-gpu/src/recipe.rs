@@ -549,6 +549,8 @@ pub const fn deterministic_rows() -> Promises {
     Promises {
         deterministic: true,
         batch_invariant: true,
+        // Kernels beside them take the same rows in other calls.
+        row_invariant: false,
         graph_capturable: true,
         accuracy: Accuracy::Exact,
         score_sums: ScoreSums::F32,

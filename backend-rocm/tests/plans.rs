@@ -93,6 +93,7 @@ fn a_process_that_plans_forward() {
     let promises = Promises {
         deterministic: true,
         batch_invariant: true,
+        row_invariant: false,
         graph_capturable: true,
         accuracy: Accuracy::Exact,
         score_sums: ScoreSums::F32,

@@ -402,6 +402,11 @@ typedef struct FmhaOptions {
   // 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
   // overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
   int32_t caller_workspace;
+  // 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or
+  // a refusal.
+  int32_t row_invariant;
+  // 0.
+  int32_t reserved;
 } FmhaOptions;
 
 // One partial result.

@@ -49,6 +49,7 @@ const SWITCHES: &[&str] = &[
     "sink_grad",
     "deterministic",
     "batch_invariant",
+    "row_invariant",
     "sink",
     "init_sink",
     "backward",

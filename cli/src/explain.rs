@@ -174,6 +174,7 @@ fn as_json<P: Problem>(plan: &Plan<P>) -> Value {
         "accuracy": plan.promises().accuracy.name(),
         "deterministic": plan.promises().deterministic,
         "batch_invariant": plan.promises().batch_invariant,
+        "row_invariant": plan.promises().row_invariant,
         "graph_capturable": plan.promises().graph_capturable,
         "score_bits": plan.promises().score_sums.bits(),
     })

@@ -188,6 +188,10 @@ pub(super) struct BackendArgs {
     #[arg(long, visible_alias = "batch_invariant")]
     batch_invariant: bool,
 
+    /// The bits of a query row depend on that row and the keys that it sees alone, or a refusal
+    #[arg(long, visible_alias = "row_invariant")]
+    row_invariant: bool,
+
     /// Each run reads the lengths back and checks them first
     #[arg(long)]
     check_lengths: bool,
@@ -237,6 +241,7 @@ impl BackendArgs {
         let flags = [
             (self.allow_fallback, "--allow-fallback"),
             (self.batch_invariant, "--batch-invariant"),
+            (self.row_invariant, "--row-invariant"),
             (self.check_lengths, "--check-lengths"),
         ];
         let flags = flags.into_iter().filter(|(given, _)| *given).map(|(_, word)| word.to_owned());
@@ -255,6 +260,7 @@ impl BackendArgs {
             .allow_fallback(self.allow_fallback)
             .accuracy(self.accuracy)
             .batch_invariant(self.batch_invariant)
+            .row_invariant(self.row_invariant)
             .check_lengths(self.check_lengths);
         options.kernel.clone_from(&self.kernel);
         options

@@ -91,6 +91,7 @@ impl Toy {
             promises: Promises {
                 deterministic: self.deterministic,
                 batch_invariant: true,
+                row_invariant: true,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: ScoreSums::F32,

@@ -182,12 +182,15 @@ fn a_rank_without_queries_takes_lse_and_a_bias_as_the_others_have_them() {
 fn an_option_that_differs_on_one_rank_is_named_on_every_rank() {
     let (gather, problem) = (Options::default().scheme(Scheme::Gather), problem(4));
     let kernels = |kernels: PlanOptions| gather.clone().kernels(kernels);
+    let mut rows = PlanOptions::default();
+    rows.row_invariant = true;
     let links = |text: &str| gather.clone().links(text.parse().unwrap());
     for (field, other) in [
         ("scheme", ring()),
         ("flags", gather.clone().flags(false)),
         ("ranks_per_host", links("ranks_per_host = 2")),
         ("batch_invariant", kernels(PlanOptions::default().batch_invariant(true))),
+        ("row_invariant", kernels(rows)),
         ("deterministic", kernels(PlanOptions::default().deterministic(true))),
         ("accuracy", kernels(PlanOptions::default().accuracy(Accuracy::Exact))),
     ] {

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-const EXAMPLES: [&str; 4] = ["attend", "explain", "own_tensors", "serve"];
+const EXAMPLES: [&str; 5] = ["attend", "explain", "own_tensors", "rollout", "serve"];
 
 /// Runs an example of this build, which Cargo puts next to the tests' folder; `auto` is the emulated device
 /// if one is named.

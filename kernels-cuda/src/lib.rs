@@ -9,6 +9,7 @@ pub mod maps;
 pub mod nvidia;
 mod operands;
 pub mod recipes;
+mod row_order;
 pub mod rows;
 pub mod schedule;
 pub mod sm100;

@@ -1,7 +1,7 @@
 //! Requirements of loads and stores on operands, for every kernel: strides and lengths of a forward call,
 //! addresses.
 
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, Refusal, Strides, VLayout};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, Refusal, Strides, VLayout};
 use fmha_gpu::Operand;
 
 /// Requirements on addresses of TMA, and of copies and stores of 16 bytes.
@@ -105,4 +105,18 @@ pub(crate) fn alignment(
         Operand::O if stores_vectors => ALIGN,
         _ => 1,
     }
+}
+
+/// Refuses a plan whose rows are to have the same bits in every call: one kernel has all of a device's calls then, and
+/// `sm80` is the one that takes rows and keys in every layout.
+///
+/// # Errors
+/// The wish, in the name of `kernel`.
+pub(crate) fn refuse_row_invariant(options: &PlanOptions, kernel: &'static str) -> Result<(), Refusal> {
+    if options.row_invariant {
+        let reason = "row_invariant true: it does not take keys in every layout, and sums them in another order than \
+                      sm80, which does";
+        return Err(Refusal::new(kernel, reason.to_owned()));
+    }
+    Ok(())
 }

@@ -25,6 +25,10 @@ pub const MOST_SHORT_ROWS: u32 = 64;
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80";
 
+/// By how much a maximum may lag, in log2, of 16 bits: P up to 2^8 is as exact there as P up to 1, and f32 sums have
+/// room.
+pub(crate) const LAG_LOG2: i32 = 8;
+
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
 
@@ -202,19 +206,23 @@ impl Sm80Tile {
         Workspace { bytes, zeroed_bytes: 0 }
     }
 
-    /// So that a row's bits depend on its own sequence alone: the blocks of keys that the spec's table has,
-    /// and parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each,
-    /// which changes no sum.
-    pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
+    /// So that a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
+    /// as many keys of every sequence. Few CTAs of one warp have more blocks under way each, which changes no sum.
+    pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room, block_n: i32) {
         if problem.lists.is_some() {
             // Parts follow the number of tokens; a list's blocks do not.
             (self.split_keys, self.fixed_parts) = (0, false);
             return;
         }
         let spec = FwdSpec::of(problem);
-        self.block_n = default_tile(&spec, room).block_n;
+        let has_other_blocks = block_n != default_tile(&spec, room).block_n;
+        self.block_n = block_n;
         self.whole_spans = false;
-        if self.shares > 0 {
+        if has_other_blocks {
+            // Scores of larger blocks take registers: sixteen rows to a warp.
+            self.warps = (self.block_m / 16 * self.value_parts).min(8);
+        }
+        if self.shares > 0 || has_other_blocks {
             // The shape in which shares are walked has more blocks at a time than these leave room for.
             self.fill(&spec, room);
         }

@@ -10,6 +10,8 @@ use fmha_core::cache::{KernelJob, Precompile};
 use fmha_core::{AnyProblem, Device, FwdProblem, PlanOptions, ProblemError};
 
 use crate::case::{Body, Case};
+use crate::law::LawKind;
+use crate::rows;
 
 /// Part `index`, from 1, of `count`; written `1/24`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +61,13 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
     let Some(compiler) = backend.precompiler() else { return Vec::new() };
     let jobs = match &case.body {
         Body::Forward(forward) => forward_jobs(compiler, &forward.problem, options),
-        Body::Law(law) => forward_jobs(compiler, &law.forward.problem, options),
+        Body::Law(law) => {
+            let of_rows = match law.kind {
+                LawKind::RowsOfCalls(first) => jobs_of_rows(compiler, first, options),
+                _ => None,
+            };
+            of_rows.or_else(|| forward_jobs(compiler, &law.forward.problem, options))
+        }
         Body::Backward(backward) => {
             let problem = backward.problem.clone().validate().ok();
             let options = backward.options(options);
@@ -71,6 +79,20 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
         }
     };
     jobs.unwrap_or_default()
+}
+
+/// Kernels of calls whose rows are to have the same bits, each once.
+fn jobs_of_rows(compiler: &dyn Precompile, first: u64, options: &PlanOptions) -> Option<Vec<KernelJob>> {
+    let options = options.clone().row_invariant(true);
+    let mut all: Vec<KernelJob> = Vec::new();
+    for problem in rows::problems(first) {
+        for job in forward_jobs(compiler, &problem, &options)? {
+            if all.iter().all(|known| known.key() != job.key()) {
+                all.push(job);
+            }
+        }
+    }
+    Some(all)
 }
 
 fn forward_jobs(

@@ -63,6 +63,8 @@ pub enum LawKind {
     AloneIsInBatch,
     /// Each of its packed sequences alone, both planned with `batch_invariant`.
     AloneIsInPack,
+    /// The pair of calls that this seed draws, of which it is the first; where plans promise rows of equal bits.
+    RowsOfCalls(u64),
 }
 
 /// The note of a law whose two calls were compared in every bit.
@@ -77,6 +79,10 @@ impl Law {
             return bits::run(backend, options, self);
         }
         let Forward { problem, lengths, data, .. } = &self.forward;
+        if let LawKind::RowsOfCalls(seed) = self.kind {
+            let host = HostFwd::new(problem.clone(), lengths, *data)?;
+            return crate::rows::law(backend, options, (seed, host));
+        }
         let mut wishes = options.plan.clone();
         if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
             // Where no kernel can promise it, both calls are held to the reference.

@@ -19,6 +19,7 @@ pub mod init;
 pub mod law;
 pub mod memory;
 pub mod report;
+pub mod rows;
 pub mod run;
 pub mod tensor;
 pub mod tensors;

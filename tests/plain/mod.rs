@@ -40,6 +40,7 @@ impl Plain {
             promises: Promises {
                 deterministic: true,
                 batch_invariant: true,
+                row_invariant: true,
                 graph_capturable: false,
                 accuracy: Accuracy::Exact,
                 score_sums: ScoreSums::F32,

@@ -3,7 +3,7 @@
 use fmha_core::abi::MAX_PARTS;
 use fmha_core::spec::CombineSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Call, PlanOptions, Refusal, Result, ValidCombine, Workspace, bind};
+use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, ValidCombine, Workspace, bind};
 
 use super::RowKernel;
 use crate::launches::{Launches, Stage};
@@ -53,7 +53,7 @@ impl<V: Vendor> Kernel<ValidCombine, V> for Combine {
             launches: Launches::from(main),
             workspace: Workspace::NONE,
             // A row is merged in the order of its parts.
-            promises: deterministic_rows(),
+            promises: Promises { row_invariant: true, ..deterministic_rows() },
             details: Vec::new(),
         })
     }

@@ -346,6 +346,7 @@ fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
         accuracy = FMHA_EXACT,
         deterministic = 1,
         batch_invariant = 1,
+        row_invariant = 1,
         check_lengths = 1
     );
     for options in [base, changed, with!(changed, kernel = c"none".as_ptr())] {

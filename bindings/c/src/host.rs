@@ -387,6 +387,7 @@ impl Choice {
         // SAFETY: the caller promised it.
         let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
+        none("reserved", options.reserved)?;
         // SAFETY: the caller promised C strings.
         let (backend, kernel, tile) = unsafe {
             (text("backend", options.backend)?, text("kernel", options.kernel)?, text("tile", options.tile)?)
@@ -398,6 +399,7 @@ impl Choice {
             .accuracy(accuracy(options.accuracy)?)
             .deterministic(flag("deterministic", options.deterministic)?)
             .batch_invariant(flag("batch_invariant", options.batch_invariant)?)
+            .row_invariant(flag("row_invariant", options.row_invariant)?)
             .check_lengths(flag("check_lengths", options.check_lengths)?);
         plan.kernel = kernel.map(str::to_owned);
         let caller_workspace = flag("caller_workspace", options.caller_workspace)?;

@@ -420,4 +420,9 @@ pub struct FmhaOptions {
     /// 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
     /// overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
     pub caller_workspace: i32,
+    /// 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or
+    /// a refusal.
+    pub row_invariant: i32,
+    /// 0.
+    pub reserved: i32,
 }

@@ -687,6 +687,8 @@ proptest! {
             batch_invariant: 0,
             check_lengths: 0,
             caller_workspace: 0,
+            row_invariant: 0,
+            reserved: 0,
         };
         // SAFETY: host pointers are this test's; a plan reads no tensor.
         let status = unsafe { fmha_plan(&raw const bad, &raw const options, &raw mut made) };

@@ -800,6 +800,7 @@ static void plans(const FmhaOptions *options) {
   REFUSED_PLAN("accuracy", " 2 ", how.accuracy = 2);
   REFUSED_PLAN("deterministic", " 2 ", how.deterministic = 2);
   REFUSED_PLAN("batch_invariant", " -1 ", how.batch_invariant = -1);
+  REFUSED_PLAN("row_invariant", " 2 ", how.row_invariant = 2);
   REFUSED_PLAN("check_lengths", " 5 ", how.check_lengths = 5);
   REFUSED_PLAN("caller_workspace", " 5 ", how.caller_workspace = 5);
   CHECK(plan == NULL, "a refused plan is set");

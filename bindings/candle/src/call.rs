@@ -275,6 +275,7 @@ impl Attend {
             .allow_fallback(self.options.allow_fallback)
             .deterministic(self.options.deterministic)
             .batch_invariant(self.options.batch_invariant)
+            .row_invariant(self.options.row_invariant)
             // On the CPU it costs nothing, and an offset that decreases is an error.
             .check_lengths(place.is_cpu() && self.packed.is_some())
     }

@@ -77,6 +77,8 @@ pub struct Options {
     pub deterministic: bool,
     /// The bits of a sequence do not depend on the batch around it.
     pub batch_invariant: bool,
+    /// The bits of a query row depend on that row and the keys that it sees alone.
+    pub row_invariant: bool,
     /// Whether the fallback kernel, which is right and slow, may serve where no fast one takes the call.
     pub allow_fallback: bool,
 }
@@ -97,6 +99,7 @@ impl Default for Options {
             numbers: vec![],
             deterministic: false,
             batch_invariant: false,
+            row_invariant: false,
             allow_fallback: true,
         }
     }
@@ -163,6 +166,8 @@ impl Options {
         deterministic: bool;
         /// The bits of a sequence do not depend on the batch around it.
         batch_invariant: bool;
+        /// The bits of a query row depend on that row and the keys that it sees alone.
+        row_invariant: bool;
         /// Whether the fallback kernel may serve.
         allow_fallback: bool;
     }

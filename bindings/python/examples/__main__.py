@@ -11,7 +11,7 @@ if importlib.util.find_spec("fmha") is None:
     sys.path.insert(0, str(HERE.parent))  # a checkout, where nothing is installed
 sys.path.insert(0, str(HERE))
 
-EXAMPLES = ["first_call", "train", "generate", "packed", "fp8", "serve"]
+EXAMPLES = ["first_call", "train", "generate", "packed", "fp8", "serve", "rollout"]
 
 
 def main(names):

@@ -13,6 +13,7 @@ import sys as _sys
 from typing import TYPE_CHECKING, Any, Dict, Literal, Mapping, Optional, Tuple, TypeVar, Union, overload
 
 from . import _arguments, _code, _native
+from ._arguments import row_invariant
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._native import FmhaError
 from ._numbers import flag as _flag, integer as _integer
@@ -39,6 +40,7 @@ __all__ = [
     "explain",
     "mask",
     "prepare",
+    "row_invariant",
     "window",
 ]
 
@@ -156,6 +158,9 @@ def attention(
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: a sequence's bits depend on itself alone.
+        row_invariant: a row's bits depend on that row and the keys that it sees alone: training, a prompt's chunks and
+            decoding agree bit for bit; or an error that names what breaks it. ``None``: as :class:`row_invariant`, the
+            context, says.
         check_lengths: lengths are read back and checked, which waits for the device. Without it a length beyond its
             rows, its cache or the pages in its row of ``block_table`` is clamped, on the CPU and on a GPU alike.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, seqlen_q]`` or ``[num_heads_q, total_q]``: natural

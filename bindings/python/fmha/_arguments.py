@@ -18,9 +18,35 @@ if TYPE_CHECKING:
     #: What computes: torch's tensor, NumPy's array, or whatever speaks DLPack.
     Tensor = Union[torch.Tensor, numpy.ndarray, Any]
 
-_ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _CHECK_LENGTHS = (
-    _native.OPTIONS[name] for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "check_lengths")
+_ALLOW_FALLBACK, _EXACT, _DETERMINISTIC, _BATCH_INVARIANT, _ROW_INVARIANT, _CHECK_LENGTHS = (
+    _native.OPTIONS[name]
+    for name in ("allow_fallback", "exact", "deterministic", "batch_invariant", "row_invariant", "check_lengths")
 )
+
+#: How many :func:`row_invariant` are in force. A number of the process, which torch's compiler reads as it is.
+_asked_for_rows = 0
+
+
+class row_invariant:
+    """A context in which every call has ``row_invariant=True`` that does not say otherwise: for whole models.
+
+    It holds for all threads of the process: a call that is asked for equal bits unawares is right, if slower. Calls of
+    an engine's hook that were made ready before are not changed.
+    """
+
+    def __enter__(self) -> None:
+        global _asked_for_rows
+        _asked_for_rows += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _asked_for_rows
+        _asked_for_rows -= 1
+
+
+def wants_rows(asked: Optional[bool]) -> bool:
+    """Whether a call is asked for rows of equal bits: by its argument, or else by the context."""
+    return _asked_for_rows > 0 if asked is None else flag("row_invariant", asked)
+
 
 
 class Unmasked(TypedDict, total=False):
@@ -50,6 +76,7 @@ class Unmasked(TypedDict, total=False):
     accuracy: str
     deterministic: bool
     batch_invariant: bool
+    row_invariant: Optional[bool]
     check_lengths: bool
 
 
@@ -169,6 +196,7 @@ def bind(
     accuracy: str = "fast",
     deterministic: bool = False,
     batch_invariant: bool = False,
+    row_invariant: Optional[bool] = None,
     check_lengths: bool = False,
     causal: Optional[bool] = None,
     **wrong: Any,
@@ -185,6 +213,7 @@ def bind(
         | (_EXACT if accuracy == "exact" else 0)
         | (_DETERMINISTIC if flag("deterministic", deterministic) else 0)
         | (_BATCH_INVARIANT if flag("batch_invariant", batch_invariant) else 0)
+        | (_ROW_INVARIANT if wants_rows(row_invariant) else 0)
         | (_CHECK_LENGTHS if flag("check_lengths", check_lengths) else 0)
     )
     tensors = (

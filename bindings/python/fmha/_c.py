@@ -105,6 +105,8 @@ class FmhaOptions(Structure):
         ("batch_invariant", c_int32),
         ("check_lengths", c_int32),
         ("caller_workspace", c_int32),
+        ("row_invariant", c_int32),
+        ("reserved", c_int32),
     ]
 
 

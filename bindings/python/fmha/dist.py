@@ -23,7 +23,7 @@ import torch
 import torch.distributed as _torch_dist
 
 from . import _c, _native
-from ._arguments import by_causal, unknown
+from ._arguments import by_causal, unknown, wants_rows
 from ._mask import Mask, MaskLike
 from ._numbers import flag, integer, real, scale, shown, word
 from ._torch import autocast, once
@@ -361,7 +361,8 @@ class _Call:
         if kind is None:
             raise ValueError(f"q is on {self.device}, neither the CPU nor a GPU")
         options.backend = (kind if kind == "cpu" else f"{kind}:{self.device.index or 0}").encode()
-        options.allow_fallback, options.accuracy, options.deterministic, options.batch_invariant = self.options
+        options.allow_fallback, options.accuracy, options.deterministic = self.options[:3]
+        options.batch_invariant, options.row_invariant = self.options[3:]
         made = ctypes.c_void_p()
         with _current(self.device):
             self._held(
@@ -462,6 +463,7 @@ def attention(
     accuracy: str = "fast",
     deterministic: bool = False,
     batch_invariant: bool = False,
+    row_invariant: Optional[bool] = None,
     return_lse: bool = False,
     **wrong: Any,
 ) -> Any:
@@ -495,6 +497,8 @@ def attention(
             kernels and links finds fastest. :func:`explain` says what was chosen.
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: bits that do not depend on the number of ranks, or a refusal.
+        row_invariant: a row's bits depend on that row and the keys that it sees alone, by ``"gather"``, or a refusal;
+            ``None``: as :class:`fmha.row_invariant` says.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it
             has no gradient here.
 
@@ -594,6 +598,7 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
         int(given["accuracy"] == "exact"),
         int(flag("deterministic", given["deterministic"]) or torch.are_deterministic_algorithms_enabled()),
         int(flag("batch_invariant", given["batch_invariant"])),
+        int(wants_rows(given["row_invariant"])),
     )
     modifiers = bias, None if alibi_slopes is None else alibi_slopes.detach().contiguous()
     call = _Call(q, k, v, ours, sides, mask, numbers, modifiers, options, given["scheme"])

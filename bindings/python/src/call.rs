@@ -12,7 +12,8 @@ use crate::code::Coded;
 use crate::lists::lists;
 use crate::operands::{fill_dims, fill_lengths, fill_modifiers, fill_operands, gradients};
 use crate::request::{
-    ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, Request, Slot,
+    ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, ROW_INVARIANT, Request,
+    Slot,
 };
 use crate::shapes::{one_device, sizes};
 use crate::tensor::Device;
@@ -239,6 +240,8 @@ pub(crate) fn options(bits: i64, backend: &CString) -> FmhaOptions {
         batch_invariant: bit(BATCH_INVARIANT),
         check_lengths: bit(CHECK_LENGTHS),
         caller_workspace: 1,
+        row_invariant: bit(ROW_INVARIANT),
+        reserved: 0,
     }
 }
 

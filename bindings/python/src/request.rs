@@ -198,7 +198,7 @@ pub fn kept(at: i64) -> Result<Numbers, String> {
 }
 
 /// Names of the bits of [`Numbers::options`], from the lowest.
-pub const OPTIONS: [&str; 9] = [
+pub const OPTIONS: [&str; 10] = [
     "allow_fallback",
     "exact",
     "deterministic",
@@ -208,6 +208,7 @@ pub const OPTIONS: [&str; 9] = [
     "wants_dsink",
     "adds",
     "adds_to",
+    "row_invariant",
 ];
 
 /// A kernel that is correct but far from fast may serve.
@@ -228,6 +229,8 @@ pub const WANTS_DSINK: i64 = 64;
 pub const ADDS: i64 = 128;
 /// Combine: parts are added to what O holds.
 pub const ADDS_TO: i64 = 256;
+/// The bits of a query row depend on that row and the keys that it sees alone.
+pub const ROW_INVARIANT: i64 = 512;
 
 /// A tensor or a number that a score or a mask as code captures.
 #[derive(Clone, Copy, Debug)]
@@ -400,6 +403,7 @@ mod tests {
             WANTS_DSINK,
             ADDS,
             ADDS_TO,
+            ROW_INVARIANT,
         ];
         assert_eq!(bits.len(), OPTIONS.len());
         for (i, bit) in bits.into_iter().enumerate() {

@@ -178,6 +178,7 @@ class Call:
             max_seqlen_k=self.of_k.most if self.of_k.packed else None,
             deterministic=draw.maybe(0.2, lambda: True),
             batch_invariant=draw.maybe(0.1, lambda: True),
+            row_invariant=draw.maybe(0.1, lambda: True),
             accuracy=draw.maybe(0.2, lambda: "exact"),
             check_lengths=draw.maybe(0.2, lambda: True),
             dtype_o=draw.maybe(0.1, lambda: draw.choice(DTYPES)),

@@ -54,6 +54,7 @@ NAMES = {
     "allow_fallback",
     "deterministic",
     "batch_invariant",
+    "row_invariant",
     "check_lengths",
 }
 #: What torch refuses before an operator is called: a layout that has no kernel, more memory than there is.
@@ -321,6 +322,7 @@ class Calls:
                 ("dtype_o", self.choice([torch.float64, "bfloat16", 3])),
                 ("deterministic", True),
                 ("batch_invariant", True),
+                ("row_invariant", True),
                 ("accuracy", "exact"),
                 ("bias", torch.randn(4, 4)),
                 ("head_dim_v", 8),

@@ -496,6 +496,7 @@ def own_cases(cache=False):
         accuracy=hint("exact", "the CPU has one kernel, which is exact"),
         deterministic=hint(True, BITS),
         batch_invariant=hint(True, "the CPU's bits never depend on the batch"),
+        row_invariant=hint(True, "a call says nothing of others"),
         check_lengths=[hint(True, "lengths are right"), refused(True, "seqused_k", seqused_k=i32(12, 1))],
         return_lse=changes(True),
     )
@@ -595,7 +596,7 @@ def explain():
         for name, cases in dict(own_cases(), **code_cases(), **list_cases()).items()
     }
     # What a plan promises follows from these.
-    cases.update(batch_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
+    cases.update(batch_invariant=changes(True), row_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
     return Door(fmha.explain, qkv(), cases)
 
 

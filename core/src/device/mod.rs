@@ -123,7 +123,7 @@ impl Device {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) with every refusal, or what the compiler or driver said.
     pub fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<FwdPlan> {
-        self.planned(problem, options, |problem| self.0.plan_fwd(problem, options))
+        self.planned(problem, options, |problem, options| self.0.plan_fwd(problem, options))
     }
 
     /// Chooses a backward kernel.
@@ -131,7 +131,7 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_bwd(&self, problem: &ValidBwd, options: &PlanOptions) -> Result<BwdPlan> {
-        self.planned(problem, options, |problem| self.0.plan_bwd(problem, options))
+        self.planned(problem, options, |problem, options| self.0.plan_bwd(problem, options))
     }
 
     /// Chooses a combine kernel.
@@ -139,7 +139,7 @@ impl Device {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
-        self.planned(problem, options, |problem| self.0.plan_combine(problem, options))
+        self.planned(problem, options, |problem, options| self.0.plan_combine(problem, options))
     }
 
     /// A plan, of which the program's logger is told.
@@ -147,9 +147,10 @@ impl Device {
         &self,
         problem: &P,
         options: &PlanOptions,
-        plan: impl FnOnce(&P) -> Result<Planned<P>>,
+        plan: impl FnOnce(&P, &PlanOptions) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
-        let plan = self.seal(problem, options, plan);
+        let options = &options.with_contained();
+        let plan = self.seal(problem, options, |problem| plan(problem, options));
         match &plan {
             Ok(plan) => plan.record(),
             Err(error) => record!(debug, PLAN, "{} on {}: no plan: {error}", P::OPERATION, self.name()),

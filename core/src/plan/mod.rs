@@ -433,6 +433,7 @@ mod tests {
             promises: Promises {
                 deterministic: true,
                 batch_invariant: false,
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Fast,
                 score_sums: ScoreSums::F32,

@@ -72,6 +72,12 @@ pub struct PlanOptions {
     /// it, nor on how many of its queries come in one call. Off, the last of several tokens and the same token
     /// alone may differ in their last bits.
     pub batch_invariant: bool,
+    /// The bits of a query row, O and LSE, depend on that row, the keys that it sees, their values and the options
+    /// alone: not on the batch, the row's place in the call, the number of rows in it, chunks, packing, pages and
+    /// their size. So training without dropout, prefill in chunks and decoding agree bit for bit. It contains
+    /// `batch_invariant`: a plan that is asked for it keeps both. Backward: dQ likewise; dK and dV have the same
+    /// bits for the same rows.
+    pub row_invariant: bool,
     /// Whether each run checks the lengths before it launches: a length beyond its sequence's rows, new rows
     /// that the cache has no room for and offsets that decrease or leave their tensor are then an error. On a
     /// device they are read back, which costs a run a wait for its stream, and the plan can no longer be
@@ -110,6 +116,19 @@ impl PlanOptions {
         check_lengths: bool => check_lengths;
     }
 
+    /// The bits of a row depend on that row and the keys that it sees alone; asks for `batch_invariant` too.
+    #[must_use]
+    pub const fn row_invariant(mut self, row_invariant: bool) -> Self {
+        (self.row_invariant, self.batch_invariant) = (row_invariant, self.batch_invariant || row_invariant);
+        self
+    }
+
+    /// These wishes with those that they contain: `batch_invariant` where `row_invariant` is one.
+    #[must_use]
+    pub(crate) fn with_contained(&self) -> Self {
+        Self { batch_invariant: self.batch_invariant || self.row_invariant, ..self.clone() }
+    }
+
     /// Refuses a tile's fields in the name of a `kernel` that has no tile.
     ///
     /// # Errors
@@ -135,6 +154,7 @@ impl PlanOptions {
         for (wish, wanted, kept) in [
             ("deterministic", self.deterministic, promises.deterministic),
             ("batch_invariant", self.batch_invariant, promises.batch_invariant),
+            ("row_invariant", self.row_invariant, promises.row_invariant),
         ] {
             if wanted && !kept {
                 return refuse(format!("{wish} {wanted}"));
@@ -151,6 +171,8 @@ pub struct Promises {
     pub deterministic: bool,
     /// A sequence's result has the same bits whatever else is in the batch.
     pub batch_invariant: bool,
+    /// A row's result has the same bits whatever other rows its call has, and wherever its keys lie.
+    pub row_invariant: bool,
     /// Can be captured into a graph and replayed with new lengths.
     pub graph_capturable: bool,
     /// Treatment of the running maximum.
@@ -160,13 +182,14 @@ pub struct Promises {
 }
 
 impl fmt::Display for Promises {
-    /// `exact, deterministic, batch-invariant, graph-capturable`: those that hold; and how long scores are, if shorter
-    /// than f32.
+    /// `exact, deterministic, batch-invariant, row-invariant, graph-capturable`: those that hold; and how long scores
+    /// are, if shorter than f32.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.accuracy.fmt(f)?;
         for (name, holds) in [
             ("deterministic", self.deterministic),
             ("batch-invariant", self.batch_invariant),
+            ("row-invariant", self.row_invariant),
             ("graph-capturable", self.graph_capturable),
         ] {
             if holds {
@@ -188,6 +211,7 @@ mod tests {
     const NOTHING: Promises = Promises {
         deterministic: false,
         batch_invariant: false,
+        row_invariant: false,
         graph_capturable: false,
         accuracy: Accuracy::Fast,
         score_sums: ScoreSums::F32,
@@ -208,10 +232,12 @@ mod tests {
             ("accuracy", PlanOptions::default().accuracy(Accuracy::Exact)),
             ("deterministic", PlanOptions::default().deterministic(true)),
             ("batch_invariant", PlanOptions::default().batch_invariant(true)),
+            ("row_invariant", PlanOptions::default().row_invariant(true)),
         ];
         let all = Promises {
             deterministic: true,
             batch_invariant: true,
+            row_invariant: true,
             graph_capturable: true,
             accuracy: Accuracy::Exact,
             score_sums: ScoreSums::F32,

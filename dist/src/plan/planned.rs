@@ -283,6 +283,7 @@ impl Chosen {
             // Kernels of other ranks compute this rank's rows in Ulysses, so these must be equal.
             ("accuracy", kernels.accuracy.to_string()),
             ("batch_invariant", kernels.batch_invariant.to_string()),
+            ("row_invariant", kernels.row_invariant.to_string()),
             ("deterministic", kernels.deterministic.to_string()),
         ];
         // Fields chosen from values that other ranks still have to send: not compared yet.

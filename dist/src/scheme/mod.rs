@@ -60,6 +60,13 @@ impl Scheme {
         matches!(self, Self::Gather | Self::Ulysses)
     }
 
+    /// Whether a forward call's rows have the bits of one device, whatever the number of ranks, in `row_invariant`
+    /// mode.
+    #[must_use]
+    pub const fn has_rows_of_one_device(self) -> bool {
+        matches!(self, Self::Gather)
+    }
+
     /// Whether it takes the problem.
     ///
     /// # Errors
@@ -71,12 +78,18 @@ impl Scheme {
         if replicated && self != Self::Decode && whole.ranks > 1 {
             return refuse("partition", "all ranks have all queries, which is for decode".to_owned());
         }
-        if options.batch_invariant && (backward || !self.has_bits_of_one_device()) {
-            let what = if backward { "dK and dV are" } else { "a row is" };
-            return refuse(
-                "batch_invariant",
-                format!("batch_invariant true is not kept: {what} summed over {} ranks", whole.ranks),
-            );
+        for (wish, asked, kept) in [
+            ("row_invariant", options.row_invariant, self.has_rows_of_one_device()),
+            ("batch_invariant", options.batch_invariant, self.has_bits_of_one_device()),
+        ] {
+            if asked && (backward || !kept) {
+                let what = match (backward, self) {
+                    (true, _) => "dK and dV are summed over",
+                    (false, Self::Ulysses) => "heads travel between",
+                    (false, _) => "a row is summed over",
+                };
+                return refuse(wish, format!("{wish} true is not kept: {what} {} ranks", whole.ranks));
+            }
         }
         match self {
             Self::Gather | Self::Ring => Ok(()),

@@ -89,6 +89,15 @@ struct RowPart {
   static constexpr int32_t chunks = ceil_div(dim, 4 * kWarp);
   float elems[chunks][4];
 
+  // The sum of no parts: -0, to which a part of -0 is added as it is, so that a row of one part has the part's bits.
+  FMHA_DEVICE void clear() {
+#pragma unroll
+    for (int32_t chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+      for (int32_t e = 0; e < 4; ++e) elems[chunk][e] = -0.f;
+    }
+  }
+
   FMHA_DEVICE static int32_t column(int32_t chunk) { return chunk * 4 * kWarp + threadIdx.x % kWarp * 4; }
   // A row of a part begins on 16 bytes, and its last four elements may reach beyond `dim`, where nothing is written.
   FMHA_DEVICE void load(const float* from, bool there) {
@@ -174,7 +183,8 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
     merged.i_head = int32_t(batch_head % p.num_heads_q);
     merged.i = parts.first_row + int32_t(at % parts.num_rows);
     bool there = at < num_rows, again = false;
-    Part o = {};
+    Part o;
+    o.clear();
     if (there) {
       merged.span = {i_batch, 0, 0, merged.i + 1, 0, 1};
       if (live) merged.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);

@@ -10,7 +10,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
-use crate::operands::alignment;
+use crate::operands::{alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
 use crate::sm100::{self, Sm100Tile};
 use crate::split::{self, RowsAtOnce, launch as parts};
@@ -97,6 +97,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
                     && (options.batch_invariant
                         || split::split_keys(problem, tile.block_n) == 0
                             && sm100::default_tile(&spec).cluster == 1),
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: ScoreSums::F32,
@@ -148,6 +149,7 @@ pub(crate) fn fit_like(
 ) -> Result<Sm100Tile, Refusal> {
     let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
     sm100::accepts(problem)?;
+    refuse_row_invariant(options, sm100::NAME)?;
     let mut own = sm100::choose_tile(like, &facts.arch);
     if like.strides != problem.strides {
         let copies = sm100::choose_tile(problem, &facts.arch);

@@ -113,6 +113,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                 // them.
                 deterministic: is_ordered || dims.seqlen_k <= BLOCK,
                 batch_invariant: is_ordered && options.tile.is_empty(),
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),

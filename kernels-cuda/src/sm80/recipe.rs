@@ -13,6 +13,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
+use crate::row_order;
 use crate::rows::keep_mask;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, Sm80Tile};
@@ -57,7 +58,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         _: &PlanOptions,
     ) -> Result<Vec<TileOptions>, Refusal> {
         <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
-        Ok(vec![knob_values(&own_tile(problem, facts))])
+        Ok(vec![knob_values(&own_tile(problem, facts, &PlanOptions::default()))])
     }
 
     fn fit(
@@ -68,12 +69,18 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     ) -> Result<Sm80Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
-        let mut own = own_tile(problem, facts);
+        if options.row_invariant && !problem.masks.is_empty() {
+            return Err(refuse(
+                "row_invariant: masks as data are asked for whole sequences, whose keys other calls have in parts"
+                    .to_owned(),
+            ));
+        }
+        let mut own = own_tile(problem, facts, options);
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
         if options.batch_invariant && problem.masks.is_empty() {
-            own.make_batch_invariant(problem, room(facts));
+            own.make_batch_invariant(problem, room(facts), invariant_block(problem, facts, options));
         }
         fitted(own, fields, problem, facts).map_err(refuse)
     }
@@ -85,7 +92,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        let spec = spec_of(problem);
+        let spec = spec_of(problem, options);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -130,11 +137,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 // and blocks that only other rows see are left out or add zeros. But a short query's keys may
                 // be split, a long one's not, unless parts have as many keys of every sequence.
                 batch_invariant: (!is_split || tile.fixed_parts && problem.lists.is_none())
-                    && (problem.lists.is_some()
-                        || tile.block_n == sm80::default_tile(&spec, room(facts)).block_n)
+                    && (problem.lists.is_some() || tile.block_n == invariant_block(problem, facts, options))
                     && (options.batch_invariant
                         || problem.lists.is_none()
                             && split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
+                row_invariant: options.row_invariant
+                    && problem.lists.is_none()
+                    && (!is_split || tile.fixed_parts)
+                    && tile.block_n == invariant_block(problem, facts, options),
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -201,16 +211,22 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 }
 
+/// Keys of a block of every call whose bits do not depend on the batch: those of the spec's table, or those that `sm90`
+/// has too, where it may have other calls of the same rows.
+fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> i32 {
+    let shared = if options.row_invariant { row_order::shared_block(problem, facts) } else { None };
+    shared.unwrap_or_else(|| sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n)
+}
+
 /// What a launch of the kernel computes: a launch of its own writes the keep mask.
-fn spec_of(problem: &ValidFwd) -> FwdSpec {
+fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-    let hides = !problem.masks.is_empty() && spec.mask == MaskKind::Full;
     // Lists hide keys by what stands at a place, and what is hidden comes as zeros.
     if problem.lists.is_some() {
         return FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec };
     }
-    if hides { FwdSpec { mask: MaskKind::Upper, ..spec } } else { spec }
+    if !problem.masks.is_empty() || options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -257,7 +273,7 @@ fn fitted(
     }
     facts.needs(!tile.tma || facts.instructions.tma, "TMA")?;
     split::check(problem, tile.cut())?;
-    facts.has_room_for(&tile, tile.smem_bytes(&spec_of(problem)), 1)?;
+    facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), 1)?;
     Ok(tile)
 }
 
@@ -272,10 +288,13 @@ fn prefers_tma(facts: &DeviceFacts) -> bool {
     has.tma && !has.wgmma && !has.tcgen05
 }
 
-/// The table's tile, whose K and V come by TMA where that is better.
-fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Sm80Tile {
+/// The table's tile, whose K and V come by TMA where that is better: for whole sequences, and not for parts that a
+/// batch-invariant plan has.
+fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> Sm80Tile {
     let tile = sm80::choose_tile(problem, room(facts));
-    if prefers_tma(facts) && problem.masks.is_empty() && problem.lists.is_none() {
+    let has_parts =
+        options.batch_invariant && split::fixed_keys(problem, invariant_block(problem, facts, options)) > 0;
+    if prefers_tma(facts) && problem.masks.is_empty() && problem.lists.is_none() && !has_parts {
         tile.by_tma(problem, room(facts)).unwrap_or(tile)
     } else {
         tile

@@ -4,7 +4,8 @@ use fmha_core::spec::{BiasKind, CodeKind, FwdSpec};
 use fmha_core::{FwdProblem, VLayout};
 
 use super::{
-    MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma, value_parts,
+    LAG_LOG2, MOST_SHARES, Sm80Tile, is_whole_copies, is_whole_steps, most_copied, padded_dim, takes_tma,
+    value_parts,
 };
 use crate::operands::{stores_vectors, strides};
 use crate::split::price::{self, CONSTANTS, Keys, Walk};
@@ -191,8 +192,8 @@ fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool) -> Sm80Tile {
         ctas: 1,
         // A column-major V's at 128 dimensions spill: 24 bytes with one or two ahead.
         fragments_ahead: if columns_of_16_bits && (65..=128).contains(&widest) { 0 } else { 1 },
-        // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room. That of 8 bits needs its range.
-        lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { 8 },
+        // P of 8 bits needs its range.
+        lazy_rescale_log2: if spec.dtype_v.is_fp8() { 0 } else { LAG_LOG2 },
         pack_gqa: false,
         fast_softcap: spec.softcap && spec.bias == BiasKind::None,
         vector_store: false,

@@ -95,6 +95,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
                 // dK and dV are added to in memory, by whoever comes first.
                 deterministic: false,
                 batch_invariant: false,
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),

@@ -10,7 +10,8 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
-use crate::operands::{ALIGN, alignment};
+use crate::operands::{ALIGN, alignment, refuse_row_invariant};
+use crate::row_order;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
@@ -176,7 +177,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
-        let spec = sm90::spec_of(problem);
+        let spec = spec_of(problem, options);
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
         let at_once = tile.rows_at_once(problem);
@@ -228,6 +229,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 // every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
                     && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
+                row_invariant: options.row_invariant
+                    && row_order::shared_block(problem, facts) == Some(tile.block_n)
+                    && tile.is_batch_invariant(&spec),
                 graph_capturable: true,
                 accuracy: accuracy(&tile),
                 score_sums: facts.score_sums.of(problem.dtypes.qk),
@@ -331,10 +335,14 @@ pub(crate) fn fit_like(
 ) -> Result<Priced, Refusal> {
     let refuse = |reason: String| Refusal::new(sm90::NAME, reason);
     sm90::accepts(problem)?;
+    let shared_block = if options.row_invariant { row_order::shared_block(problem, facts) } else { None };
+    if shared_block.is_none() {
+        refuse_row_invariant(options, sm90::NAME)?;
+    }
     if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
         leave_to_parts(problem, facts).map_err(refuse)?;
     }
-    let spec = sm90::spec_of(problem);
+    let spec = spec_of(problem, options);
     let (mut own, shapes, orders) = own_tile(like, facts);
     if like.strides != problem.strides {
         let copies = own_tile(problem, facts).0;
@@ -346,9 +354,18 @@ pub(crate) fn fit_like(
     if options.batch_invariant {
         own.make_batch_invariant(&spec);
         own.take_fixed_parts(like);
+        if options.row_invariant {
+            own.lazy_rescale_log2 = if own.lazy_rescale_log2 > 0 { row_order::LAG_LOG2 } else { 0 };
+        }
     }
     let tile = fitted(own, fields, problem, facts, &spec).map_err(refuse)?;
     Ok((tile, shapes, orders))
+}
+
+/// What a launch computes.
+fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
+    let spec = sm90::spec_of(problem);
+    if options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }
 
 /// Checks that the device has what Hopper's kernels are made of.

@@ -172,6 +172,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 deterministic: spec.deterministic
                     || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
                 batch_invariant: false,
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),

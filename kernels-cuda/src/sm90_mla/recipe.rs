@@ -9,7 +9,7 @@ use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
-use crate::operands::ALIGN;
+use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90::recipe::needs;
 use crate::sm90_mla::{self as text, MlaSchedule, Sm90MlaTile};
 use crate::split::{self, RowsAtOnce, launch as parts};
@@ -56,6 +56,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     ) -> Result<Sm90MlaTile, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
         text::accepts(problem)?;
+        refuse_row_invariant(options, text::NAME)?;
         if options.kernel.is_none() && options.tile.is_empty() {
             text::leave_narrow(problem).map_err(refuse)?;
         }
@@ -114,6 +115,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
                 // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
                 // but how its keys are split depends on what else is in the call.
                 batch_invariant: !is_split,
+                row_invariant: false,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
                 score_sums: facts.score_sums.of(problem.dtypes.qk),

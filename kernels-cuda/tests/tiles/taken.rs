@@ -53,8 +53,15 @@ fn the_tile_that_the_table_of_mma_sync_chooses_is_one_that_its_kernel_takes() {
         for room in ROOMS {
             let tile = sm80::choose_tile(&problem, room);
             let mut invariant = tile;
-            invariant.make_batch_invariant(&problem, room);
-            for tile in [tile, invariant] {
+            let mut rows = tile;
+            let blocks = sm80::default_tile(&FwdSpec::of(&problem), room).block_n;
+            invariant.make_batch_invariant(&problem, room, blocks);
+            // Blocks that another kernel has too, where they are larger.
+            let shared =
+                if problem.dims.head_dim_qk.max(problem.dims.head_dim_v) > 192 { blocks } else { 128 };
+            let has_room = room.smem_bytes > 200_000 && problem.cache.dtype.is_none();
+            rows.make_batch_invariant(&problem, room, if has_room { shared } else { blocks });
+            for tile in [tile, invariant, rows] {
                 let checked = tile.check().and_then(|()| tile.check_loads(&problem));
                 assert_eq!(checked, Ok(()), "{:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
                 let bytes = tile.smem_bytes(&FwdSpec::of(&problem));

@@ -19,6 +19,7 @@ mod pairwise;
 mod parts;
 mod rare;
 mod recipe;
+mod rows;
 
 use crate::case::Case;
 pub(crate) use decode::pages;
@@ -42,6 +43,7 @@ pub(crate) fn all() -> Vec<Case> {
         parts::cases(),
         decode::cases(),
         lists::cases(),
+        rows::cases(),
     ]
     .into_iter()
     .flatten()

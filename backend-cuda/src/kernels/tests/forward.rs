@@ -336,3 +336,73 @@ fn copies_of_mma_sync_are_as_wide_as_the_strides_allow() {
     let refusal = choose("copy_bytes=16").err().unwrap().to_string();
     assert!(refusal.contains("copy_bytes=16: k.seq stride 514"), "{refusal}");
 }
+
+/// `sm80` takes rows that are to have the same bits on every architecture, by its parts.
+#[test]
+fn rows_of_equal_bits_are_taken_on_every_architecture() {
+    let options = PlanOptions::default().row_invariant(true);
+    for arch in ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
+        for (seqlens, mask) in
+            [([4096, 4096], "b"), ([1, 4096], "b"), ([1, 4096], "0"), ([100, 100], "b:7,0")]
+        {
+            let problem = of_lengths(seqlens, [8, 8], 128, mask).validate().unwrap();
+            let choice = choose::<Sm80, _>(&problem, &stated(arch), &options).unwrap();
+            assert!(choice.promises.row_invariant && choice.promises.batch_invariant, "{arch}, {seqlens:?}");
+            let is_cut = seqlens[1] > 2048;
+            assert_eq!(choice.launches.len(), 1 + usize::from(is_cut), "{arch}, {seqlens:?}, {mask}");
+            let unasked = choose::<Sm80, _>(&problem, &stated(arch), &PlanOptions::default()).unwrap();
+            assert!(!unasked.promises.row_invariant, "{arch}, {seqlens:?}");
+        }
+    }
+}
+
+/// Hopper's two kernels agree on what decides a row's bits: blocks of keys, parts, and the lag of a maximum.
+#[test]
+fn kernels_of_hopper_that_share_rows_have_one_order_of_their_keys() {
+    let facts = stated("sm_90a");
+    for accuracy in [Accuracy::Fast, Accuracy::Exact] {
+        let options = PlanOptions::default().row_invariant(true).accuracy(accuracy);
+        for dim in [64, 80, 96, 128, 192, 256] {
+            for (seqlens, mask) in [([9000, 9000], "b"), ([1, 9000], "0"), ([16, 700], "b:100,0")] {
+                let problem = of_lengths(seqlens, [8, 8], dim, mask).validate().unwrap();
+                let what = format!("D {dim}, {seqlens:?}, {mask}, {accuracy}");
+                let wgmma = choose::<Sm90, _>(&problem, &facts, &options).unwrap();
+                let sync = choose::<Sm80, _>(&problem, &facts, &options).unwrap();
+                assert!(wgmma.promises.row_invariant && sync.promises.row_invariant, "{what}");
+                assert_eq!(wgmma.promises.accuracy, sync.promises.accuracy, "{what}");
+                let blocks = |words: Option<String>| {
+                    let words = words.unwrap();
+                    words.split([' ', ',']).nth(2).unwrap().parse::<u32>().unwrap()
+                };
+                assert_eq!(blocks(detail(&wgmma, "tile")), blocks(detail(&sync, "tile")), "{what}");
+                let words = |words: Option<String>, part: &str| {
+                    let words = words.unwrap();
+                    words.split(", ").find(|word| word.contains(part)).map(str::to_owned)
+                };
+                for part in ["rescale beyond", "in parts of"] {
+                    let (of_wgmma, of_sync) = (detail(&wgmma, "schedule"), detail(&sync, "schedule"));
+                    assert_eq!(words(of_wgmma, part), words(of_sync, part), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// Calls that `sm90` does not take leave their rows to `sm80` alone.
+#[test]
+fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_name() {
+    let options = PlanOptions::default().row_invariant(true);
+    let plain = of_lengths([300, 300], [4, 4], 128, "b");
+    let mut capped = plain.clone();
+    capped.score.softcap = Some(20.0);
+    let (plain, capped) = (plain.validate().unwrap(), capped.validate().unwrap());
+    let refusals = [
+        choose::<Sm90, _>(&capped, &stated("sm_90a"), &options).err(),
+        choose::<Sm100, _>(&plain, &stated("sm_100a"), &options).err(),
+    ];
+    for refusal in refusals {
+        let refusal = refusal.unwrap().to_string();
+        assert!(refusal.contains("row_invariant true") && refusal.contains("sm80"), "{refusal}");
+    }
+    assert!(choose::<Sm80, _>(&capped, &stated("sm_90a"), &options).unwrap().promises.row_invariant);
+}

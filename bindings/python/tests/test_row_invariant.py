@@ -1,0 +1,94 @@
+"""Rows of equal bits: training, a prompt's chunks and decoding, by an argument and by a context."""
+
+import fmha
+import pytest
+import torch
+
+HEADS, KV_HEADS, DIM = 4, 2, 32
+
+
+def sequence(length, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    of = lambda heads: torch.randn(length, heads, DIM, generator=draw, dtype=torch.float32).to(torch.bfloat16)
+    return of(HEADS), of(KV_HEADS), of(KV_HEADS)
+
+
+def trained(sequences, **options):
+    """O of all tokens, packed."""
+    lengths = torch.tensor([0] + [len(q) for q, _, _ in sequences]).cumsum(0).to(torch.int32)
+    longest = max(len(q) for q, _, _ in sequences)
+    packed = (torch.cat(of) for of in zip(*sequences))
+    return fmha.attention(
+        *packed,
+        mask="causal",
+        cu_seqlens_q=lengths,
+        cu_seqlens_k=lengths,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        **options,
+    )
+
+
+def decoded(q, k, v, page_size, **options):
+    """O of the last token, over pages."""
+    length = len(k)
+    pages = -(-length // page_size)
+    cache = torch.full((2, pages, page_size, KV_HEADS, DIM), float("nan"), dtype=k.dtype)
+    for tensor, rows in zip(cache, (k, v)):
+        tensor.flatten(0, 1)[:length] = rows
+    return fmha.attention_with_kvcache(
+        q[None, -1:],
+        *cache,
+        seqused_k=torch.tensor([length], dtype=torch.int32),
+        block_table=torch.arange(pages, dtype=torch.int32)[None],
+        **options,
+    )[0, 0]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_a_token_that_is_decoded_has_the_bits_that_it_has_in_training(page_size):
+    own, other = sequence(1300), sequence(77, 1)
+    of_training = trained([other, own], row_invariant=True)
+    for length in (1, 9, 512, 1299):
+        o = decoded(*(x[:length] for x in own), page_size, row_invariant=True)
+        assert torch.equal(o, of_training[77 + length - 1]), length
+
+
+def differs(**options):
+    own = sequence(1300)
+    return not torch.equal(decoded(*own, 16, **options), trained([own], **options)[-1])
+
+
+def test_the_context_asks_for_every_call_that_does_not_say_otherwise():
+    assert differs(), "the test shows nothing: the bits are equal without being asked for"
+    with fmha.row_invariant():
+        assert not differs()
+        with fmha.row_invariant():
+            pass
+        assert not differs(), "the outer context holds on"
+        assert differs(row_invariant=False)
+    assert differs()
+
+
+def test_a_plan_says_the_promise_and_gradients_keep_it():
+    q, k, v = (x[None].requires_grad_() for x in sequence(40))
+    promised = lambda **options: "row-invariant" in fmha.explain(q, k, v, mask="causal", **options)
+    assert promised(row_invariant=True) and not promised()
+    with fmha.row_invariant():
+        assert promised() and promised(backward=True)
+        fmha.attention(q, k, v, mask="causal").sum().backward()
+    assert q.grad is not None and torch.isfinite(q.grad).all()
+
+
+def test_a_wish_that_is_no_truth_value_is_refused_by_its_name():
+    q, k, v = (x[None] for x in sequence(4))
+    with pytest.raises((TypeError, ValueError), match="row_invariant"):
+        fmha.attention(q, k, v, row_invariant=torch.zeros(2))
+
+
+def test_torch_s_compiler_reads_the_context():
+    q, k, v = (x[None] for x in sequence(9))
+    call = torch.compile(lambda: fmha.attention(q, k, v, mask="causal"), backend="eager", fullgraph=True)
+    call()
+    with fmha.row_invariant():
+        assert torch.equal(call(), fmha.attention(q, k, v, mask="causal", row_invariant=True))

@@ -1,0 +1,539 @@
+//! Pairs of calls that have rows in common: a row is to have the same bits in both, whatever else is in them.
+//!
+//! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call that has some of its rows: in
+//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story with
+//! two views that share a row.
+
+use std::ops::Range;
+
+use fmha_core::seq::KvRows;
+use fmha_core::{
+    BwdProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskAlign, MaskShape, PlanOptions, Result,
+    SeqSpan, Strides,
+};
+
+use crate::check::{Selection, check_fwd};
+use crate::families::pages;
+use crate::init::mix;
+use crate::law::BIT_FOR_BIT;
+use crate::run::Options;
+use crate::tensor::{Operand, Tensor};
+use crate::tensors::{Data, HostBwd, HostFwd, Lengths};
+use crate::verdict::Verdict;
+
+/// A source of numbers that a seed decides.
+#[derive(Clone, Copy, Debug)]
+pub struct Dice(u64);
+
+impl Dice {
+    /// Numbers of a seed.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(mix(seed ^ 0x0705_1a5e))
+    }
+
+    fn below(&mut self, end: u32) -> u32 {
+        self.0 = mix(self.0.wrapping_add(0x9e37_79b9_7f4a_7c15));
+        ((self.0 >> 33) % u64::from(end.max(1))) as u32
+    }
+
+    fn within(&mut self, range: Range<u32>) -> u32 {
+        range.start + self.below(range.end - range.start)
+    }
+
+    fn one_of<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.below(list.len() as u32) as usize]
+    }
+
+    fn chance(&mut self, one_in: u32) -> bool {
+        self.below(one_in) == 0
+    }
+}
+
+/// One sequence, of which calls have rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Story {
+    /// Decides every number.
+    pub seed: u64,
+    /// Q's, K's and V's type; of f32 O is f32 too.
+    pub dtype: DType,
+    /// Type of O.
+    pub dtype_o: DType,
+    /// The cache's, where it is another.
+    pub dtype_cache: Option<DType>,
+    /// Query heads, and kv heads.
+    pub heads: [u32; 2],
+    /// Dimensions of Q and K, and of V.
+    pub dims: [u32; 2],
+    /// Tokens.
+    pub len: u32,
+    /// Keys that a row sees before its own; all of them where there is no window.
+    pub left: Option<u32>,
+    /// Soft-cap of scores.
+    pub softcap: bool,
+    /// Learnable sinks.
+    pub sink: bool,
+    /// Slopes of ALiBi.
+    pub alibi: bool,
+}
+
+/// How K and V lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keys {
+    /// A batch with a common capacity.
+    Strided,
+    /// Sequences one after another.
+    Packed,
+    /// Pages of so many rows.
+    Paged(u32),
+}
+
+/// A call that has some of a story's rows.
+#[derive(Clone, Debug, PartialEq)]
+pub struct View {
+    /// Queries of the story, which see the keys up to their own.
+    pub rows: Range<u32>,
+    /// How K and V lie.
+    pub keys: Keys,
+    /// Whether Q's sequences lie one after another.
+    pub packed: bool,
+    /// Queries and keys of the call's other sequences, of other numbers.
+    pub others: Vec<[u32; 2]>,
+    /// Which of the call's sequences the story is.
+    pub place: usize,
+    /// Keys that the cache has room for beyond the longest sequence.
+    pub spare: u32,
+    /// Whether the call says that it has no mask: one row a sequence, which sees all keys.
+    pub unmasked: bool,
+    /// Whether it asks for LSE.
+    pub lse: bool,
+}
+
+/// Bounds of what is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Types of Q.
+    pub dtypes: &'static [DType],
+    /// Keys of a part of the kernel that is asked, of which half of the pairs span three or more.
+    pub part: u32,
+    /// Most rows of a call with many.
+    pub most_rows: u32,
+    /// Head dimensions.
+    pub dims: &'static [u32],
+    /// Whether caches of FP8 are among the stories.
+    pub fp8_caches: bool,
+}
+
+/// Pairs of a few hundred keys, for emulated devices whose tiles have parts of 128.
+pub const SHORT: Bounds = Bounds {
+    dtypes: &[DType::Bf16, DType::F16],
+    part: 128,
+    most_rows: 70,
+    dims: &[16, 64, 72],
+    fp8_caches: true,
+};
+
+/// A story and two views of it with a row in common.
+#[must_use]
+pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
+    let mut dice = Dice::new(seed);
+    let is_long = dice.chance(2);
+    let len = if is_long {
+        dice.within(2 * bounds.part + 1..4 * bounds.part)
+    } else {
+        dice.within(1..2 * bounds.part + 1)
+    };
+    let ratio = dice.one_of(&[1, 1, 2, 3, 4, 8]);
+    let kv = dice.one_of(&[1, 1, 2]);
+    let dtype = dice.one_of(bounds.dtypes);
+    let dim_v = dice.one_of(bounds.dims);
+    let dim_qk = if dice.chance(5) { dice.one_of(bounds.dims) } else { dim_v };
+    let is_wide = matches!(dtype, DType::F16 | DType::Bf16);
+    let story = Story {
+        seed: mix(seed),
+        dtype,
+        // Mostly unrounded, so that the last bits of sums are seen.
+        dtype_o: if is_wide && !dice.chance(4) { DType::F32 } else { dtype },
+        dtype_cache: (bounds.fp8_caches && is_wide && dice.chance(6)).then_some(DType::E4m3Fn),
+        heads: [ratio * kv, kv],
+        dims: [dim_qk, dim_v],
+        len,
+        left: dice.chance(4).then(|| dice.below(len + len / 2 + 1)),
+        softcap: dice.chance(6),
+        sink: dice.chance(8),
+        alibi: dice.chance(8),
+    };
+    let row = if is_long { dice.within(2 * bounds.part..len) } else { dice.below(len) };
+    let views = [0, 1].map(|_| view(&mut dice, &story, row, bounds));
+    (story, views)
+}
+
+/// A call that has the row.
+fn view(dice: &mut Dice, story: &Story, row: u32, bounds: &Bounds) -> View {
+    // Training, a chunk, or a step of decoding.
+    let rows = match dice.below(3) {
+        0 if row < bounds.most_rows => {
+            0..dice.within(row + 1..story.len.min(bounds.most_rows).max(row + 1) + 1)
+        }
+        2 => {
+            let count = dice.one_of(&[1, 1, 2, 5, 16]);
+            let begin = row.saturating_sub(dice.below(count));
+            begin..story.len.min(begin + count).max(row + 1)
+        }
+        _ => {
+            let begin = row.saturating_sub(dice.below(bounds.most_rows));
+            begin..dice.within(row + 1..story.len.min(begin + bounds.most_rows).max(row + 1) + 1)
+        }
+    };
+    let must_page = story.dtype_cache.is_some();
+    let keys = match dice.below(3) {
+        0 => Keys::Strided,
+        1 if !must_page => Keys::Packed,
+        _ => Keys::Paged(dice.one_of(&[1, 2, 3, 16, 17, 32, 64, 100, 128])),
+    };
+    // Keys that are packed go with queries that are.
+    let packed = keys == Keys::Packed || keys != Keys::Strided && dice.chance(2);
+    let most = story.len + bounds.part;
+    let count = dice.below(3);
+    let others: Vec<[u32; 2]> = (0..count)
+        .map(|_| {
+            let keys = dice.within(1..most);
+            let queries = if dice.chance(2) { 1 } else { dice.within(1..bounds.most_rows.min(keys) + 1) };
+            [queries, keys]
+        })
+        .collect();
+    let one_row = rows.len() == 1 && others.iter().all(|[queries, _]| *queries == 1);
+    View {
+        // ALiBi's distances follow the mask's diagonal.
+        unmasked: one_row && story.left.is_none() && !story.alibi && dice.chance(2),
+        place: dice.below(count + 1) as usize,
+        spare: if dice.chance(2) { dice.below(bounds.part + 1) } else { 0 },
+        lse: !dice.chance(3),
+        rows,
+        keys,
+        packed,
+        others,
+    }
+}
+
+impl View {
+    /// Queries and keys of the call's sequences.
+    fn sequences(&self) -> Vec<[u32; 2]> {
+        let mut all = self.others.clone();
+        all.insert(self.place, [self.rows.len() as u32, self.rows.end]);
+        all
+    }
+
+    /// The call's problem and lengths.
+    #[must_use]
+    pub fn problem(&self, story: &Story) -> (FwdProblem, Lengths) {
+        let sequences = self.sequences();
+        let most = |at: usize| sequences.iter().map(|sequence| sequence[at]).max().unwrap_or(0);
+        let spare = if self.keys == Keys::Packed { 0 } else { self.spare };
+        let dims = Dims {
+            batch: sequences.len() as u32,
+            seqlen_q: most(0),
+            seqlen_k: most(1) + spare,
+            num_heads_q: story.heads[0],
+            num_heads_kv: story.heads[1],
+            head_dim_qk: story.dims[0],
+            head_dim_v: story.dims[1],
+        };
+        let mut problem = if self.packed {
+            FwdProblem::group(story.dtype, dims)
+        } else {
+            FwdProblem::batch(story.dtype, dims)
+        };
+        let pairs: Vec<(u32, u32)> = sequences.iter().map(|&[q, k]| (q, k)).collect();
+        let mut lengths = if self.packed { Lengths::packed(&pairs) } else { Lengths::default() };
+        let used = |at: usize| sequences.iter().map(|sequence| sequence[at].cast_signed()).collect();
+        let unlike = |at: usize| sequences.iter().any(|sequence| sequence[at] != sequences[0][at]);
+        if !self.packed && unlike(0) {
+            problem.layout.seqused_q = true;
+            lengths.seqused_q = used(0);
+        }
+        if self.keys != Keys::Packed {
+            problem.layout.kv = KvLayout::Strided;
+            (lengths.cu_seqlens_k, lengths.totals.total_k) = (Vec::new(), None);
+            if unlike(1) || spare > 0 || self.keys != Keys::Strided {
+                problem.layout.seqused_k = true;
+                lengths.seqused_k = used(1);
+            }
+        }
+        if let Keys::Paged(page_size) = self.keys {
+            let (table, num_pages) = pages(&problem, page_size, story.seed ^ u64::from(self.rows.start));
+            problem.layout.kv = KvLayout::Paged { page_size };
+            (lengths.block_table, lengths.totals.num_pages) = (table, Some(num_pages));
+        }
+        problem.cache.dtype = story.dtype_cache;
+        problem.dtypes.o = story.dtype_o;
+        problem.strides.q = Strides::bshd(problem.shape_q());
+        problem.strides.k = Strides::bshd(problem.shape_k());
+        problem.strides.v = Strides::bshd(problem.shape_v());
+        problem.strides.o = Strides::bshd(problem.shape_o());
+        if !self.unmasked {
+            let (right, align) = (Some(0), MaskAlign::BottomRight);
+            problem.mask.shape = MaskShape::Window { left: story.left, right, align };
+        }
+        problem.write_lse = self.lse;
+        problem.score.softcap = story.softcap.then_some(20.0);
+        problem.score.sink = story.sink;
+        if story.alibi {
+            problem.score.bias = fmha_core::Bias::Alibi { per_batch: false };
+        }
+        (problem, lengths)
+    }
+
+    /// The call's tensors.
+    ///
+    /// # Errors
+    /// What the problem contradicts.
+    pub fn host(&self, story: &Story) -> Result<HostFwd> {
+        let (problem, lengths) = self.problem(story);
+        let data = Data { seed: story.seed, ..Data::default() };
+        let mut host = HostFwd::unfilled(problem, &lengths, data)?;
+        let seq = host.inputs().seq;
+        let places: Vec<Vec<(u32, u32)>> = {
+            let rows = KvRows::of(&host.problem, &seq)?;
+            host.spans.iter().map(|span| (0..span.seqlen_k).map(|j| rows.at(span, j)).collect()).collect()
+        };
+        for (at, (span, places)) in host.spans.clone().iter().zip(&places).enumerate() {
+            // Other sequences have other numbers.
+            let seed = if at == self.place { story.seed } else { mix(story.seed ^ (at as u64 + 1)) };
+            let first = if at == self.place {
+                self.rows.start
+            } else {
+                span.seqlen_k - span.seqlen_q.min(span.seqlen_k)
+            };
+            let of_q = |i: u32| (span.q_batch, span.q_row + i);
+            put(
+                host.operands.expect_mut(Operand::Q),
+                (seed, OF_Q),
+                (0..span.seqlen_q).map(|i| (first + i, of_q(i))),
+            );
+            for (operand, salt) in [(Operand::K, OF_K), (Operand::V, OF_V)] {
+                put(host.operands.expect_mut(operand), (seed, salt), (0..).zip(places.iter().copied()));
+            }
+        }
+        Ok(host)
+    }
+}
+
+/// Set operands' numbers apart.
+const OF_Q: u64 = 1;
+const OF_K: u64 = 2;
+const OF_V: u64 = 3;
+const OF_DOUT: u64 = 4;
+
+/// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late,
+/// and by little and by much.
+fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
+    let mut values = vec![0_f32; tensor.shape.dim as usize];
+    let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
+    for (position, (batch, row)) in rows {
+        for head in 0..tensor.shape.head {
+            let mut state = mix(seed ^ salt << 56 ^ u64::from(head) << 40 ^ u64::from(position));
+            let scale = [0.25, 1.0, 1.0, 1.0, 2.0, 1.0, 0.5, 4.0][(state >> 7 & 7) as usize] * spread;
+            for value in &mut values {
+                state = mix(state.wrapping_add(0x9e37_79b9_7f4a_7c15));
+                *value = ((state >> 40) as f32 / 8_388_608.0 - 1.0) * scale;
+            }
+            tensor.set_row([batch, row, head], &values);
+        }
+    }
+}
+
+/// What a pair of calls did.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Outcome {
+    /// All rows had the same bits, which these kernels have computed.
+    Equal([String; 2]),
+    /// A call was refused.
+    Refused(String),
+    /// The first bits that differ.
+    Differ(String),
+}
+
+/// How pairs are planned.
+#[derive(Clone, Debug, Default)]
+pub struct Planning {
+    /// Wishes of both calls.
+    pub plan: PlanOptions,
+    /// Whether no call's plan is asked for the promise, as a test of the search asks for none.
+    pub unasked: bool,
+    /// Whether a refusal is one of the outcomes.
+    pub refuses: bool,
+}
+
+/// Runs both views of a story and compares the rows that they share.
+///
+/// # Errors
+/// What the backend said, other than a refusal.
+pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Planning) -> Result<Outcome> {
+    let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
+    for view in views {
+        let mut host = view.host(story)?;
+        let options = planning.plan.clone().row_invariant(!planning.unasked);
+        let plan = match device.plan_fwd(&host.problem, &options) {
+            Ok(plan) => plan,
+            Err(error @ fmha_core::Error::Unsupported { .. }) => {
+                return Ok(Outcome::Refused(error.to_string()));
+            }
+            Err(error) => return Err(error),
+        };
+        crate::execute::run_fwd(device, &plan, &mut host)?;
+        hosts.push(host);
+        kernels.push(plan.kernel().to_owned());
+    }
+    let [a, b] = views;
+    let (begin, end) = (a.rows.start.max(b.rows.start), a.rows.end.min(b.rows.end));
+    let of = |at: usize| (&hosts[at], hosts[at].spans[views[at].place], views[at].rows.start);
+    let ((host_a, span_a, first_a), (host_b, span_b, first_b)) = (of(0), of(1));
+    let (o_a, o_b) = (host_a.operands.expect(Operand::O), host_b.operands.expect(Operand::O));
+    for i in begin..end {
+        for head in 0..story.heads[0] {
+            let place = |said: String| Ok(Outcome::Differ(format!("row {i}, head {head}: {said}")));
+            let at_a = [span_a.q_batch, span_a.q_row + i - first_a, head];
+            let at_b = [span_b.q_batch, span_b.q_row + i - first_b, head];
+            if let Some(d) = o_a.row_differs(at_a, o_b, at_b) {
+                let bits = |o: &Tensor, [batch, row, head]: [u32; 3]| o.bits(batch, row, head, d);
+                return place(format!("o[{d}] has bits {:#x} and {:#x}", bits(o_a, at_a), bits(o_b, at_b)));
+            }
+            let lse = |at: usize, i: u32| {
+                let (host, span, first) = of(at);
+                let lse = host.operands.get(Operand::Lse)?;
+                Some((lse.nth(span.lse_index(&host.problem, head, i - first)) as f32).to_bits())
+            };
+            if let (Some(bits_a), Some(bits_b)) = (lse(0, i), lse(1, i))
+                && bits_a != bits_b
+            {
+                return place(format!("lse has bits {bits_a:#x} and {bits_b:#x}"));
+            }
+        }
+    }
+    Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
+}
+
+/// A story and two training calls that have its first rows, as many or not.
+#[must_use]
+pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
+    let (story, _) = draw(seed, &Bounds { fp8_caches: false, ..*bounds });
+    let mut dice = Dice::new(seed ^ 0x7a1);
+    let len = story.len.min(bounds.most_rows);
+    let story = Story { len, dtype_o: story.dtype, ..story };
+    let same = dice.chance(2);
+    let views = [0, 1].map(|_| {
+        let count = dice.below(3);
+        let end = if same { len } else { dice.within(1..len + 1) };
+        let others = (0..count).map(|_| [dice.within(1..bounds.most_rows + 1); 2]).collect();
+        let packed = dice.chance(2);
+        View {
+            rows: 0..end,
+            keys: if packed { Keys::Packed } else { Keys::Strided },
+            packed,
+            others,
+            place: dice.below(count + 1) as usize,
+            spare: 0,
+            unmasked: false,
+            lse: true,
+        }
+    });
+    (story, views)
+}
+
+/// Runs the backward of both training calls: dQ of their common rows is to have the same bits, and of calls with the
+/// same rows dK and dV too.
+///
+/// # Errors
+/// What the backend said, other than a refusal.
+pub fn compare_gradients(
+    device: &Device,
+    story: &Story,
+    views: &[View; 2],
+    planning: &Planning,
+) -> Result<Outcome> {
+    let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
+    for view in views {
+        let options = planning.plan.clone().row_invariant(!planning.unasked);
+        let mut forward = view.host(story)?;
+        let (problem, lengths) = view.problem(story);
+        let problem = BwdProblem::new(problem).dtype_grad(DType::F32);
+        let data = Data { seed: story.seed, ..Data::default() };
+        let mut host = HostBwd::new(problem, &lengths, data)?;
+        let plans = device.plan_fwd(&forward.problem, &options);
+        let plans = plans.and_then(|plan| Ok((plan, device.plan_bwd(&host.problem, &options)?)));
+        let (plan_fwd, plan_bwd) = match plans {
+            Ok(plans) => plans,
+            Err(error @ fmha_core::Error::Unsupported { .. }) => {
+                return Ok(Outcome::Refused(error.to_string()));
+            }
+            Err(error) => return Err(error),
+        };
+        crate::execute::run_fwd(device, &plan_fwd, &mut forward)?;
+        for operand in [Operand::Q, Operand::K, Operand::V, Operand::O, Operand::Lse] {
+            let from = forward.operands.expect(operand).elems();
+            host.operands.expect_mut(operand).elems_mut().copy_from_slice(from);
+        }
+        for (at, span) in host.spans.clone().iter().enumerate() {
+            let seed = if at == view.place { story.seed } else { mix(story.seed ^ (at as u64 + 1)) };
+            let rows = (0..span.seqlen_q).map(|i| (i, (span.q_batch, span.q_row + i)));
+            put(host.operands.expect_mut(Operand::Dout), (seed, OF_DOUT), rows);
+        }
+        crate::execute::run_bwd(device, &plan_bwd, &mut host)?;
+        hosts.push(host);
+        kernels.push(plan_bwd.kernel().to_owned());
+    }
+    let [a, b] = views;
+    let end = a.rows.end.min(b.rows.end);
+    let [span_a, span_b] = [0, 1].map(|at| hosts[at].spans[views[at].place]);
+    let keys = if a.rows.end == b.rows.end { end } else { 0 };
+    for (operand, rows, heads, is_query) in [
+        (Operand::Dq, end, story.heads[0], true),
+        (Operand::Dk, keys, story.heads[1], false),
+        (Operand::Dv, keys, story.heads[1], false),
+    ] {
+        let [of_a, of_b] = [0, 1].map(|at| hosts[at].operands.expect(operand));
+        for (i, head) in (0..rows).flat_map(|i| (0..heads).map(move |head| (i, head))) {
+            let place = |span: &SeqSpan| match is_query {
+                true => [span.q_batch, span.q_row + i, head],
+                false => [span.k_batch, span.k_row + i, head],
+            };
+            if let Some(d) = of_a.row_differs(place(&span_a), of_b, place(&span_b)) {
+                return Ok(Outcome::Differ(format!("{operand:?} of row {i}, head {head}, element {d}")));
+            }
+        }
+    }
+    Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
+}
+
+/// Pairs of a case of the battery.
+pub(crate) const PAIRS: u64 = 6;
+
+/// The problems of a case's calls.
+pub(crate) fn problems(first: u64) -> impl Iterator<Item = FwdProblem> {
+    (first..first + PAIRS).flat_map(|seed| {
+        let (story, views) = draw(seed, &SHORT);
+        views.map(|view| view.problem(&story).0)
+    })
+}
+
+/// The law of some pairs: rows of equal bits; where a call is refused, the case's own within the bound.
+pub(crate) fn law(device: &Device, options: &Options, (first, mut host): (u64, HostFwd)) -> Result<Verdict> {
+    let planning = Planning { plan: options.plan.clone(), ..Planning::default() };
+    let mut verdict = Verdict { note: Some(BIT_FOR_BIT), ..Verdict::default() };
+    for seed in first..first + PAIRS {
+        let (story, views) = draw(seed, &SHORT);
+        match compare(device, &story, &views, &planning)? {
+            Outcome::Equal(_) => (),
+            Outcome::Differ(what) => verdict.faults.push(format!("pair {seed}: {what}")),
+            Outcome::Refused(_) => {
+                let plan = device.plan_fwd(&host.problem, &options.plan)?;
+                crate::execute::run_fwd(device, &plan, &mut host)?;
+                verdict = check_fwd(&host, &Selection::default(), &|_, _| ())?;
+                verdict.note = Some("one call within the bound: no plan promises rows of equal bits");
+                break;
+            }
+        }
+    }
+    Ok(verdict)
+}

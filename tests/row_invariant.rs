@@ -1,0 +1,161 @@
+//! A row has the same bits in training, in a prompt's chunks and in decoding: searched for in drawn pairs of calls that
+//! have rows in common, on the CPU and on emulated devices.
+//!
+//! `ROWS_SEED` and `ROWS_PAIRS` set what the long searches draw; `ROWS_ONLY` a seed of one pair.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeMap;
+
+use fmha_conformance::rows::{
+    Bounds, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
+};
+use fmha_core::{DType, Device, PlanOptions};
+use fmha_cpu::{Config, CpuBackend};
+
+/// Keys of the CPU's parts.
+const CPU: Bounds = Bounds {
+    dtypes: &[DType::Bf16, DType::F16, DType::F32],
+    part: 512,
+    most_rows: 400,
+    dims: &[8, 16, 33, 64],
+    fp8_caches: true,
+};
+
+/// Fields of the tile of an architecture: parts of as many keys as [`SHORT`] has. Hopper's kernels have no field `tma`.
+fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
+    let tma = (arch != "sm_90a").then_some(("tma", "0"));
+    tma.into_iter().chain([("split_keys", "128"), ("fixed_parts", "1")]).collect()
+}
+
+/// Lengths on either side of one part and two.
+const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
+
+/// On Hopper one of two kernels has a call; their blocks divide parts of 128.
+fn bounds(arch: &str) -> Bounds {
+    if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..SHORT } } else { SHORT }
+}
+
+fn number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).map_or(otherwise, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+}
+
+/// A drawn pair, and how it is compared.
+type Draw = fn(u64, &Bounds) -> (Story, [View; 2]);
+type Compare = fn(&Device, &Story, &[View; 2], &Planning) -> fmha_core::Result<Outcome>;
+const FORWARD: (Draw, Compare) = (draw, compare);
+const BACKWARD: (Draw, Compare) = (draw_training, compare_gradients);
+
+/// Compares so many pairs, and says how many were.
+fn search(
+    device: &Device,
+    (draw, compare): (Draw, Compare),
+    (first, pairs): (u64, u64),
+    bounds: &Bounds,
+    planning: &Planning,
+) -> BTreeMap<&'static str, u64> {
+    let mut counts = BTreeMap::new();
+    let seeds: Vec<u64> = match std::env::var("ROWS_ONLY") {
+        Ok(text) => vec![text.parse().unwrap()],
+        Err(_) => (0..pairs).map(|at| first + at).collect(),
+    };
+    for seed in seeds {
+        let (story, views) = draw(seed, bounds);
+        let said = match compare(device, &story, &views, planning).unwrap() {
+            Outcome::Equal([a, b]) if a != b => "equal by two kernels",
+            Outcome::Equal([a, _]) if a == "sm90" => "equal by wgmma",
+            Outcome::Equal(_) => "equal",
+            Outcome::Refused(reason) => {
+                assert!(planning.refuses, "{seed}: {reason}\n{story:#?}\n{views:#?}");
+                "refused"
+            }
+            Outcome::Differ(what) => {
+                assert!(planning.unasked, "pair {seed}: {what}\n{story:#?}\n{views:#?}");
+                "differ"
+            }
+        };
+        *counts.entry(said).or_insert(0) += 1;
+    }
+    counts
+}
+
+/// The CPU with so many threads.
+fn cpu(threads: usize) -> Device {
+    let config = Config { threads: Some(threads), ..Config::default() };
+    Device::new(CpuBackend::with(config).unwrap())
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_every_call_of_the_cpu() {
+    let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning::default());
+    assert_eq!(counts.get("equal"), Some(&60));
+}
+
+#[test]
+fn a_row_has_the_same_gradients_in_every_call_of_the_cpu() {
+    let counts = search(&cpu(1), BACKWARD, (1, 30), &CPU, &Planning::default());
+    assert_eq!(counts.get("equal"), Some(&30));
+    let counts = search(&cpu(3), BACKWARD, (31, 30), &CPU, &Planning::default());
+    assert_eq!(counts.get("equal"), Some(&30));
+}
+
+/// The search finds what it searches for: without the promise pairs differ.
+#[test]
+fn pairs_differ_where_nobody_asks_for_equal_rows() {
+    let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning { unasked: true, ..Planning::default() });
+    assert!(counts.get("differ").is_some_and(|&count| count >= 5), "{counts:?}");
+}
+
+#[test]
+#[ignore = "a minute: two thousand pairs"]
+fn a_row_has_the_same_bits_in_every_call_of_the_cpu_in_two_thousand_pairs() {
+    let (first, pairs) = (number("ROWS_SEED", 1 << 20), number("ROWS_PAIRS", 2000));
+    for threads in [1, 3] {
+        let counts = search(&cpu(threads), FORWARD, (first, pairs), &CPU, &Planning::default());
+        println!("{threads} threads: {counts:?}");
+    }
+}
+
+fn emulated(arch: &str, pairs: (u64, u64)) {
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let device = fmha_cuda::open(0, Some(arch)).unwrap();
+    let planning = Planning { plan: PlanOptions::default().tile(in_parts(arch)), ..Planning::default() };
+    println!("{arch}: {:?}", search(&device, FORWARD, pairs, &bounds(arch), &planning));
+    // Whole beside parts of 2048 keys, as plans have them that set no tile.
+    let (first, count) = pairs;
+    let own = search(&device, FORWARD, (first, count.div_ceil(10)), &OWN_PARTS, &Planning::default());
+    println!("{arch}, parts of its own: {own:?}");
+    let gradients =
+        search(&device, BACKWARD, (first, count.div_ceil(4)), &bounds(arch), &Planning::default());
+    println!("{arch}, gradients: {gradients:?}");
+}
+
+#[test]
+fn a_row_has_the_same_bits_in_every_call_of_sm80() {
+    emulated("sm_80", (1, 4));
+}
+
+/// The pairs of one architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
+#[test]
+fn the_pairs_of_this_process() {
+    let Ok(arch) = std::env::var("ROWS_ARCH") else { return };
+    emulated(&arch, (number("ROWS_SEED", 100), number("ROWS_PAIRS", 60)));
+}
+
+/// A process emulates one architecture.
+#[test]
+#[ignore = "minutes: each pair compiles kernels"]
+fn each_architecture() {
+    for arch in ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
+        let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["the_pairs_of_this_process", "--exact", "--nocapture"])
+            .env("ROWS_ARCH", arch)
+            .output()
+            .unwrap();
+        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        assert!(run.status.success(), "{arch}: {said}\n{erred}");
+        println!("{said}");
+    }
+}
