@@ -182,8 +182,9 @@ pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Operations that a multiprocessor has done, by both ways, and what sums in memory cost besides: cleared,
-/// added to, read again. Of an H200's rows in docs/kernels/sm80.md; other devices are given its proportions.
+/// Operations a microsecond of one multiprocessor in two passes and in one, and microseconds that a megabyte of dQ's
+/// sums costs one pass (cleared, added to, read again). Fitted to an H200's rows in docs/measured/sm80-h200.md; other
+/// devices have the same proportions.
 struct Rates {
     two_passes: f64,
     one_pass: f64,
