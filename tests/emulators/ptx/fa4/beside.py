@@ -1,6 +1,6 @@
 """Ours beside flash-attn-4's forward programs: one problem, one emulator, the same counters, as a table.
 
-    python beside.py --theirs COUNTERS.jsonl [--fmha target/release/fmha] [--page docs/kernels/sm100-fwd.md]
+    python beside.py --theirs COUNTERS.jsonl [--fmha target/release/fmha] [--page docs/measured/sm100-modelled.md]
 
 COUNTERS.jsonl is what `run.py --only s384x384 --counters` printed. Ours are counted by `fmha explain --emulate`. The table
 goes between the page's marks, or to the output.
