@@ -3,7 +3,7 @@
 use fmha::{Backend, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn main() -> Result<(), fmha::Error> {
-    // What there is to run on, and why the rest is absent.
+    // Every device, and for an absent one the reason.
     for found in fmha::devices() {
         match &found.device {
             Ok(device) => println!("{}: {}", found.backend, device.name()),
@@ -30,7 +30,7 @@ fn main() -> Result<(), fmha::Error> {
         println!("\nrefused: {error}");
     }
 
-    // What validates can be planned; the plan explains itself.
+    // A problem that validates can be planned, and the plan describes itself.
     let device = Device::open(Backend::Auto)?;
     let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("\n{plan}");

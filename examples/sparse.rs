@@ -116,7 +116,7 @@ impl Task {
     }
 }
 
-/// What is learnt.
+/// The layer's weights, which training changes.
 struct Layer {
     q: Table,
     k: Table,

@@ -23,7 +23,7 @@ const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Tile kernels of an architecture for each that runs; each architecture runs others.
 const PARTS: u64 = 90;
-/// What may be wrong on one architecture alone: its matrix instructions, its waits.
+/// Cases that may go wrong on one architecture alone, by its matrix instructions or its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 
 /// Laws of bits over more tiles than a real device has units; `bits/few` is for emulated ones.
@@ -58,7 +58,7 @@ fn what_is_beyond_the_hardware_has_subnormals() {
     }
 }
 
-/// What would be compiled for a case; `None` where it is refused, or merges.
+/// Text of the kernel that a case needs; `None` where it is refused, or merges.
 fn kernel(backend: &Device, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
     let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
@@ -117,7 +117,7 @@ fn the_battery_asks_for_few_kernels() {
     }
 }
 
-/// What a backward case's products would be compiled from; empty where they are refused.
+/// Texts of the products that a backward case needs; empty where they are refused.
 fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
     let Body::Backward(backward) = &case.body else { return Vec::new() };
     let Ok(problem) = backward.problem.clone().validate() else { return Vec::new() };
@@ -288,7 +288,8 @@ fn walk_over_tiles(is_one: fn(&Case) -> bool) {
     assert_eq!(failed, 0);
 }
 
-/// What the tile kernel does not take and a few that it does: every type, every family.
+/// The slow kernel computes cases that the tile kernel refuses, and a few that it takes: every type, every
+/// family.
 #[test]
 fn the_fallback_takes_every_spec() {
     let Some(backend) = amd::open("gfx942", "the battery") else { return };

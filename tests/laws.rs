@@ -116,7 +116,7 @@ fn every_static_assert_says_what_it_means() {
     none(&broken);
 }
 
-/// What `](...)` of a line's prose names, pages of the web and marks within a page apart.
+/// Targets of the `](...)` in a line's prose, without web pages and marks within a page.
 fn linked(line: &str) -> impl Iterator<Item = &str> {
     let prose = line.split('`').step_by(2);
     prose
@@ -152,7 +152,7 @@ fn nothing_asks_to_be_kept_in_sync_and_nothing_is_left_to_do() {
 
 const COMMENTED: &[&str] = &[".rs", ".h", ".cuh", ".py"];
 
-/// What opens a comment on a line of its own, and the text behind it.
+/// Mark of a comment that stands on a line of its own, and the text behind it.
 fn comment(line: &str) -> Option<(&'static str, &str)> {
     let line = line.trim_start();
     let mark = ["///", "//!", "//"].into_iter().find(|mark| line.starts_with(mark));

@@ -221,7 +221,7 @@ impl LastFinders {
     }
 }
 
-/// What the first case says that finds it, or the last one that the mutant changes something for; with that case.
+/// Verdict on a mutant, with its case: the first case that finds it, or the last one whose result it changes.
 fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, String) {
     let (mut last, mut of) = (Fate::ChangesNothing, String::new());
     let mut order = finders.order(&mutant.header, trials.len());

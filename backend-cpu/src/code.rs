@@ -125,7 +125,7 @@ impl<'a> Code<'a> {
         }
     }
 
-    /// What the mask shows of a tile.
+    /// Classifies the pairs of a tile by the mask function.
     pub(crate) fn seen(&self, head: &HeadScore, q: Range<u32>, k: Range<u32>) -> Seen {
         let masks = self.masks.as_ref();
         match masks.map(|masks| masks.head(&head.span, head.i_head).class(q.clone(), k.clone())) {

@@ -91,7 +91,7 @@ impl FromStr for Isa {
     }
 }
 
-/// What every instruction set runs: each is compiled once, behind this one choice at run time.
+/// The operations of an instruction set. Each is compiled once per set, behind one choice at run time.
 #[enum_dispatch]
 pub(crate) trait Kernels {
     fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()>;

@@ -99,7 +99,7 @@ struct Line([f32; 16]);
 #[derive(Default)]
 pub(crate) struct Floats(Vec<Line>);
 
-/// What dropped [`Floats`] leave for later ones, while it is below [`MAX_SPARE_BYTES`].
+/// Memory of dropped [`Floats`], kept for later ones up to [`MAX_SPARE_BYTES`].
 static SPARE: PerProcess<Mutex<Vec<Vec<Line>>>> = PerProcess::of_first(Mutex::new(Vec::new()));
 
 fn spare() -> Option<MutexGuard<'static, Vec<Vec<Line>>>> {
@@ -323,7 +323,7 @@ pub(crate) mod tests {
             assert_eq!((half.0.len(), kept(second)), (second, 0));
             let less = scratch(first / 2 - 1);
             assert_eq!((less.0.len(), kept(first)), (first / 2 - 1, 1));
-            // What is so large is of no use to other tests.
+            // Buffers of this size serve no other test, so they are freed.
             drop((half, less));
             spare().unwrap().retain(|spare| spare.len() < first / 4);
         });

@@ -54,7 +54,7 @@ fn has(field: &'static str, given: usize, wanted: usize) -> Result<()> {
     Err(ProblemError::new(field, text).into())
 }
 
-/// What becomes of the scores.
+/// Destination of an indexer's scores.
 #[derive(Clone, Copy)]
 enum IndexTo {
     Scores(Bytes),
@@ -67,7 +67,7 @@ pub(crate) struct Index<'a> {
     to: IndexTo,
 }
 
-/// What a thread computes in.
+/// Buffers of one thread, reused from task to task.
 struct Scratch {
     /// q of a task's tokens, `[tokens][panels][head_dim][PANEL]`.
     queries: Floats,

@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use fmha_core::source::KernelSource;
 
-/// What a launch does for the plan that it is part of.
+/// Role of a launch within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// Writes new keys and values to the cache, and turns queries.
@@ -55,11 +55,11 @@ impl Grid {
 /// One launch of a plan, its kernel not yet compiled.
 #[derive(Debug)]
 pub struct Launch {
-    /// What it does for the plan.
+    /// Role of the launch within its plan.
     pub stage: Stage,
     /// The kernel's name in the plan.
     pub kernel: &'static str,
-    /// What is compiled.
+    /// Source text of the kernel.
     pub source: KernelSource,
     /// How it lies over the device.
     pub grid: Grid,

@@ -25,7 +25,7 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     type Driver: Driver;
     /// The vendor's compiler.
     type Toolchain: Toolchain;
-    /// What its recipes know of a device.
+    /// Facts of a device that recipes read.
     type Facts: Facts;
 
     /// The ranges of its profiler; none where they are not asked for, or where their library is absent.
@@ -138,18 +138,18 @@ impl GpuProblem for ValidCombine {
     }
 }
 
-/// What a choice depends on besides the problem.
+/// Facts of a device on which a choice depends, beside the problem.
 pub trait Facts: Send + Sync + 'static {
     /// The architecture, as the compiler spells it.
     fn arch(&self) -> &str;
 
-    /// What the device could reach at best.
+    /// Peak rates of the device for products of `dtype`.
     fn roofline(&self, dtype: DType) -> Roofline;
 
     /// Tiles that were measured on it.
     fn tuned(&self) -> &TunedTiles;
 
-    /// What takes a row of a kernel that every vendor has, in words, and its threads: `a warp`, 32.
+    /// Threads that a row kernel gives each row, in words and in number: `a warp`, 32.
     fn row_group(&self) -> (&'static str, u32);
 
     /// A launch of such a kernel, under a name, over so many rows of so many elements.
@@ -169,7 +169,7 @@ pub trait Facts: Send + Sync + 'static {
     fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
 }
 
-/// What is known of a kernel before there is a problem.
+/// Facts of a kernel that do not depend on a problem.
 pub struct About<P> {
     /// The kernel's name in plans and refusals.
     pub name: &'static str,
@@ -186,7 +186,7 @@ pub struct About<P> {
     pub reads_masks: bool,
     /// Whether it computes scores and masks as code.
     pub computes_code: bool,
-    /// What `fmha tune` measures of it.
+    /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
 
@@ -209,7 +209,7 @@ impl<P> About<P> {
 
 /// How the measured tiles of a kernel are kept.
 pub struct Tiles<P> {
-    /// What they are kept under.
+    /// Key under which measured tiles are kept.
     pub label: &'static str,
     /// The headers that the entries of its launches include: the tiles of another text say nothing.
     pub headers: &'static [&'static str],
@@ -258,7 +258,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// What is known of it before there is a problem.
+    /// Facts of the kernel that do not depend on a problem.
     fn about() -> About<P>
     where
         Self: Sized;
@@ -308,8 +308,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// What is launched with what fits, and what that promises. Of a kernel whose tiles are measured the first detail
-    /// is its tile.
+    /// Makes the launches of a fitted kernel and states its promises. For a kernel whose tiles are measured,
+    /// the first detail is its tile.
     ///
     /// # Errors
     /// The fields whose numbers no grid or workspace has.
@@ -378,7 +378,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         1
     }
 
-    /// What serves operands whose addresses this one does not take, where the caller allows that.
+    /// Names the alternative for operands whose addresses this kernel does not take, where the caller allows
+    /// one.
     fn for_any_address(&self, _problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> AnyAddress<P, V> {
         AnyAddress::Fallback
     }
@@ -402,7 +403,7 @@ pub struct Recipe<P: GpuProblem, V: Vendor> {
     choose: OfProblem<P, V, Choice<Planned<P, V>>>,
 }
 
-/// What a kernel has for a problem, or why it does not take it.
+/// Function that derives something from a problem, or refuses it with a reason.
 type OfProblem<P, V, T> = fn(&P, &<V as Vendor>::Facts, &PlanOptions) -> Result<T, Refusal>;
 
 impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
@@ -418,7 +419,8 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
         }
     }
 
-    /// What its own tiles have in common, for a problem that it takes.
+    /// The fields and values that all tiles of a kernel's launches have in common, for a problem that it
+    /// takes.
     pub(crate) fn own_tile(
         &self,
         problem: &P,
@@ -491,9 +493,9 @@ pub struct Choice<K> {
     pub kernel: K,
     /// In stages.
     pub launches: Launches,
-    /// What they share.
+    /// Workspace that the launches share.
     pub workspace: Workspace,
-    /// What they hold to.
+    /// Promises that the launches keep.
     pub promises: Promises,
     /// How, for readers: tile, order, schedule.
     pub details: Vec<(&'static str, String)>,
@@ -517,7 +519,7 @@ impl<K> Choice<K> {
     }
 }
 
-/// What takes operands whose addresses a kernel does not.
+/// Alternative for operands whose addresses a kernel does not take.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
     /// The kernel takes them all.
     Itself,

@@ -203,7 +203,7 @@ impl BackendArgs {
         Ok(fmha::Device::open(self.choice()?)?)
     }
 
-    /// What a rank of this command computes on: the CPU, or the first GPU that it sees.
+    /// Device on which a rank of this command computes: the CPU, or the first GPU that it sees.
     pub(super) fn open_for_ranks(&self, ranks: u32) -> Result<fmha::Device, Failure> {
         match self.choice()? {
             Backend::Auto | Backend::Cpu => Ok(fmha::Device::open(Backend::Cpu)?),
@@ -227,7 +227,7 @@ impl BackendArgs {
         })
     }
 
-    /// What a command needs beside the backend's name to plan the same.
+    /// Options that repeat this choice of backend in another command, for a report.
     pub(super) fn words(&self) -> Vec<String> {
         let emulate = self.emulate.iter().map(|arch| format!("--emulate={arch}"));
         let kernel = self.kernel.iter().map(|kernel| format!("--kernel={kernel}"));
@@ -288,7 +288,7 @@ impl OrSame {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Lengths(pub(super) Vec<u32>);
 
-/// What bias, before there are extents.
+/// Kind of bias, before the extents are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BiasChoice {
     None,

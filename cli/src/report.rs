@@ -1,4 +1,4 @@
-//! What a run tells: the problem, the speed.
+//! Report of a run: the problem, the speed.
 
 use std::fmt::Write as _;
 
@@ -100,7 +100,7 @@ pub(super) fn describe(setup: &Setup) -> String {
     text
 }
 
-/// What a time means for a problem.
+/// Speed that follows from a problem and its time.
 #[derive(Clone, Debug)]
 pub(super) struct Speed {
     /// Floating-point operations of the visible pairs.

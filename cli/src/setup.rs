@@ -110,7 +110,7 @@ impl Setup {
             .seqused_k(host(&self.seqused_k))
     }
 
-    /// What the problem itself wishes of its plan, beside what the command does.
+    /// Options of a plan that the problem itself asks for, added to the command's.
     pub(super) fn options(&self, options: &PlanOptions) -> PlanOptions {
         options.clone().deterministic(options.deterministic || self.deterministic)
     }
@@ -424,7 +424,8 @@ fn bias_strides(problem: &FwdProblem, broadcast: BiasBroadcast) -> Strides {
     Strides::bhsd(problem.shape_bias(broadcast))
 }
 
-/// What both the options and the user's tensors say, which must be one thing.
+/// Combines a number from the options with the same number from the user's tensors, and refuses two that
+/// differ.
 fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) -> Result<u32, Failure> {
     match (asked, given) {
         (Some(asked), Some(given)) if asked != given => {

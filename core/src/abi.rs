@@ -1,4 +1,4 @@
-//! What host and device share, declared once in Rust and rendered to C++.
+//! Structs and constants that host and device share, declared once in Rust and rendered to C++.
 //!
 //! - [`abi_struct!`](crate::abi_struct): a `repr(C)` struct that a kernel takes as an argument. The
 //!   compiler of the kernel checks its size against Rust's; since there is no implicit padding
@@ -330,8 +330,8 @@ impl From<(MaskBounds, u32)> for MaskParams {
 pub const CODE_WORDS: usize = 48;
 
 abi_struct! {
-    /// What a forward kernel reads. Facts known at compile time are in
-    /// [`FwdSpec`](crate::spec::FwdSpec), not here.
+    /// Parameters of a forward kernel. Facts known at compile time are in [`FwdSpec`](crate::spec::FwdSpec),
+    /// not here.
     pub struct FwdParams {
         /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
         pub q: View,
@@ -370,13 +370,13 @@ abi_struct! {
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
         pub sink: HeadScalars,
-        /// What FP8 Q is multiplied by; null: nothing.
+        /// Factors of FP8 Q; null: 1.
         pub descale_q: HeadScalars,
-        /// What FP8 K is multiplied by; null: nothing.
+        /// Factors of FP8 K; null: 1.
         pub descale_k: HeadScalars,
-        /// What FP8 V is multiplied by; null: nothing.
+        /// Factors of FP8 V; null: 1.
         pub descale_v: HeadScalars,
-        /// What O is multiplied by before it is rounded to FP8; null: nothing.
+        /// Factor of O before it is rounded to FP8; null: 1.
         pub scale_o: DevPtr<f32>,
         /// Scratch of the kernel's own; null when it needs none.
         pub workspace: DevPtr<Untyped>,
@@ -430,7 +430,7 @@ abi_struct! {
         pub dropout_first_head: i32,
         /// Query heads of the whole.
         pub dropout_num_heads: i32,
-        /// What a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
+        /// Words that a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
         pub code: [u64; CODE_WORDS],
     }
 }
@@ -452,8 +452,8 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// What a backward kernel reads and writes. Facts known at compile time are in
-    /// [`BwdSpec`](crate::spec::BwdSpec), not here.
+    /// Parameters of a backward kernel. Facts known at compile time are in [`BwdSpec`](crate::spec::BwdSpec),
+    /// not here.
     pub struct BwdParams {
         /// The forward call: its operands, of which `o` and `lse` are inputs here, and its numbers.
         pub fwd: FwdParams,
@@ -524,7 +524,7 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// What the combine kernel reads: partial results over the same rows.
+    /// Parameters of the combine kernel: partial results over the same rows.
     pub struct CombineParams {
         /// The first `num_parts` are there.
         pub parts: [PartPointers; MAX_PARTS],

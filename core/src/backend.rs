@@ -1,4 +1,4 @@
-//! What a backend is: a trait without generics, so that it can be chosen at run time, and a device's memory.
+//! The trait of a backend, without generics, so that one can be chosen at run time; and a device's memory.
 
 use bytemuck::AnyBitPattern;
 
@@ -16,7 +16,8 @@ use crate::queues::Queues;
 use crate::roofline::Roofline;
 use crate::tune::Tune;
 
-/// What a vendor writes so that its devices run attention; a user has a [`Device`](crate::Device).
+/// The interface that a vendor implements so that its devices run attention; a user has a
+/// [`Device`](crate::Device).
 ///
 /// A backend plans: it chooses a kernel, or refuses with the number that it does not take, and returns what launches
 /// it. All else is core's. [`Plan::run`](crate::Plan::run) checks the operands and the lengths, returns at once from
@@ -60,7 +61,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// For people and logs: which device, how many cores, which instructions.
     fn name(&self) -> &str;
 
-    /// What the device could reach at best with products of `dtype`, for the share that a run reports.
+    /// Peak rates of the device for products of `dtype`, for the share of them that a run reports.
     fn roofline(&self, _dtype: DType) -> Roofline {
         Roofline::default()
     }

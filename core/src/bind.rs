@@ -88,7 +88,8 @@ fn broadcast_strides(broadcast: BiasBroadcast, strides: Strides) -> (i64, i64) {
     (if per_batch { strides.batch } else { 0 }, if per_head { strides.head } else { 0 })
 }
 
-/// What forward and backward read alike, Q, K and V first; O, LSE and what only forward has are null.
+/// Operands that forward and backward both read, Q, K and V first; O, LSE and forward's own operands are
+/// null.
 fn inputs(
     problem: &FwdProblem,
     [q, k, v]: [&DevSlice<'_>; 3],

@@ -1,4 +1,4 @@
-//! What a backward call's launches are cut by: its rows, and where its numbers lie in its workspace.
+//! Rows of a backward call, by which its launches are cut, and the places of its numbers in the workspace.
 
 use crate::abi::{BwdParams, DevPtr};
 use crate::bwd::BwdProblem;

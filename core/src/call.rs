@@ -1,4 +1,4 @@
-//! What a vendor launches: a call that has been checked.
+//! Calls that core has checked, as a vendor launches them.
 
 use std::fmt::Debug;
 
@@ -89,7 +89,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Ok(None)
     }
 
-    /// What a call without a sequence writes, all zeros: addresses and bytes of sums over the sequences.
+    /// Outputs that a call without a sequence sets to zero, as addresses and bytes: sums over all sequences.
     #[doc(hidden)]
     fn sums_of_no_sequence(&self, _args: &Self::Args<'_>) -> Vec<(*mut u8, u64)> {
         Vec::new()
@@ -426,7 +426,7 @@ fn stretches(first: *mut u8, strides: Strides, shape: Shape, dtype: DType) -> Ve
 /// One run's problem and operands, checked against each other.
 #[derive(Debug)]
 pub struct Call<'a, P: Problem> {
-    /// What was planned.
+    /// The problem that was planned.
     pub problem: &'a P,
     /// The operands: memory of the device, as large as the problem says, outputs disjoint from all else.
     pub args: &'a P::Args<'a>,
@@ -437,7 +437,7 @@ pub struct Call<'a, P: Problem> {
     pub stream: u64,
 }
 
-/// What a backend made of a problem: what the plan says, and what it launches.
+/// A backend's answer to a problem: what the plan reports, and what it launches.
 pub struct Planned<P: Problem> {
     /// For readers, and what a caller must bring.
     pub parts: PlanParts,

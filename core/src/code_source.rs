@@ -139,7 +139,7 @@ impl CodeSource<'_> {
         *text += "};\n";
     }
 
-    /// What functions capture, as words.
+    /// Words of the tensors and scalars that functions capture.
     #[must_use]
     pub fn words(&self, args: &ScoreArgs<'_>) -> [u64; CODE_WORDS] {
         let mut words = [0; CODE_WORDS];
@@ -176,7 +176,7 @@ fn words_of(tensor: &CapturedTensor) -> usize {
 
 const BEGIN: &str = "// The functions of a call.\n#pragma once\n#include <fmha/code_pair.h>\n\n\
                      namespace fmha::code {\n\n";
-/// What stands where a call has no function: it compiles, and no kernel calls it.
+/// Placeholder text of a call without functions: it compiles, and no kernel calls it.
 const NO_LAYOUT: &str = "struct Layout {
   FMHA_DEVICE static constexpr int32_t word(int) { return 0; }
   FMHA_DEVICE static constexpr int32_t rank(int) { return 0; }

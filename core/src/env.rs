@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 pub struct EnvVar {
     /// The variable's name.
     pub name: &'static str,
-    /// What it sets.
+    /// Meaning of the variable's value.
     pub meaning: &'static str,
 }
 
@@ -77,7 +77,7 @@ pub const EMULATOR_DIR: EnvVar = EnvVar {
     meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
 };
 
-/// What the ranks of a job know.
+/// Secret that the ranks of a job share.
 pub const DIST_SECRET: EnvVar = EnvVar {
     name: "FMHA_DIST_SECRET",
     meaning: "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)",

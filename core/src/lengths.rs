@@ -44,7 +44,7 @@ pub fn check_lengths(
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
         totals: seq.totals,
-        // What lists name beyond their keys is absent: no entry is wrong.
+        // An index beyond the keys is absent by contract, so no entry can be wrong.
         indices: None,
         topk_length: None,
         arrivals: None,

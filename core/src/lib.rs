@@ -1,4 +1,4 @@
-//! What attention means in `fmha`: one contract for every backend, no vendor's code in it.
+//! The meaning of attention in `fmha`: one contract for every backend, with no vendor's code in it.
 //!
 //! # The life of a call
 //!

@@ -60,7 +60,7 @@ impl<'a> HostLists<'a> {
 }
 
 abi_struct! {
-    /// What a kernel reads of lists of keys, besides its [`FwdParams`](crate::abi::FwdParams).
+    /// Parameters of a kernel over lists of keys, beside its [`FwdParams`](crate::abi::FwdParams).
     pub struct ListParams {
         /// Entry e of the list of row i and kv head h of sequence b at `b * batch + i * row + h * head + e`.
         pub indices: DevPtr<i32>,

@@ -42,7 +42,7 @@ impl SeqSpan {
     }
 }
 
-/// What becomes of a `seqused_q`, a `seqused_k` or rows that are appended, where the sequence has not so many rows.
+/// Treatment of a length or of appended rows that exceed the sequence's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lying {
     /// As many as there are, as kernels take them (`fmha/seq.h`, `fmha/update_cache.h`).

@@ -1,4 +1,4 @@
-//! What a kernel is compiled for: the facts of a problem that change instructions or registers.
+//! Facts of a problem for which a kernel is compiled: those that change instructions or registers.
 
 use crate::abi_enum;
 use crate::abi_spec;
@@ -32,7 +32,7 @@ impl From<KvLayout> for KvKind {
     }
 }
 
-/// What is added to a score.
+/// Kind of bias that is added to a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasKind {
     /// Nothing.
@@ -74,7 +74,7 @@ abi_enum!(Merge { ByLse, Sum, AddTo });
 abi_enum!(BiasKind { None, Elementwise, Alibi });
 
 abi_spec! {
-    /// What a forward kernel computes. Numbers (lengths, strides, scale, bounds) are in
+    /// Facts for which a forward kernel is compiled. Numbers (lengths, strides, scale, bounds) are in
     /// [`FwdParams`](crate::abi::FwdParams); how it computes is a kernel's own tile.
     pub struct FwdSpec {
         /// Q and K.
@@ -99,7 +99,7 @@ abi_spec! {
         pub mask: MaskKind,
         /// Whether some leading keys stay visible below the band.
         pub sink_columns: bool,
-        /// What is added to a score.
+        /// Kind of bias that is added to a score.
         pub bias: BiasKind,
         /// Score and mask as code: the text is `fmha/code.h`.
         pub code: CodeKind,
@@ -200,7 +200,7 @@ impl FieldValue for FwdSpec {
 }
 
 abi_spec! {
-    /// What a backward kernel computes. Numbers are in [`BwdParams`](crate::abi::BwdParams).
+    /// Facts for which a backward kernel is compiled. Numbers are in [`BwdParams`](crate::abi::BwdParams).
     pub struct BwdSpec {
         /// The forward call. What it writes plays no part and is set alike in all.
         pub fwd: FwdSpec,
@@ -255,7 +255,7 @@ impl BwdSpec {
 }
 
 abi_spec! {
-    /// What a combine kernel computes.
+    /// Facts for which a combine kernel is compiled.
     pub struct CombineSpec {
         /// The parts' O.
         pub dtype_part: DType,

@@ -375,7 +375,7 @@ int main() {
     }
 }
 
-/// What a kernel that knows its mask's kind is told agrees with `visible`, pair by pair.
+/// A kernel that knows its mask's kind at compile time agrees with `visible`, pair by pair.
 #[test]
 fn known_masks_say_what_the_band_says() {
     let mut program = String::from(

@@ -13,7 +13,7 @@ const NUM_THREADS: u32 = 128;
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.cuh";
 
-/// What is compiled.
+/// Source text of a row kernel for a spec.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {

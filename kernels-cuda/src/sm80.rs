@@ -228,7 +228,7 @@ impl Sm80Tile {
         Ok(())
     }
 
-    /// What follows of a tile's fields from where a problem's keys lie.
+    /// Sets the fields that depend on where a problem's keys lie.
     pub fn place_blocks(&mut self, problem: &FwdProblem) {
         self.block_in_page = blocks_in_pages(problem, self.block_n);
         self.stored = problem.stored_k();
@@ -457,7 +457,7 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Data)
 }
 
-/// What hides keys besides lengths.
+/// Reasons beside lengths for which keys are hidden.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,

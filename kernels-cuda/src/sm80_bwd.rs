@@ -25,7 +25,7 @@ pub const DSINK_THREADS: u32 = 256;
 /// Threads of a CTA that finishes a block of dQ.
 pub const FINISH_THREADS: u32 = 128;
 
-/// What a launch sums.
+/// Sums that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdSums {
     /// dQ of a block of queries.
@@ -85,7 +85,7 @@ abi_spec! {
         pub vector_store: bool,
         /// dQ is summed in memory, in no order, while dK and dV are; else by a launch of its own.
         pub one_pass: bool = Takes::all(),
-        /// What the launch sums.
+        /// Sums that the launch computes.
         pub sums: BwdSums = Takes::nothing(),
     }
 }
@@ -313,7 +313,7 @@ pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room, one_pass: 
 fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) -> Sm80BwdTile {
     let fwd = &problem.fwd;
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
-    // What modifies scores takes registers.
+    // Modified scores need more registers.
     let modifies = spec.fwd.softcap
         || spec.fwd.bias != BiasKind::None
         || spec.fwd.dropout

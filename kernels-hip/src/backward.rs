@@ -35,7 +35,7 @@ const WAVES_OF_A_ROW_WORKGROUP: u64 = 4;
 const DWORD: i64 = 4;
 pub(crate) const ELEM_BYTES: i64 = 2;
 
-/// What a launch sums.
+/// Sums that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum BwdSums {
     /// dQ of a block of queries.
@@ -61,8 +61,8 @@ impl BwdSums {
 }
 
 abi_spec! {
-    /// What the products of a backward call are compiled for: what changes the instructions of the main loops. All else
-    /// of a problem is a number that they read.
+    /// Spec for which the products of a backward call are compiled: the facts that change the main loops'
+    /// instructions. Everything else of a problem is a parameter.
     pub struct MatrixBwdSpec {
         /// Q, K, V and dO; P and dS as operands.
         pub dtype: DType,
@@ -96,7 +96,7 @@ abi_spec! {
         pub load: LoadPath = Takes::nothing(),
         /// How gradients are written.
         pub store: StorePath = Takes::nothing(),
-        /// What is summed.
+        /// Sums that the launch computes.
         pub sums: BwdSums = Takes::nothing(),
         /// Bytes of LDS of a workgroup; the device's text asserts the number.
         pub lds_bytes: i32 = Takes::nothing(),
@@ -104,9 +104,9 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What the launches of products read.
+    /// Parameters of the launches of products.
     pub struct MatrixBwdParams {
-        /// What all backward kernels read.
+        /// Parameters that all backward kernels read.
         pub bwd: BwdParams,
         /// Elements of a query's or key's row.
         pub head_dim_qk: i32,
@@ -127,7 +127,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const STATS: &'static str;
     /// The launch behind.
     const REST: &'static str;
-    /// What the entries of products include.
+    /// Header that the entries of products include.
     const HEADER: &'static str;
     /// The products' class in that header.
     const CLASS: &'static str;
@@ -162,7 +162,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
         lengths: (u32, u32),
     ) -> MatrixBwdTile;
 
-    /// What of a tile follows from what was asked for.
+    /// Sets the fields of a tile that follow from the others.
     ///
     /// # Errors
     /// A field, its number, and why the kernel has no such tile.
@@ -171,7 +171,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     /// Bytes of LDS of so many walked rows of so many elements: as they are, and transposed.
     fn form_bytes(rows: i32, elems: i32) -> (i32, i32);
 
-    /// What the compiler is told of a tile's registers: attributes.
+    /// Attributes that limit a tile's registers for the compiler.
     fn registers(tile: &MatrixBwdTile) -> String;
 }
 
@@ -284,7 +284,7 @@ pub(crate) fn accept<U: Unit>(
     })
 }
 
-/// What the products are compiled for. Modified scores have one kernel for all modifiers and masks.
+/// Spec of the products. Modified scores have one kernel for all modifiers and masks.
 fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
@@ -397,7 +397,7 @@ impl<U: Unit> Backward<U> {
         (self.far_bytes + self.workspace.bytes, self.far_bytes)
     }
 
-    /// What the launches read, with the workspace at `address`.
+    /// Parameters of the launches, with the workspace at `address`.
     #[must_use]
     pub(crate) fn params(&self, problem: &BwdProblem, params: &BwdParams, address: u64) -> MatrixBwdParams {
         let bwd = self.workspace.bind(*params, address + self.far_bytes);

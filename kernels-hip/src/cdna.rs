@@ -18,7 +18,7 @@ use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "cdna_fwd";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/cdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
@@ -235,7 +235,7 @@ fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
     i64::from(block_n) * (row(spec.head_dim_qk, spec.dtype_qk) + row(spec.head_dim_v, spec.dtype_v))
 }
 
-/// What a workgroup has of LDS.
+/// Bytes of LDS of a workgroup.
 fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
     let stages = if spec.dropout { 1 } else { STAGES };
     let block_of_o = WAVE_ROWS * WAVE_ROWS * 4;

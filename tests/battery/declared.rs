@@ -13,7 +13,7 @@ pub struct Declared {
     pub kernels: &'static [&'static str],
     /// Whether a slow kernel takes it: it is refused then only where none may serve, or one kernel is asked for.
     pub slowly: bool,
-    /// What it does not take, for the report.
+    /// Description of the refusal, for the report.
     pub what: &'static str,
     /// The cases it may refuse for it.
     pub applies: fn(&Case, Option<&FwdProblem>) -> bool,
@@ -279,7 +279,8 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
 mod tests {
     use super::*;
 
-    /// What a kernel need not take where it was asked for is no promise less of the others, or of the backend.
+    /// A refusal that is declared for a kernel that is asked for by name excuses neither the others nor the
+    /// backend.
     #[test]
     fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
         let declared = |kernel: Option<&str>, name: &str| {

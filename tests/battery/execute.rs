@@ -116,7 +116,7 @@ impl<'a> Resident<'a> {
         let dirty = vec![1u8; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
         if let Some(workspace) = &mut workspace {
-            // What the run is to clear is not clear before it.
+            // Memory that the run has to clear holds garbage before it.
             memory.upload(&dirty, workspace)?;
         }
         let mut buffers = BTreeMap::new();

@@ -18,7 +18,7 @@ use crate::tensor::{Operand, Tensor};
 use crate::tensors::{HostBwd, HostCombine, HostFwd};
 use crate::verdict::Verdict;
 
-/// What became of a case.
+/// Outcome of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
@@ -39,7 +39,7 @@ pub struct Options {
     pub plan: PlanOptions,
     /// Whether cases that reserve gigabytes run on a device too; on the host they cost nothing.
     pub huge_on_device: bool,
-    /// What `fmha conformance` needs beside the backend's name to repeat a case: `--emulate gfx942`.
+    /// Options of `fmha conformance` that repeat a case, beside the backend's name: `--emulate gfx942`.
     pub repro_words: String,
 }
 

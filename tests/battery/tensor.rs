@@ -89,7 +89,7 @@ pub struct Tensor {
     extent: usize,
     poison: u8,
     placement: Placement,
-    /// What host slices of it say that their elements are.
+    /// Element type that host slices of the tensor name.
     elem: ElemType,
     /// The elements' type; meaningless for lengths and the keep mask.
     pub dtype: DType,
@@ -204,8 +204,8 @@ impl Tensor {
         (&self.bytes, self.first)
     }
 
-    /// What of [`raw`](Self::raw) lies in a device's memory: all of it, or, where that checks bounds, the elements
-    /// and as much before them as sets their alignment.
+    /// Range of [`raw`](Self::raw) that is copied to a device's memory: all of it, or, where that memory
+    /// checks bounds, the elements and the bytes before them that set their alignment.
     pub(crate) fn placed(&self, memory: &dyn DeviceMemory) -> Range<usize> {
         if memory.checks_bounds() {
             self.first - self.first % 256..self.first + self.extent
@@ -241,7 +241,7 @@ impl Tensor {
         &mut self.bytes
     }
 
-    /// What fills the bytes that belong to no element; `None` where nothing does.
+    /// Byte that fills the places of no element.
     pub(crate) fn poison(&self) -> u8 {
         self.poison
     }
@@ -280,8 +280,7 @@ impl Tensor {
             return;
         };
         let bytes = &mut self.elems_mut()[place];
-        // What takes most of a battery's time is filling tensors: a row at once, in a loop of its own for
-        // each wide type.
+        // Filling tensors takes most of a battery's time, so each wide type has a loop of its own over a row.
         match dtype {
             DType::F32 => write_each(bytes, values, f32::to_le_bytes),
             DType::F16 => write_each(bytes, values, |value| f16::from_f32(value).to_le_bytes()),

@@ -76,7 +76,7 @@ impl Lengths {
     }
 }
 
-/// What tensors hold and where they lie.
+/// Values and layout of a case's tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Data {
     /// Which numbers.
@@ -90,7 +90,7 @@ pub struct Data {
 /// A forward call's tensors: inputs filled at every element that the mask or the lengths do not
 /// exclude, NaN everywhere else, outputs NaN throughout.
 pub struct HostFwd {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidFwd,
     /// Rows of packed tensors.
     pub totals: Totals,
@@ -139,7 +139,7 @@ impl HostFwd {
         Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }
 
-    /// What the reference reads.
+    /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout)
@@ -149,7 +149,7 @@ impl HostFwd {
 /// A backward call's tensors. O and LSE are NaN until [`fill_forward`](Self::fill_forward) or the
 /// caller writes them.
 pub struct HostBwd {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidBwd,
     /// Rows of packed tensors.
     pub totals: Totals,
@@ -232,7 +232,7 @@ impl HostBwd {
         Ok(())
     }
 
-    /// What the reference reads.
+    /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         inputs_of((self.totals, self.problem.fwd().dims.batch), &self.operands, self.dropout)
@@ -241,7 +241,7 @@ impl HostBwd {
 
 /// A combine call's tensors.
 pub struct HostCombine {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidCombine,
     /// Every operand.
     pub operands: Operands,
@@ -575,7 +575,7 @@ fn rows<'a, I: Iterator<Item = ((u32, u32), u32)>>(
     all
 }
 
-/// What an append and a rotary embedding read.
+/// Operands of an append and of a rotary embedding.
 fn cache_operands(
     problem: &ValidFwd,
     lengths: &Lengths,

@@ -514,7 +514,7 @@ def over_cache(case, rng, module):
             more=lambda _: dict(bias=bias, sink=sink),
         )
         at += rows
-    # What an append wrote, and that nothing else was written.
+    # The appended rows, and that no other row was written.
     for name, pool, rows in zip("KV", caches, wanted):
         held_rows = pool.float()[taken].view(rows.shape) if size else pool
         judge.near(f"the cache of {name}", held_rows, rows, rows.to(dtype), floor=1e-6)

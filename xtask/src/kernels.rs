@@ -79,14 +79,14 @@ const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
-/// What they take by themselves: 16 bits, and no keep mask, which dropout's own edges ask for.
+/// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
 /// The kernels of mma.sync where no faster one is.
 const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
 
 pub(crate) const ROWS: &[Row] = &[
-    // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
+    // Cases that found planted faults run whole; of the rest one kernel in `deal` runs, with all its cases.
     Row {
         kernel: Some("sm90"),
         in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
@@ -500,7 +500,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
-    // What serves Hopper where its own kernel refuses.
+    // The kernels that serve Hopper where its own kernel refuses.
     Row {
         arch: HOPPER_ARCH,
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
@@ -720,7 +720,7 @@ impl Row {
         Some(Step::battery(self.name(), words, environment))
     }
 
-    /// What is absent from `cargo xtask test` of this row.
+    /// Description of the cases of this row that `cargo xtask test` leaves out.
     pub(crate) fn left_out(&self) -> Option<String> {
         (self.in_test != self.in_all && self.in_all.deal > 0).then(|| {
             format!("absent: the rest of {}, {}: cargo xtask test --all", self.name(), self.in_all.filter)

@@ -88,7 +88,7 @@ pub(crate) fn run() -> Result<(), String> {
             };
             let decode = if arch.starts_with("gfx1") { "rdna_decode" } else { "cdna_decode" };
             let folder = setup::target().join("mutation-amd").join(format!("{arch}-{i}"));
-            // What an earlier run left there is of other kernels.
+            // Files of an earlier run belong to other kernels.
             let _ = std::fs::remove_dir_all(&folder);
             std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             let mut record = Command::new(release.join("fmha"));

@@ -14,9 +14,9 @@ use crate::tally::Tally;
 /// How much to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// What two minutes have time for, once it is built: for a change before it is committed.
+    /// The part that runs in two minutes once it is built, for a change before it is committed.
     Quick,
-    /// What CI has time for.
+    /// The part that CI runs.
     Test,
     /// Everything, or part `index` (from 1) of `count` that together are everything.
     All { index: usize, count: usize },
@@ -66,7 +66,7 @@ const LONGEST: [&str; 11] = [
 /// How many failed.
 pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let start = Instant::now();
-    // What they download comes while Cargo builds, which asks for neither.
+    // The downloads of both run while Cargo builds, which needs neither.
     let compilers = std::thread::spawn(setup::run);
     let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
 
@@ -144,8 +144,8 @@ struct Program {
     folder: PathBuf,
 }
 
-/// What builds every target of a workspace but its benchmarks, which lints check. One invocation: another
-/// selection would have other features, and build crates twice.
+/// Command that builds every target of a workspace but its benchmarks, which lints check. It is one
+/// invocation: another selection of packages would have other features, and build crates twice.
 const BUILD: [&str; 8] = [
     "build",
     "--release",
@@ -207,7 +207,7 @@ fn program(line: &str) -> Option<Program> {
     Some(Program { name: format!("{package} {name}"), path, folder })
 }
 
-/// What of the CPU's battery a quick run takes: ten seconds of four minutes.
+/// The part of the CPU's battery in a quick run: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
 /// The library's examples as on a machine with a GPU, emulated: `auto` opens it.

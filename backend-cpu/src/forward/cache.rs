@@ -1,5 +1,5 @@
-//! What happens to a KV cache around attention: new rows written to it, Q turned to its positions, blocks of keys
-//! that do not lie as rows one after another brought together.
+//! Preparation of a KV cache around attention: writes new rows, rotates Q to its positions, and gathers
+//! blocks of keys whose rows do not lie one after another.
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
@@ -410,7 +410,8 @@ impl<S: Simd> Op<S> for Together<'_> {
     }
 }
 
-/// What every byte of an FP8 cache becomes in a 16-bit type: times its descale, rounded once.
+/// Table from each byte of an FP8 cache to the 16-bit number that it becomes: its value times `descale`,
+/// rounded once.
 fn widen(from: DType, to: DType, descale: f32) -> BytePlanes {
     let values = fp8_table(from);
     BytePlanes::of_codes(from, to, |code| {

@@ -171,8 +171,8 @@ impl Shared<'_> {
         }
     }
 
-    /// What a panel's scores need before their softmax, and the factor that they are still to be multiplied by:
-    /// tiles do not scale.
+    /// Adds bias, slopes and soft-cap to a panel's scores before their softmax, and returns the factor that
+    /// the scores still need: products in tiles do not scale.
     fn adjust<S: Simd>(
         &self,
         s: S,
@@ -214,7 +214,7 @@ mod tests {
     /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
     fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
         let soft = errors_of(SoftTiles::FUSED, problem, blocks, &change);
-        // What these tiles stand for, where it is there.
+        // AMX, which the software tiles of this test imitate, is tested too where the processor has it.
         #[cfg(target_arch = "x86_64")]
         if let Some(amx) = crate::simd::Amx::detect() {
             let (o, lse) = errors_of(amx, problem, blocks, &change);

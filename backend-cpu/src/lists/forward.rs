@@ -12,7 +12,7 @@ use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
 
-/// What a thread computes a token's O in.
+/// Buffers of one thread for the O of a token.
 struct Outputs {
     scratch: Scratch,
     /// O, panels of the head dimension, a row for each head.

@@ -131,7 +131,7 @@ pub(crate) unsafe fn call_of_rows(
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
     presence!(planned, cu_seqlens_q, cu_seqlens_k, sink, scale_o);
-    // What has no elements may be null, and not null, in any run.
+    // A tensor without elements may be null in one run and not null in another.
     let no_sequences = *batch == 0;
     if !no_sequences {
         presence!(planned, seqused_q, seqused_k);

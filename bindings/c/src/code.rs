@@ -14,7 +14,7 @@ use crate::host::{c_str, dtype, none, size, struct_bytes, text};
 use crate::plan::Memory;
 use crate::structs::{FMHA_MAX_RANK, FmhaCall, FmhaCaptured, FmhaCode};
 
-/// What a call's [`FmhaCode`] points to.
+/// Memory that a call's [`FmhaCode`] points to.
 #[derive(Clone, Debug)]
 pub(crate) struct PointedCode {
     score: Option<Function>,
@@ -250,7 +250,7 @@ unsafe fn agree_captured(name: &CStr, planned: &FmhaCaptured, given: &FmhaCaptur
     Ok(())
 }
 
-/// What a run captures, in the order of its problem.
+/// Arguments that a run captures, in the order of its problem.
 #[derive(Debug, Default)]
 pub(crate) struct CapturedArgs<'a> {
     tensors: Vec<DevSlice<'a>>,
@@ -268,7 +268,7 @@ impl<'a> CapturedArgs<'a> {
 }
 
 impl Memory {
-    /// What a call that agrees with its plan captures.
+    /// Arguments that a call captures, once the call agrees with its plan.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).

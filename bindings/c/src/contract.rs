@@ -34,7 +34,7 @@ fn fields(debug: &str) -> Vec<(String, String)> {
     found
 }
 
-/// What each field held in any call.
+/// Values that each field had over all calls.
 #[derive(Default)]
 struct Seen(BTreeMap<String, BTreeSet<String>>);
 

@@ -16,7 +16,7 @@ use crate::structs::{
     FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
-/// What a call points to in host memory.
+/// Host memory that a call points to.
 #[derive(Clone, Debug)]
 pub(crate) struct Pointed {
     pub(crate) mask: MaskSpec,
@@ -318,7 +318,7 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
         .merge(merge(call.merge)?))
 }
 
-/// What `FmhaOptions` say.
+/// Device, kernel, tile and promises that `FmhaOptions` asks for.
 #[derive(Debug, Default)]
 pub(crate) struct Choice {
     pub(crate) backend: Option<Backend>,

@@ -28,7 +28,7 @@ pub use plan::FmhaPlan;
 pub use ranks::*;
 pub use structs::*;
 
-/// What a call gives here: the library's error where none is named.
+/// Result of this library's functions, with the library's error by default.
 type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The device of a call, opened once: its kernels stay loaded from plan to plan.

@@ -58,7 +58,7 @@ impl FmhaPlan {
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    /// What [`Self::new`] refuses on every device.
+    /// Checks a call as [`Self::new`] does, for every device and without making a plan.
     ///
     /// # Safety
     /// As [`Self::new`].
@@ -72,7 +72,7 @@ impl FmhaPlan {
         Ok(())
     }
 
-    /// What [`Self::combine`] refuses on every device.
+    /// Checks a call as [`Self::combine`] does, for every device and without making a plan.
     ///
     /// # Safety
     /// As [`Self::combine`].
@@ -570,7 +570,7 @@ impl Memory {
     }
 }
 
-/// What a tensor spans, or a refusal of one that is not there.
+/// Bytes that a tensor spans, or a refusal of a missing tensor.
 #[inline]
 fn bytes(
     name: &'static str,

@@ -648,7 +648,7 @@ proptest! {
             std::mem::offset_of!(FmhaCall, dropout_offset),
             std::mem::offset_of!(FmhaCall, dropout_seeded),
         ];
-        // What the planned problem says anyway changes nothing; a p_drop of -0 says 0.
+        // A field of the call that repeats what the problem says changes nothing; a p_drop of -0 is 0.
         let asked = FmhaCall { p_drop: if bad.p_drop == 0.0 { 0.0 } else { bad.p_drop }, ..bad };
         let same = (0..size_of::<FmhaCall>() / 8).filter(|word| !seed.contains(&(word * 8))).all(|word| {
             let (asked, good) = (&raw const asked, &raw const good);

@@ -61,7 +61,8 @@ impl Installed {
             .args([&program, source])
             .args(words)
             .output();
-        // What links Rust programs is a C compiler: its absence is a broken machine, not a reason to pass.
+        // Linking a Rust program needs a C compiler, so a missing one is a broken machine and not a reason to
+        // pass.
         let compiled = compiled.unwrap_or_else(|error| panic!("{compiler}: {error}"));
         assert!(compiled.status.success(), "{}", said(&compiled));
         program

@@ -384,7 +384,7 @@ impl Attend {
     }
 }
 
-/// What a captured tensor's elements are to a function.
+/// Type of a captured tensor's elements as a function reads them; `None`: functions do not read this type.
 fn stored_as(dtype: DType) -> Option<FunctionType> {
     Some(match dtype {
         DType::F32 => FunctionType::F32,

@@ -63,7 +63,8 @@ pub struct Options {
     pub p_drop: f32,
     /// Which P are dropped, the same on every device: named where `p_drop` is above 0.
     pub seed: Option<u64>,
-    /// What a scaled score becomes, before soft-cap and slopes; gradients of Q, K and V go through it.
+    /// Function that modifies a scaled score, before soft-cap and slopes; gradients of Q, K and V go through
+    /// it.
     pub score_code: Option<Function>,
     /// Which pairs are seen, besides what the window hides; rows and keys count from 0, and no diagonal is added.
     pub mask_code: Option<Function>,
@@ -149,7 +150,7 @@ impl Options {
     }
 
     setters! {
-        /// What a scaled score becomes.
+        /// Function that modifies a scaled score.
         score_code: impl Into<Option<Function>>;
         /// Which pairs are seen.
         mask_code: impl Into<Option<Function>>;

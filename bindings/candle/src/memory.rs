@@ -163,7 +163,7 @@ impl<'a> Input<'a> {
                         elems.get(start..).map(|elems| DevSlice::host(elems).typed(ElemType::I32)),
                     ),
                     CpuStorage::I32(elems) => (DType::I32, elems.get(start..).map(DevSlice::host)),
-                    // What a function captures: whole numbers and bools.
+                    // Whole numbers and bools, which only a function captures.
                     CpuStorage::I64(elems) => (DType::I64, elems.get(start..).map(bytes)),
                     CpuStorage::U8(elems) => (DType::U8, elems.get(start..).map(bytes)),
                     other => {
@@ -264,7 +264,7 @@ pub(crate) struct Output {
     storage: Storage,
     shape: Shape,
     dtype: DType,
-    /// What its memory is ordered by.
+    /// CUDA stream by which accesses to the memory are ordered.
     #[cfg(feature = "cuda")]
     stream: Option<std::sync::Arc<candle_core::cuda_backend::cudarc::driver::CudaStream>>,
 }
@@ -277,7 +277,7 @@ pub(crate) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// What the call writes; once.
+    /// Hands out the output's memory, once.
     pub(crate) fn slice(&mut self) -> Result<DevSliceMut<'a>> {
         self.slice.take().ok_or_else(|| candle_core::Error::msg("an output is written by one call"))
     }

@@ -457,7 +457,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
             inputs[at] = tensor;
             all.push((word, inputs, options, sequences));
         };
-        // What Q's own is, the others are held to.
+        // Q decides the type, so beside a Q of another type K is the tensor that the error names.
         put(if at == 0 { "k is" } else { name }, of.to_dtype(other(of.dtype()))?);
         put(name, of.to_dtype(DType::F64)?);
         put(name, of.to_dtype(DType::U8)?);

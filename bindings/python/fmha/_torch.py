@@ -42,7 +42,7 @@ def read_function(name: str, text: str, is_mask: bool) -> Tuple[str, Tuple[Tuple
     return _native.read_function(name, text, is_mask)
 
 
-# What torch.compiler.assume_constant_result does, which imports all of the compiler first.
+# The mark that torch.compiler.assume_constant_result sets; calling it would import the whole compiler.
 read_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -218,7 +218,7 @@ def _maps(operator: Any) -> None:
             folded = (given[at].flatten(0, 1).contiguous() if at in given else None for at in range(count))
             results = operator(*folded, *numbers)
             apart = [x if x.dim() < 3 else x.unflatten(0, (info.batch_size, batch)) for x in _listed(results)]
-            # What nobody wants is a tensor of one axis.
+            # A gradient that is not wanted is a tensor of one axis, which vmap leaves as it is.
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
@@ -818,7 +818,7 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    # What is no output is the operator's to refuse.
+    # An O that is no output tensor is refused by the operator.
     if not _are_many(o_parts) or getattr(o, "dtype", None) not in (torch.float32, torch.float16, torch.bfloat16, *_FP8):
         add_parts_to(o_parts, o, *numbers)
         return o

@@ -16,7 +16,7 @@ use crate::request::{
 use crate::shapes::{one_device, sizes};
 use crate::tensor::Device;
 
-/// What is wrong with a call, as the user is told: the argument first, then its numbers.
+/// Text of an error as the user reads it: the argument first, then its numbers.
 pub type Wrong = String;
 
 /// Returns what is wrong unless a condition holds.

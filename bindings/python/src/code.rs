@@ -45,7 +45,7 @@ impl Coded {
         &self.code
     }
 
-    /// What a plan depends on, in numbers.
+    /// Adds to a plan's key the numbers of the functions on which the plan depends.
     pub(crate) fn key(&self, key: &mut Key) {
         for text in [self.code.score, self.code.mask] {
             key_text(key, text);
@@ -68,7 +68,7 @@ impl Coded {
         for text in [self.code.score, self.code.mask] {
             // SAFETY: who made the request promised C strings.
             let Some(text) = (unsafe { text_of(text) }) else { continue };
-            // What is wrong with a text is the C library's to say.
+            // The C library reports what is wrong with a text, so a text that does not parse is skipped.
             let Ok(function) = text.to_string_lossy().parse::<Function>() else { continue };
             for (captured, &dtype) in self.captured.iter().zip(&self.types) {
                 // SAFETY: as above.

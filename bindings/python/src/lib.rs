@@ -51,15 +51,15 @@ fn guard(body: impl FnOnce() -> Result<(), String>) -> c_int {
     1
 }
 
-/// What the last call on this thread had to say: an error's text, or what was asked for.
+/// Text of the last call on this thread: an error, or the text that was asked for.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_text() -> *const c_char {
     TEXT.with(|text| text.borrow().as_ptr())
 }
 
-/// What a request is made of, so that Python's side of `ctypes` need not repeat it: the text of
-/// [`fmha_py_text`] has the names of its tensors, those of its numbers with their types, and those of its
-/// options' bits, a line each. Returns its bytes.
+/// Describes a request, so that Python's `ctypes` need not repeat it: the text of [`fmha_py_text`] has the
+/// names of its tensors, those of its numbers with their types, and those of its options' bits, one a line.
+/// Returns the text's bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_describe() -> usize {
     let numbers: Vec<String> = NUMBERS.iter().map(|(name, spelt)| format!("{name}:{spelt}")).collect();
@@ -187,7 +187,7 @@ pub extern "C" fn fmha_py_register_torch() -> c_int {
     guard(torch::register)
 }
 
-/// What there is to run on, and why the rest is absent, a line each: the text of [`fmha_py_text`].
+/// Lists the devices, and for each absent one the reason, one a line: the text of [`fmha_py_text`].
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_devices() -> c_int {
     guard(|| {

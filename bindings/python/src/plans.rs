@@ -42,7 +42,7 @@ type Kept = Mutex<Option<LruCache<Key, Arc<Plan>>>>;
 /// A forked child has its own: another thread may have held the lock when it was made.
 static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
 
-/// What the library said last on this thread.
+/// The C library's last error on this thread.
 fn said() -> Wrong {
     // SAFETY: a C string that lives until the next error of this thread.
     unsafe { CStr::from_ptr(fmha_c::fmha_last_error()) }.to_string_lossy().into_owned()
@@ -61,7 +61,7 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> Result<i32, Wrong>) -
         return Err(said());
     }
     let plan = Arc::new(Plan(made));
-    // What it pushes out is dropped when the lock is free again.
+    // The plan that `push` evicts is dropped after the lock is released.
     let old = plans().get_or_insert_with(|| LruCache::new(MOST)).push(key, Arc::clone(&plan));
     drop(old);
     Ok(plan)
@@ -113,7 +113,7 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
     call.with(|call| unsafe { fmha_c::check(call) })
 }
 
-/// What a plan says of itself, a fact a line.
+/// The plan's description, one fact a line.
 ///
 /// # Errors
 /// What is wrong with the request, or why no kernel takes it.

@@ -13,7 +13,7 @@ use crate::combine::Combine;
 use crate::request::{ADDS_TO, Captured, Code, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
-/// What Python does not set, and why.
+/// Fields of the C structs that Python never sets, with the reason.
 const NOT_SET: [(&str, &str); 9] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),

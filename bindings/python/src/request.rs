@@ -249,11 +249,11 @@ pub struct Captured {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Code {
-    /// What a scaled score becomes: a C string; null: itself.
+    /// C string with the code of a score function; null: scores are not modified.
     pub score: *const c_char,
     /// Which pairs are seen: a C string; null: all.
     pub mask: *const c_char,
-    /// What both capture.
+    /// Tensors and scalars that both functions capture.
     pub captured: *const Captured,
     /// How many.
     pub num_captured: i64,

@@ -1,4 +1,4 @@
-//! What a door hands over of a tensor, whoever owns it: an address, a type, sizes and strides.
+//! A tensor as a door hands it over, whoever owns it: address, type, sizes and strides.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ pub const I32: i32 = 100;
 pub const U8: i32 = 101;
 /// Words of a tree mask.
 pub const U32: i32 = 102;
-/// What NumPy makes where nobody names a type. No operand has it; a refusal says its name.
+/// Type that NumPy gives an array without a named type. No operand has it; a refusal spells its name.
 pub const F64: i32 = 103;
 /// Type of tensors that functions capture: i64.
 pub const I64: i32 = 104;

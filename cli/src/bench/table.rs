@@ -32,7 +32,7 @@ struct RawTable {
     rows: Vec<Options>,
 }
 
-/// What a table's speed is measured in.
+/// Unit of a table's speeds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Unit {

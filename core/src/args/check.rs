@@ -312,7 +312,7 @@ impl Operands {
         Ok(())
     }
 
-    /// What functions capture.
+    /// Checks the tensors and scalars that functions capture.
     fn captured(&mut self, problem: &FwdProblem, score: &ScoreArgs<'_>) -> Result<(), ProblemError> {
         let code = &problem.code;
         if code.is_empty() && score.captured.is_empty() && score.numbers.is_empty() {
@@ -378,7 +378,7 @@ impl Operands {
         self.tensor(name, access, strides, shape, dtype)
     }
 
-    /// What an append, a rotary embedding and a tree mask read.
+    /// Checks the operands of an append, a rotary embedding and a tree mask.
     fn cache_operands(
         &mut self,
         problem: &FwdProblem,
@@ -544,7 +544,7 @@ impl Operands {
         Ok(())
     }
 
-    /// What is wrong with an argument that does not fit.
+    /// Error for an argument that does not fit the plan.
     #[cold]
     fn misfit(
         &self,

@@ -222,7 +222,7 @@ impl<'a> DevSliceMut<'a> {
             ptr: self.ptr.wrapping_add(bytes as usize),
             bytes: self.bytes - bytes,
             elem: self.elem,
-            // What is written to a part is not the type of the whole.
+            // A write to a part of a buffer does not set the type of the whole buffer.
             told: self.told.filter(|_| bytes == 0),
             memory: PhantomData,
         }

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// Kilobytes that unpacking may take: the window of [`PRESET`] is 4 MB.
 const MOST_UNPACKING_KB: u32 = 64 << 10;
 
-/// What a file begins with.
+/// First bytes of a bundle's file.
 const MAGIC: &[u8; 8] = b"fmha-krn";
 
 /// The version of a file whose payload is the kernels: the disk cache had such ones, and packs them when it meets one.
@@ -322,7 +322,7 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.persist(path).map(|_| ()).map_err(|error| error.error)
 }
 
-/// What an ordinary new file has; the process' mask takes from it.
+/// Permissions of an ordinary new file, before the process' mask removes some.
 #[cfg(unix)]
 fn readable_by_all() -> Option<Permissions> {
     Some(std::os::unix::fs::PermissionsExt::from_mode(0o666))

@@ -145,7 +145,7 @@ impl Disk {
         let now = SystemTime::now();
         let mut kernels = Vec::new();
         for entry in fs::read_dir(&self.folder)?.flatten() {
-            // What another process has just removed is not there to be counted.
+            // A file that another process has just removed does not count.
             let Ok(metadata) = entry.metadata() else { continue };
             let modified = metadata.modified()?;
             // By a clock that was wrong, a use is as far in the future.

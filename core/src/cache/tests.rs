@@ -44,7 +44,7 @@ fn no_compiler() -> Result<&'static Counting> {
     Err(Error::NoDevice("no compiler: 0 places tried".to_owned()))
 }
 
-/// What never ends is known for no bundle by its first bytes, and what follows a bundle is not read.
+/// An endless file is refused by its first bytes, and bytes after a bundle are not read.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_bundle_is_read_no_further_than_its_header_says() {
@@ -383,7 +383,7 @@ fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
         store_aged(&disk, kernel, days * DAY);
     }
     let disk = Disk::with_limit(folder.path(), 2 * size_of(&kernels[0]) + SLACK);
-    // What is not the cache's neither counts nor goes.
+    // A file that is not the cache's is neither counted nor removed.
     let notes = disk.folder().join("notes");
     std::fs::write(&notes, vec![0; 10_000]).unwrap();
     disk.store(&kernels[3]).unwrap();

@@ -82,7 +82,7 @@ impl Device {
         self.0.name()
     }
 
-    /// What it could reach at best with products of `dtype`.
+    /// Peak rates of the device for products of `dtype`.
     #[must_use]
     pub fn roofline(&self, dtype: DType) -> Roofline {
         self.0.roofline(dtype)

@@ -256,7 +256,7 @@ fn a_plan_that_breaks_a_wish_is_refused_though_its_backend_made_it() {
     assert!(error.contains("toy: deterministic true is not kept"), "{error}");
 }
 
-/// What safe code uploads runs as what it is, or is refused.
+/// A buffer that safe code uploads is used as the type that it has, or refused.
 #[test]
 fn a_buffer_knows_the_type_of_what_was_uploaded() {
     let (device, _) = open(Toy::on_a_device());
@@ -297,7 +297,7 @@ fn a_plan_refuses_a_buffer_of_another_type() {
     assert!(log.take().is_empty(), "it was launched");
 }
 
-/// What one call writes is no operand of another type of a later one.
+/// An output of one call is refused as an operand of another type in a later call.
 #[test]
 fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     let (device, _) = open(Toy::on_a_device());

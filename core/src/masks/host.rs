@@ -10,7 +10,7 @@ use crate::mask::{BlockClass, MaskBand};
 use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::SeqSpan;
 
-/// What masks as data say of a key.
+/// Answer of masks as data for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shown {
     /// It is not seen.
@@ -182,7 +182,7 @@ pub struct HeadMasks<'a> {
 }
 
 impl HeadMasks<'_> {
-    /// What is said of key `j` for query `i`.
+    /// Answer of masks as data for key `j` and query `i`.
     #[must_use]
     pub fn shown(&self, i: u32, j: u32) -> Shown {
         let mut shown = Shown::No;

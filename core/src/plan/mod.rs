@@ -42,7 +42,7 @@ impl Workspace {
     /// No scratch.
     pub const NONE: Self = Self { bytes: 0, zeroed_bytes: 0 };
 
-    /// What its first byte's address is a multiple of: what a device's allocator gives.
+    /// Required alignment of its first byte, in bytes: the alignment that a device's allocator gives.
     pub const ALIGN: usize = 256;
 
     /// All of it cleared before each run.
@@ -77,7 +77,7 @@ pub struct Step {
     pub explain: Explain,
 }
 
-/// What a backend says of a plan.
+/// A backend's description of a plan.
 #[derive(Clone, Debug)]
 pub struct PlanParts {
     /// The kernel's name, as `PlanOptions::kernel` takes it; one of the steps bears it.
@@ -92,7 +92,7 @@ pub struct PlanParts {
     pub is_fallback: bool,
     /// Scratch that a run needs. Runs that may overlap in time need scratch of their own.
     pub workspace: Workspace,
-    /// What it holds to.
+    /// Promises that the plan keeps.
     pub promises: Promises,
 }
 
@@ -155,7 +155,7 @@ pub type BwdPlan = Plan<ValidBwd>;
 /// A plan for merging partial results.
 pub type CombinePlan = Plan<ValidCombine>;
 
-/// What is known of a plan without launches of its own.
+/// Description of a plan that launches nothing of its own.
 static NO_LAUNCH: Explain =
     Explain { resources: None, launch: None, code: String::new(), remarks: String::new() };
 
@@ -301,7 +301,7 @@ impl<P: Problem> Plan<P> {
         unsafe { launch.launch(&call) }
     }
 
-    /// What it computes.
+    /// The problem that the plan computes.
     #[must_use]
     pub fn problem(&self) -> &P {
         &self.0.problem
@@ -362,7 +362,7 @@ impl<P: Problem> Plan<P> {
         self.0.parts.workspace
     }
 
-    /// What it holds to.
+    /// Promises that the plan keeps.
     #[must_use]
     pub fn promises(&self) -> Promises {
         self.0.parts.promises

@@ -1,4 +1,4 @@
-//! What a problem does with a KV cache: its checks, and what follows from it.
+//! Use of a KV cache by a problem: its checks, and the facts that follow from it.
 
 use super::{CacheUse, Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::dtype::DType;

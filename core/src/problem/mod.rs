@@ -89,15 +89,15 @@ pub struct FwdProblem {
     pub lists: Option<KeyLists>,
     /// Which of these keys it sees, as data.
     pub masks: Masks,
-    /// What happens to a score before the softmax.
+    /// Modifiers of a score before the softmax.
     pub score: Score,
     /// A score and a mask as code.
     pub code: Code,
     /// Which elements of P are dropped.
     pub dropout: Dropout,
-    /// What FP8 tensors are multiplied by.
+    /// Factors of FP8 tensors.
     pub scales: Scales,
-    /// What happens to the KV cache besides that it is read.
+    /// Changes to the KV cache and to how it is read: append, rotary embedding, tree mask.
     pub cache: CacheUse,
     /// Where the call stands in a larger one that it is a part of.
     pub part: Part,
@@ -198,11 +198,11 @@ impl FwdProblem {
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
         softcap: impl Into<Option<f32>> => score.softcap;
-        /// What is added to a score.
+        /// Bias that is added to a score.
         bias: Bias => score.bias;
         /// Whether a learnable sink enters the denominator.
         sink: bool => score.sink;
-        /// What a scaled score becomes, as code.
+        /// Function that modifies a scaled score.
         score_code: impl Into<Option<Function>> => code.score;
         /// Which pairs are seen, as code.
         mask_code: impl Into<Option<Function>> => code.mask;
@@ -210,11 +210,11 @@ impl FwdProblem {
         captured: Vec<CapturedTensor> => code.captured;
         /// Probability that a `P` is dropped.
         p_drop: f32 => dropout.p_drop;
-        /// What FP8 Q is multiplied by.
+        /// Whether and how FP8 Q is scaled.
         descale_q: Descale => scales.descale_q;
-        /// What FP8 K is multiplied by.
+        /// Whether and how FP8 K is scaled.
         descale_k: Descale => scales.descale_k;
-        /// What FP8 V is multiplied by.
+        /// Whether and how FP8 V is scaled.
         descale_v: Descale => scales.descale_v;
         /// Whether FP8 O is multiplied by a number before it is rounded.
         scale_o: bool => scales.scale_o;
@@ -272,9 +272,9 @@ impl FwdProblem {
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
-    /// What planning knows of the tensors' extents: of packed rows and of pages two, since the step from one
-    /// to the next is used. How many there are, fewer than an upper bound of the lengths too, comes with the
-    /// call, which is checked again.
+    /// The least extents that planning knows: two for packed rows and for pages, since the stride from one to
+    /// the next is used. The real number comes with the call, may be less than an upper bound of the lengths,
+    /// and is checked again.
     pub(crate) fn fewest(&self) -> Extents {
         let two = Some(2);
         self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })

@@ -1,4 +1,4 @@
-//! What a (query, key) pair adds to the gradients, and their sums.
+//! Contributions of a (query, key) pair to the gradients, and their sums.
 
 use num_traits::Float;
 
@@ -23,7 +23,7 @@ pub(super) struct Query<'a, T> {
     is_far: bool,
 }
 
-/// What one (query, key) adds to the gradients.
+/// Contributions of one (query, key) pair to the gradients.
 pub(super) struct Pair<T> {
     /// `Z P`, the weight of dV.
     weight: T,

@@ -1,4 +1,4 @@
-//! What is wrong with a problem, and what this crate does not take.
+//! Checks of a problem, and refusals of what this crate does not take.
 
 use fmha::{Bias, CacheUse, KvLayout, QLayout, VLayout};
 

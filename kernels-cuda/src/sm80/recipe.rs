@@ -187,7 +187,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     }
 }
 
-/// What a launch of the kernel computes: a launch of its own writes the keep mask.
+/// Spec of the main kernel. Its dropout reads a keep mask that another launch writes.
 fn spec_of(problem: &ValidFwd) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.

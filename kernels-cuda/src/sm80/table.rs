@@ -9,7 +9,7 @@ use super::{
 use crate::operands::{stores_vectors, strides};
 use crate::split;
 
-/// What tiles have to fit into, and how many there should be.
+/// Device limits that a tile has to fit into, and the number of multiprocessors to fill.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB
@@ -63,7 +63,7 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
         // With more rows, zeros beyond the head dimension would be multiplied for too long.
         tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
-        // What is widened in registers serves two sixteens at one's price.
+        // One widening in registers serves two sixteens of rows, so 32 rows cost what 16 do.
         let one_warp = Sm80Tile { warps: 1, ..tile };
         if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
             tile.warps = 1;
@@ -210,7 +210,8 @@ impl Sm80Tile {
             (self.block_m, self.warps, self.stages) = (twin.block_m, twin.warps, twin.stages);
             return self.take_ctas_of_shares(spec, room);
         }
-        // What is widened in registers is bound by work, not by memory: more warps, of one block each.
+        // Work and not memory binds codes that are widened in registers, so more warps, of one block each,
+        // are better.
         let most = if self.reads_raw_blocks(spec) { 1 } else { self.stages.max(twin.stages) };
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
@@ -302,7 +303,7 @@ const MOST_PARTS_IN_SHARES: u32 = 128;
 /// Parts of a sequence's keys, at most: two batches of a merging warp's loads.
 const MOST_PARTS: u32 = 256;
 
-/// What finding its share costs a CTA, in keys of its multiprocessor's rate: a microsecond.
+/// Cost for a CTA of finding its share: one microsecond, in keys at the rate of its multiprocessor.
 const SCAN_KEYS: u64 = 70;
 
 /// Rows of a kv head's group up to which unlike sequences are walked in shares, and queries.
@@ -354,7 +355,7 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     parts
 }
 
-/// What sequences of unlike lengths cost besides reading their keys, microseconds of an H200.
+/// Costs of sequences of unlike lengths beside reading their keys, microseconds of an H200.
 struct Unlike {
     /// Where each tile is one CTA's: the walk of the longest, as far as there are not many others to begin after it.
     whole: f64,

@@ -211,7 +211,7 @@ pub(crate) fn launch_of(
     })
 }
 
-/// What the launches are compiled for. Masks as data hide keys as a band does.
+/// Spec for which the launches are compiled. Masks as data hide keys as a band does.
 fn spec_of(problem: &ValidBwd) -> BwdSpec {
     let mut spec = BwdSpec::of(problem);
     if !problem.fwd().masks.is_empty() && spec.fwd.mask == MaskKind::Full {

@@ -474,7 +474,7 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     words.join(", ")
 }
 
-/// What TMA brings at once.
+/// Boxes of each tensor that one TMA instruction brings.
 #[must_use]
 pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };

@@ -163,8 +163,8 @@ const BYTES_OF_ALL: f64 = 3.5e6;
 const MERGE_MICROS: f64 = 12.0;
 /// Keys of sequences of unlike lengths, of the longest's.
 const MEAN_OF_LONGEST: f64 = 0.125;
-/// What many rows take more in shares, which have every block's maxima, of the time in which the cache is
-/// read; and rows.
+/// Factor for the work of maxima in shares of many rows: a share takes every block's maximum. In units of the
+/// time in which the cache is read, times rows.
 const WORK_OF_MAXIMA: f64 = 0.27;
 const MANY_ROWS: u32 = 32;
 
@@ -209,13 +209,14 @@ fn in_shares(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Option<Sm90
 const LEAST_SPLIT: u32 = 1024;
 const KEYS_TO_A_QUERY: u32 = 8;
 
-/// What parts may take of the whole's time, by the model: it knows masks' ends and small calls too little for less.
+/// Largest modelled time of parts, by the time of the whole, for which parts are taken. The model knows
+/// masks' ends and small calls too badly for a larger one.
 const WORTH_A_MERGE: f64 = 0.75;
 
 /// Parts of a sequence's keys, at most.
 const MOST_PARTS: u32 = 128;
 
-/// What a call of few tiles takes in parts, by a model of an H200.
+/// Modelled time of a call of few tiles in parts, fitted to an H200.
 struct CostOfParts {
     tiles: u32,
     num_sms: u32,
@@ -586,7 +587,8 @@ impl Sm90Tile {
         };
     }
 
-    /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
+    /// Adjusts a tile for an elementwise bias of 16 bits: it takes shared memory, so lookahead or keys make
+    /// room.
     fn take_bias(&mut self, spec: &FwdSpec) {
         self.bias_stages = 1;
         match widest(spec) {

@@ -16,7 +16,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     const NAME: &'static str;
     /// The kernel's name where a launch before widens the cache.
     const WIDENED: &'static str;
-    /// What its entry includes.
+    /// Header that the kernel's entry includes.
     const HEADER: &'static str;
     /// Whether it runs on RDNA, not on CDNA.
     const IS_RDNA: bool;
@@ -40,7 +40,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// How Q, K and V are read.
     fn load(&self) -> LoadPath;
 
-    /// What is compiled.
+    /// Source text of the kernel.
     fn source(&self) -> KernelSource;
 
     /// Threads of a workgroup.

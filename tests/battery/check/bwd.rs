@@ -67,7 +67,7 @@ impl Shared {
     }
 }
 
-/// What one (sequence, kv head) adds.
+/// Contributions of one (sequence, kv head).
 struct Part {
     stats: Stats,
     forward: Forward,

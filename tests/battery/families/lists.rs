@@ -31,7 +31,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// What a list names.
+/// Kinds of entries of a list.
 const STYLES: [&str; 6] = ["scattered", "repeated", "absent", "some_empty", "runs", "beyond"];
 
 /// Keys that are a multiple of this and 3 are in no list.
@@ -285,7 +285,7 @@ fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
     problem
 }
 
-/// What becomes of a problem that has its lists.
+/// The problem, with an LSE that leaves sinks out where the modifier ends with "apart".
 fn finished(problem: FwdProblem, modifier: &str) -> FwdProblem {
     let apart = modifier.ends_with("apart");
     let lists = problem.lists.map(|lists| lists.lse_without_sink(apart));

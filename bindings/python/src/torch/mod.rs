@@ -20,7 +20,7 @@ use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
 
-/// What an operator gives, in its schema's order.
+/// Results of an operator, in its schema's order.
 type Results = SmallVec<[Owned; 5]>;
 
 /// Defines the operators `fmha::*` in the torch that the process has imported; once.
@@ -148,7 +148,7 @@ unsafe fn execute(
 /// A score and a mask as code, as an operator takes them.
 struct Taken {
     texts: [CString; 2],
-    /// What `captured` points to.
+    /// Owner of the names that `captured` points to.
     _names: Vec<CString>,
     tensors: Vec<Owned>,
     captured: Vec<Captured>,
@@ -207,7 +207,7 @@ impl Taken {
         Ok(gradients)
     }
 
-    /// What a request points to, as long as this lives.
+    /// The functions of a request; the pointers are valid as long as `self`.
     fn code(&self) -> Code {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };

@@ -234,7 +234,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
         results: combined,
         kernel: kernel::<4>,
     },
-    // What most calls are: `forward` and `backward` of Q, K and V alone.
+    // `forward` and `backward` of Q, K and V alone, which most calls are.
     Operator {
         name: "plain",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],

@@ -55,7 +55,7 @@ macro_rules! shims {
     };
 }
 
-/// What an optional's cell is given back by: from 2.13 by the interface, before by C++'s operator.
+/// Function that frees an optional's cell: from torch 2.13 on the C interface's, before that C++'s operator.
 #[derive(Clone, Copy)]
 enum Delete {
     Interface(unsafe extern "C" fn(*mut Value) -> Code),
@@ -371,7 +371,7 @@ impl Shims {
         }
     }
 
-    /// What a handle's tensor is; `name` as refusals say it.
+    /// Describes the tensor behind a handle; `name` is its name in refusals.
     fn describe(&self, name: &str, handle: Handle) -> Result<Tensor, Wrong> {
         let (mut dim, mut dtype, mut kind, mut index) = (0i64, 0i32, 0i32, 0i32);
         let (mut storage, mut offset) = (0i64, 0i64);

@@ -387,7 +387,7 @@ impl CallFrame {
         unsafe { (self.api().error_create)(&raw mut create) }
     }
 
-    /// What the framework said, if anything.
+    /// Converts the framework's error, if there is one, to a text.
     ///
     /// # Safety
     /// `error` is null or an error that is the caller's.
@@ -419,7 +419,8 @@ mod tests {
 
     use super::*;
 
-    /// What `offsetof` and `sizeof` give for the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their places.
+    /// Offsets and sizes equal those of the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their
+    /// places.
     #[test]
     fn structs_lie_as_the_header_has_them() {
         assert_eq!(size_of::<CallFrame>(), 176);
@@ -450,7 +451,7 @@ mod tests {
     }
 
     thread_local! {
-        /// What the stand-in of the framework was asked for, in order.
+        /// Calls that the framework's test double received, in order.
         static ASKED: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     }
 

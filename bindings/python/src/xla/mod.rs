@@ -118,7 +118,7 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
 struct Spelt {
     /// Score and mask.
     texts: [CString; 2],
-    /// What `captured` points to.
+    /// Owner of the names that `captured` points to.
     _names: Vec<CString>,
     captured: Vec<Captured>,
 }
@@ -170,7 +170,7 @@ impl Spelt {
         }
     }
 
-    /// What a request points to, as long as this lives.
+    /// The functions of a request; the pointers are valid as long as `self`.
     fn code(&self) -> Option<Code> {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
