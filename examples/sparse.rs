@@ -83,7 +83,7 @@ impl Random {
         (self.next() >> 33) as usize % bound
     }
 
-    /// In -1 .. 1.
+    /// A random number in -1 .. 1.
     fn number(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

@@ -157,7 +157,7 @@ impl Device {
         if let Some((_, device)) = kept().iter().find(|(name, _)| *name == choice) {
             return Ok(device.clone());
         }
-        // Nobody is kept waiting by a driver that takes its time, and a backend may open another one.
+        // The lock is free while a slow driver opens a device, since a backend may open another one.
         let device = Self::open_anew(&choice)?;
         let mut kept = kept();
         if let Some((_, first)) = kept.iter().find(|(name, _)| *name == choice) {

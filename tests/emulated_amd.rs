@@ -97,9 +97,9 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few,
-/// and 86 that read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by
-/// their bits).
+/// The number was 1259 when each fact of a call was compiled in. FP8 over several blocks asks for 310 and 9,
+/// and short queries' caches, which differ in layout and type, for 86 (FP8's four types on gfx90a and gfx942,
+/// by their bits).
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
@@ -238,9 +238,9 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     assert_eq!(failed, 0);
 }
 
-/// So few workgroups that each walks over several tiles. On AMD's devices of eight dies fewer than eight, and
-/// more. Of the cases of a kernel, which differ in what a tile computes rather than in how tiles are walked
-/// over, one in so many.
+/// One in this many of a kernel's cases runs with so few workgroups that each walks several tiles, fewer than
+/// the eight dies of AMD's devices and more. A kernel's cases differ in what a tile computes rather than in
+/// how tiles are walked.
 const OF_WALKS: u64 = 4;
 
 #[test]

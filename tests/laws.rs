@@ -261,11 +261,12 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cli" => &["fmha", "fmha-core", "fmha-conformance", "fmha-dist"],
             "fmha-dist" => &["fmha"],
             "fmha-c" => &["fmha", "fmha-dist"],
-            // On the C structs, whose checks it would have to write again.
+            // fmha-py stands on the C structs, whose checks it would have to write again.
             "fmha-py" => &["fmha", "fmha-core", "fmha-c"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],
-            // It holds the interpreter to what a device gave for whole attention calls too.
+            // fmha-emu-silicon compares the interpreter with what a device gave for whole attention calls
+            // too.
             "fmha-emu-silicon" => &["fmha-core", "fmha-cuda", "fmha-conformance", "fmha-emu-ptx"],
             _ => &["fmha", "fmha-core"],
         }

@@ -41,8 +41,8 @@ fn each_planted_fault_has_its_text_once_in_its_header() {
     }
 }
 
-/// So many of the faults, from the whole list, however long it grows: most of a fault's seconds go into
-/// compiling its kernel twice.
+/// Number of faults in CI, drawn from the whole list, however long it grows: most of a fault's seconds go
+/// into compiling its kernel twice.
 const SAMPLE: usize = 22;
 
 /// Whether the fault at `at` of `count` is of the sample.

@@ -242,7 +242,7 @@ fn resources(log: &str) -> ResourceUsage {
         registers,
         spill_bytes: stores.max(loads),
         stack_bytes: before(" bytes stack frame"),
-        // Not mentioned where there is none.
+        // ptxas does not mention shared memory where there is none.
         shared_bytes: before(" bytes smem").or(registers.map(|_| 0)),
     }
 }

@@ -40,7 +40,8 @@ pub struct Grid {
     pub groups: u32,
     /// Threads of a group.
     pub threads: u32,
-    /// It may start before the grid before it in the stream has ended, and waits for that itself.
+    /// Whether the grid may start before the previous one in the stream has ended; it then waits for that
+    /// itself.
     pub dependent: bool,
 }
 

@@ -48,7 +48,7 @@ pub trait GpuProblem: Problem {
     /// A vendor's recipes of the operation, best first.
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
 
-    /// Where the operands of a call lie, those whose alignment may matter; 0 of one that is not there.
+    /// Addresses of the operands whose alignment may matter; 0 for an absent one.
     fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)>;
 }
 
@@ -491,7 +491,7 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
 pub struct Choice<K> {
     /// The kernel, with what its launches need.
     pub kernel: K,
-    /// In stages.
+    /// Launches in their stages.
     pub launches: Launches,
     /// Workspace that the launches share.
     pub workspace: Workspace,

@@ -160,7 +160,7 @@ pub(super) struct ProblemArgs {
     pub(super) cache: CacheOptions,
 }
 
-/// Where, and by which kernel.
+/// Device and kernel of a command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device and kernel")]
 pub(super) struct BackendArgs {

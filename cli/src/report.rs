@@ -111,7 +111,7 @@ pub(super) struct Speed {
     pub(super) gb_per_second: f64,
     /// Share of what the device could reach at best, where that is known: the nearer of its limits.
     pub(super) share: Option<f64>,
-    /// Where the limits come from.
+    /// Source of the limits.
     pub(super) source: String,
 }
 

@@ -1,4 +1,4 @@
-//! From options to a problem and its lengths.
+//! Conversion of options to a problem and its lengths.
 
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
@@ -20,7 +20,7 @@ use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 #[derive(Clone, Debug)]
 pub(super) struct Setup {
     pub(super) fwd: FwdProblem,
-    /// With `--backward`.
+    /// The backward problem, with `--backward`.
     pub(super) bwd: Option<BwdProblem>,
     pub(super) cu_seqlens_q: Option<Vec<i32>>,
     pub(super) cu_seqlens_k: Option<Vec<i32>>,

@@ -284,7 +284,7 @@ impl<'a> Ahead<'a> {
             if let Some(compiler) = self.compiler {
                 (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));
             }
-            // Also where the search panics: the scope waits for its threads.
+            // The guard ends the threads also where the search panics: the scope waits for them.
             let _over = Over(self);
             search()
         })
@@ -326,7 +326,7 @@ struct Tiles<'a> {
     stream: &'a Stream,
     options: &'a PlanOptions,
     call: Call,
-    /// When no tile is begun any more.
+    /// Time after which no further tile is begun.
     until: Option<Instant>,
     ahead: &'a Ahead<'a>,
 }

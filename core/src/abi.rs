@@ -33,7 +33,7 @@ pub trait AbiLiteral {
     fn c_definition() -> String {
         String::new()
     }
-    /// This value as a C++ expression.
+    /// Renders this value as a C++ expression.
     fn c_literal(&self) -> String;
 }
 
@@ -250,13 +250,13 @@ abi_struct! {
     pub struct View {
         /// The tensor's first element.
         pub data: DevPtr<Untyped>,
-        /// From sequence to sequence: 0 when packed, or when broadcast.
+        /// Stride from sequence to sequence: 0 when packed, or when broadcast.
         pub batch: i64,
-        /// From row to row.
+        /// Stride from row to row.
         pub row: i64,
-        /// From head to head.
+        /// Stride from head to head.
         pub head: i64,
-        /// From element to element: 1, but for a column-major V.
+        /// Stride from element to element of a row: 1, but for a column-major V.
         pub dim: i64,
     }
 }
@@ -279,15 +279,15 @@ abi_struct! {
     pub struct HeadScalars {
         /// The first.
         pub data: DevPtr<f32>,
-        /// From sequence to sequence.
+        /// Stride from sequence to sequence.
         pub batch: i32,
-        /// From head to head.
+        /// Stride from head to head.
         pub head: i32,
     }
 }
 
 impl HeadScalars {
-    /// None given.
+    /// Scalars that are not given.
     pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, head: 0 };
 }
 
@@ -348,9 +348,9 @@ abi_struct! {
         pub bias: View,
         /// Natural log-sum-exp; null when not wanted.
         pub lse: DevPtr<f32>,
-        /// From sequence to sequence of `lse`; 0 when packed.
+        /// Stride of `lse` from sequence to sequence; 0 when packed.
         pub lse_batch: i64,
-        /// From head to head of `lse`; rows are adjacent.
+        /// Stride of `lse` from head to head; rows are adjacent.
         pub lse_head: i64,
         /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
         pub keep_mask: DevPtr<u8>,
@@ -364,7 +364,7 @@ abi_struct! {
         pub seqused_k: DevPtr<i32>,
         /// `[batch, max_pages]`, the pages of each sequence; null when K is not paged.
         pub block_table: DevPtr<i32>,
-        /// From sequence to sequence of `block_table`.
+        /// Stride of `block_table` from sequence to sequence.
         pub block_table_batch: i64,
         /// `ALiBi`'s slopes.
         pub alibi_slopes: HeadScalars,
@@ -436,7 +436,7 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// When the keys of a call come, as [`Arrivals`](crate::Arrivals) has it.
+    /// Words that announce the keys of a call that come while it runs ([`Arrivals`](crate::Arrivals)).
     pub struct ArrivalParams {
         /// One past the last row of each piece.
         pub ends: DevPtr<u32>,
@@ -472,25 +472,25 @@ abi_struct! {
         pub dlse: DevPtr<f32>,
         /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
         pub dsink: DevPtr<f32>,
-        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE less `score_origin` in log2,
-        /// +infinity for a row that adds nothing.
+        /// LSE less `score_origin` in log2 for each query row, in the workspace (`fmha/bwd.h` says which
+        /// row); +infinity for a row that adds nothing.
         pub lse_log2: DevPtr<f32>,
-        /// Likewise what the row's scores are measured from: 0, or where LSE is so large that its own rounding would
-        /// show in P, about LSE (`fmha/row_bwd.h`).
+        /// Origin of each query row's scores, in the workspace: 0, or where LSE is so large that its own
+        /// rounding would show in P, about LSE (`fmha/row_bwd.h`).
         pub score_origin: DevPtr<f32>,
-        /// Likewise `dO . O - dLSE`.
+        /// `dO . O - dLSE` for each query row, in the workspace.
         pub delta: DevPtr<f32>,
-        /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
-        /// dQ is not summed in memory.
+        /// f32 sums of dQ in the workspace, blocks of rows in the order of the kernel's accumulators; null
+        /// where dQ is not summed in memory.
         pub dq_sums: DevPtr<f32>,
-        /// In the workspace: a semaphore of each block of rows of `dq_sums`. Where sums have an order, how
-        /// many have added; where the first to come stores, whether one is about to (1) or has (2); else
-        /// null.
+        /// Semaphores in the workspace, one for each block of rows of `dq_sums`. Where sums have an order,
+        /// the number of key blocks that have added; where the first addition stores, 1 while one is about to
+        /// store and 2 once it has; else null.
         pub dq_semaphores: DevPtr<i32>,
-        /// In the workspace: the counters of the dynamic schedulers, the next tile's index first.
+        /// Counters of the dynamic schedulers in the workspace, the next tile's index first.
         pub schedulers: DevPtr<i32>,
-        /// In the workspace: of each warp of each tile, whether its dK or dV have a number that is not
-        /// finite; behind them the main kernel's other flags and counters.
+        /// Flags in the workspace for each warp of each tile: whether its dK or dV have a number that is not
+        /// finite. Behind them lie the main kernel's other flags and counters.
         pub non_finite: DevPtr<i32>,
         /// Rows of `lse_log2`, `score_origin` and `delta` from query head to query head.
         pub stats_head: i64,
@@ -500,8 +500,8 @@ abi_struct! {
         pub dbias_per_batch: i32,
         /// 1 where the bias' gradient has a head axis.
         pub dbias_per_head: i32,
-        /// In the workspace: f32 sums of the gradients of captured tensors, one gradient behind another, so
-        /// many times as rows are shared out.
+        /// f32 sums of the gradients of captured tensors in the workspace, one gradient behind another, once
+        /// for each part of the rows.
         pub captured_sums: DevPtr<f32>,
         /// Elements of all those gradients.
         pub captured_elems: i64,

@@ -58,7 +58,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// The name that selects it: `cpu`.
     fn kind(&self) -> &'static str;
 
-    /// For people and logs: which device, how many cores, which instructions.
+    /// Description of the device for people and logs: its name, cores and instructions.
     fn name(&self) -> &str;
 
     /// Peak rates of the device for products of `dtype`, for the share of them that a run reports.
@@ -85,7 +85,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// Where its memory is.
+    /// The device's memory.
     fn memory(&self) -> &dyn DeviceMemory;
 
     /// The backend's part in memory that processes of a host share, if it has one.
@@ -132,7 +132,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
 
 /// Memory of a device, for callers who have no tensors of their own.
 pub trait DeviceMemory: Send + Sync {
-    /// Where a backend's arguments must lie.
+    /// Memory space in which arguments of this backend lie.
     fn space(&self) -> MemorySpace;
 
     /// New memory of bytes whose type is not told, all 0: safe code may read it. It is aligned to 256 bytes at least.
@@ -141,7 +141,7 @@ pub trait DeviceMemory: Send + Sync {
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
 
-    /// As [`alloc`](Self::alloc), but with whatever the memory held, where that is less work.
+    /// Does what [`alloc`](Self::alloc) does without clearing, where that is less work.
     ///
     /// # Safety
     /// What it holds may be another process's: no safe code reads a byte of it that nobody has written.
@@ -303,7 +303,8 @@ impl DevBuffer {
         Self { space, ptr, bytes, elem: Told::new(ElemType::Bytes), free: Some(free) }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
         self.elem = Told::new(self.elem().retyped(elem.into()));
@@ -341,14 +342,14 @@ impl DevBuffer {
         self.ptr
     }
 
-    /// As an input.
+    /// Borrows the buffer as an input.
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
         unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes, self.elem()) }
     }
 
-    /// As an output.
+    /// Borrows the buffer as an output.
     #[must_use]
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow is exclusive.

@@ -27,7 +27,7 @@ pub struct DqSums {
     pub dim: u32,
     /// How many there are of each row: one to which all blocks of keys add, or one of each of so many.
     pub parts: u32,
-    /// With a semaphore to each query block: how many have added to it, or whether one has stored it.
+    /// Whether each query block has a semaphore: how many have added to it, or whether one has stored it.
     pub has_semaphores: bool,
 }
 
@@ -40,8 +40,8 @@ struct CapturedSums {
 }
 
 impl BwdWorkspace {
-    /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and `flags` numbers
-    /// of the kernel's own. `None`: it would be 2^62 bytes or more.
+    /// Lays out the workspace of a kernel with query blocks of `block_m` rows, with these sums if it has any,
+    /// and `flags` numbers of the kernel's own. `None`: it would be 2^62 bytes or more.
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
         let dq_elems = sums.map_or(0, |sums| u64::from(sums.dim) * u64::from(sums.parts));
@@ -73,9 +73,9 @@ impl BwdWorkspace {
         })
     }
 
-    /// With f32 sums of the gradients of captured tensors behind all else, as many times as query rows are
-    /// shared out: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62
-    /// bytes or more.
+    /// Adds f32 sums of the gradients of captured tensors behind all else, one for each part of the query
+    /// rows: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62 bytes or
+    /// more.
     #[must_use]
     pub fn with_captured(self, problem: &BwdProblem, most_parts: u64) -> Option<Self> {
         const MOST_BYTES: u64 = 256 << 20;

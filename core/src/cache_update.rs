@@ -72,7 +72,7 @@ abi_struct! {
         pub total_new: i32,
         /// Rows of cos and sin.
         pub max_pos: i32,
-        /// Nothing.
+        /// Padding; 0.
         pub reserved: i32,
     }
 }

@@ -95,7 +95,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Vec::new()
     }
 
-    /// In how many pieces its keys come while it runs.
+    /// Number of pieces in which the keys come while the call runs; 0: they are there before.
     #[doc(hidden)]
     fn arrivals(&self) -> u32 {
         0
@@ -107,7 +107,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
-    /// For kernels that read K and V at once.
+    /// Refuses a problem for kernels that read K and V at once.
     ///
     /// # Errors
     /// Pieces of keys that come while the call runs.
@@ -158,7 +158,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         &[]
     }
 
-    /// For kernels that compute functions, or read masks as data.
+    /// Refuses a problem for kernels that compute functions, or read masks as data.
     ///
     /// # Errors
     /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not
@@ -439,9 +439,9 @@ pub struct Call<'a, P: Problem> {
 
 /// A backend's answer to a problem: what the plan reports, and what it launches.
 pub struct Planned<P: Problem> {
-    /// For readers, and what a caller must bring.
+    /// Description of the plan, and what a caller must bring.
     pub parts: PlanParts,
-    /// For runs.
+    /// Executable part of the plan.
     pub launch: Box<dyn Launch<P>>,
 }
 

@@ -37,7 +37,7 @@ impl CodeSource<'_> {
         self.word_of_tensor(self.code.captured.len())
     }
 
-    /// For all GPU kernels.
+    /// Refuses a problem whose captures do not fit a GPU kernel's arguments.
     ///
     /// # Errors
     /// More captures than a kernel's arguments hold.
@@ -99,7 +99,7 @@ impl CodeSource<'_> {
         Header::rendered(CODE_H, text)
     }
 
-    /// Where the captures of a function lie among the words.
+    /// Writes the places of a function's captures among the words.
     fn layout(&self, text: &mut String, function: &Function) {
         let (mut words, mut ranks, mut stored_as, mut gradients) = (vec![], vec![], vec![], vec![]);
         let numbers = self.code.numbers();
@@ -152,7 +152,7 @@ impl CodeSource<'_> {
             let extents = tensor.shape.iter().map(|&extent| u64::from(extent));
             std::iter::once(slice.as_ptr() as u64).chain(strides).chain(extents)
         });
-        // As many as `refuse_words` has counted.
+        // `refuse_words` has checked that the words hold all of them.
         words.iter_mut().zip(numbers.chain(tensors)).for_each(|(word, value)| *word = value);
         words
     }

@@ -94,7 +94,7 @@ impl Double {
     fn built(self, tree: &Path) -> Result<PathBuf> {
         let target = tree.join("target");
         let path = target.join("release").join(self.file);
-        // When the last build of it began: an edit made meanwhile counts as newer.
+        // File whose time is the start of the last build: an edit made meanwhile counts as newer.
         let stamp = target.join(format!("{}.built", self.package));
         let began = modified(&stamp).filter(|_| path.exists());
         if began.is_some_and(|began| newest(tree) <= began) {
@@ -124,7 +124,7 @@ fn modified(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|file| file.modified()).ok()
 }
 
-/// When the newest source or manifest below `folder` was written, build output apart.
+/// Time of the last change of a source or manifest below `folder`, build output apart.
 fn newest(folder: &Path) -> SystemTime {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries

@@ -84,7 +84,7 @@ impl<T> PerProcess<T> {
 
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
-        // To drop a parent's pool of threads in a child would wait for threads that are not there.
+        // A child that dropped its parent's pool of threads would wait for threads that do not exist in it.
         if self.forks == FORKS.load(Ordering::Relaxed) {
             // SAFETY: dropped here, once.
             unsafe { ManuallyDrop::drop(&mut self.value) };

@@ -66,11 +66,11 @@ abi_struct! {
         pub indices: DevPtr<i32>,
         /// Entries in use of each sequence or row; null: all of them.
         pub topk_length: DevPtr<i32>,
-        /// From sequence to sequence; 0 where rows are packed.
+        /// Stride from sequence to sequence; 0 where rows are packed.
         pub batch: i64,
-        /// From row to row.
+        /// Stride from row to row.
         pub row: i64,
-        /// From kv head to kv head.
+        /// Stride from kv head to kv head.
         pub head: i64,
         /// Entries of a list.
         pub topk: i32,

@@ -231,7 +231,7 @@ impl fmt::Display for MaskSpec {
         let bound = |b: Option<u32>| b.map_or("-1".to_owned(), |b| b.to_string());
         let letter = |align| if align == MaskAlign::TopLeft { "t" } else { "b" };
         match (self.shape, self.sink_columns) {
-            // Nothing is hidden, so sink columns change nothing.
+            // A mask that hides nothing is not changed by sink columns.
             (MaskShape::None, _) => write!(f, "0"),
             (MaskShape::Causal(align), 0) => write!(f, "{}", letter(align)),
             (MaskShape::Causal(align), sink) => write!(f, "{}:-1,0,{sink}", letter(align)),

@@ -6,7 +6,7 @@ use crate::layout::{Shape, Strides};
 /// Term that is added to a score after the soft-cap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bias {
-    /// Nothing.
+    /// No bias.
     None,
     /// `bias[b, h, i, j]`.
     Elementwise(ElementwiseBias),
@@ -93,7 +93,7 @@ impl BiasBroadcast {
 #[doc(alias = "scale_inv")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Descale {
-    /// Nothing: the stored value is the value.
+    /// No factor: the stored value is the value.
     None,
     /// One number, `[1]`.
     PerTensor,

@@ -18,7 +18,7 @@ pub enum KvKind {
     Strided,
     /// Packed, by `cu_seqlens_k`.
     Packed,
-    /// In pages, by a block table.
+    /// Keys lie in pages, found by a block table.
     Paged,
 }
 
@@ -35,7 +35,7 @@ impl From<KvLayout> for KvKind {
 /// Kind of bias that is added to a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasKind {
-    /// Nothing.
+    /// No bias.
     None,
     /// A tensor.
     Elementwise,
@@ -46,13 +46,13 @@ pub enum BiasKind {
 /// Which functions a call has as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CodeKind {
-    /// None.
+    /// No function.
     None,
     /// A score.
     Score,
     /// A mask.
     Mask,
-    /// Both.
+    /// Functions of the score and of the mask.
     Both,
 }
 
@@ -180,7 +180,7 @@ impl FwdSpec {
     }
 }
 
-/// As a field of another spec: its own fields are set, not it.
+/// A spec within another spec: its own fields are set, not it.
 impl FieldValue for FwdSpec {
     fn names() -> Vec<String> {
         Vec::new()
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!([None, Some(0.5), Some(0.0), Some(-0.5)].map(negative), [false, false, false, true]);
     }
 
-    /// So that one backward kernel serves forward calls of either kind.
+    /// One backward kernel serves forward calls of either kind, so their specs are equal here.
     #[test]
     fn what_a_forward_call_writes_is_alike_in_every_backward_spec() {
         let spec = |write_lse, write_keep_mask| {

@@ -240,7 +240,7 @@ fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     all_say(of_these_plan(&[0, 1, 3]), 2, "seqlen_k", text);
 }
 
-/// Both calls were planned before, on all ranks.
+/// Both calls are planned on all ranks before.
 #[test]
 fn a_rank_that_runs_another_call_than_the_others_is_named_on_every_rank() {
     let of_keys = |keys: u32| {

@@ -377,7 +377,7 @@ const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     }
 }
 
-/// This tile with as many stages as shared memory holds, up to 8.
+/// The most stages that shared memory holds with this tile, up to 8.
 fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
     let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
     (2..=8).rev().find(fits).unwrap_or(1)

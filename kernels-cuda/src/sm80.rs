@@ -83,13 +83,13 @@ abi_spec! {
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
-        /// follow the longest one.
+        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
+        /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: equal shares of all tiles' blocks, `split_keys` keys each at least, that CTAs walk; 0: a
-        /// CTA a tile, or a tile's part.
+        /// Number of equal shares of all tiles' blocks that CTAs walk, with `split_keys` keys each at least;
+        /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
-        /// With `shares`: how many of them a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
+        /// Number of shares that a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
         pub shares_a_cta: i32 = Takes::within(1, 64),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
@@ -190,9 +190,9 @@ impl Sm80Tile {
         Workspace { bytes, zeroed_bytes: 0 }
     }
 
-    /// So that a row's bits depend on its own sequence alone: the blocks of keys that the spec's table has,
-    /// and parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way each,
-    /// which changes no sum.
+    /// Makes a row's bits depend on its own sequence alone: the tile has the blocks of keys of the spec's
+    /// table, and parts of as many keys of every sequence. Few CTAs of one warp have more blocks under way
+    /// each, which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room) {
         let spec = FwdSpec::of(problem);
         self.block_n = default_tile(&spec, room).block_n;

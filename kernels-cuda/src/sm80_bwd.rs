@@ -201,8 +201,8 @@ const fn rates(widest: i32) -> Rates {
 /// The model's own error.
 pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
 
-/// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two
-/// passes alone where they are the only one.
+/// Candidates for summing dQ, in one pass or not, with the microseconds that the model has for them; two
+/// passes alone where one pass is impossible.
 #[must_use]
 pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candidates<bool> {
     let dims = problem.fwd.dims;

@@ -428,7 +428,7 @@ impl Merging {
             None => cut.num_parts(problem),
         };
         let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
-        // Where many rows have few parts each, one that has all is to cost the others no wave of warps without work.
+        // A row that has all parts is not to cost the many rows with few parts a wave of idle warps.
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
             warps /= 2;

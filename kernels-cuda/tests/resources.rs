@@ -380,7 +380,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("192_128_deterministic", narrow_v(modified(192, |spec| spec.deterministic = true))),
         ("192_deterministic", modified(192, |spec| spec.deterministic = true)),
         ("256_deterministic", modified(256, |spec| spec.deterministic = true)),
-        // By split dimensions: of clusters ptxas serialises the products.
+        // A tile of split dimensions: ptxas serialises the products of clusters here.
         ("232_dropout_in_order", {
             let mut spec = plain(232, MaskKind::Full);
             (spec.fwd.dropout, spec.deterministic) = (true, true);

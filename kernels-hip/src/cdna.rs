@@ -62,7 +62,7 @@ abi_spec! {
 }
 
 impl CdnaTile {
-    /// None of a kernel: where names are read into.
+    /// A tile of no kernel, into which named fields are read.
     const UNSET: Self = Self {
         block_m: 0,
         block_n: 0,
@@ -185,7 +185,7 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
 
 fn tile(problem: &FwdProblem, arch: Arch, asked: &Asked) -> Result<CdnaTile, Refusal> {
     let block_m = asked.block_m.unwrap_or(MIN_BLOCK_M);
-    // As wide a row as any kernel of the problem has; which of them it is depends on the tile.
+    // The widest row that any kernel of the problem has; the kernel itself depends on the tile.
     let widest = spec(problem, LoadPath::Element);
     let block_n = asked.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
     let mut tile = CdnaTile {
@@ -218,7 +218,7 @@ fn default_block_m(spec: &CdnaSpec, problem: &FwdProblem) -> i32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    // They take registers that eight waves do not have.
+    // Modified scores and a column-major V take registers that eight waves do not have.
     let busy = spec.modifies || spec.v_layout == VLayout::ColMajor;
     if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }

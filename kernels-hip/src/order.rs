@@ -114,7 +114,8 @@ impl Tiles<'_> {
         (if wins { TileOrder::Static } else { TileOrder::Single }, Why::Modelled { single, strided })
     }
 
-    /// When the last tile of a die's run ends, each given to the place that is free first, `between` after that.
+    /// Time at which the last tile of a die's run ends, each given to the place that is free first, `between`
+    /// after that.
     fn dispatched(&self, run: Range<u64>, places: u64, between: u64) -> u64 {
         let mut free: BinaryHeap<Reverse<u64>> = (0..places).map(|_| Reverse(0)).collect();
         let mut last = 0;
@@ -127,7 +128,7 @@ impl Tiles<'_> {
         last
     }
 
-    /// When the last tile of a die's run ends, dealt out in rounds, every second one backwards.
+    /// Time at which the last tile of a die's run ends, dealt out in rounds, every second one backwards.
     fn strided(&self, run: Range<u64>, places: u64) -> u64 {
         let end_of = |place: u64| {
             let mut rounds = (0..).map(|round| {

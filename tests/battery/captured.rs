@@ -61,7 +61,7 @@ pub struct Check {
 /// Gradients that the backward computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
-    /// Nothing: there is no backward.
+    /// The case has no backward.
     None,
     /// dQ, dK and dV.
     Operands,

@@ -243,8 +243,8 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Not a cache that another kernel's rows are made of: of FP8, or lying otherwise than Q, in whole words of
-/// 16 elements up to 256.
+/// Whether a cache is none that is widened for another kernel: such a cache is FP8, or lies otherwise than Q,
+/// in whole words of 16 elements up to 256.
 fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
     let is_one = problem.is_some_and(|problem| {
         let own = if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };

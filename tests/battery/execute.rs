@@ -316,9 +316,10 @@ impl<'a> Resident<'a> {
 /// How long a call took, and by which clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CallTime {
-    /// From the start of its work to its end.
+    /// Seconds from the start of the run's work to its end.
     pub seconds: f64,
-    /// By a device's clock; else by the host's, from the call to the end of its work.
+    /// Whether the seconds are of a device's clock; else they are of the host's, from the call to the end of
+    /// its work.
     pub on_device: bool,
 }
 

@@ -79,7 +79,7 @@ impl Law {
         let Forward { problem, lengths, data, .. } = &self.forward;
         let mut wishes = options.plan.clone();
         if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
-            // Where no kernel can promise it, both calls are held to the reference.
+            // Both calls are compared with the reference where no kernel can promise equal bits.
             wishes.batch_invariant = true;
             let valid = problem.clone().validate()?;
             wishes.batch_invariant = backend.plan_fwd(&valid, &wishes).is_ok();

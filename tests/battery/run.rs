@@ -22,13 +22,13 @@ use crate::verdict::Verdict;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// It ran, and everything holds.
+    /// The case ran, and everything holds.
     Passed,
-    /// It ran and something does not hold, or it could not run for a reason nobody declared.
+    /// The case ran and something does not hold, or it could not run for a reason that is not declared.
     Failed,
     /// The backend refused it, as declared.
     Refused,
-    /// It needs what is not here.
+    /// The case needs something that this machine lacks.
     Absent,
 }
 
@@ -210,7 +210,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
             }
             for head in 0..problem.dims.num_heads_q {
                 let got = o.get(span.q_batch, span.q_row + i, head, 0);
-                // Not `>`: a NaN is a fault too.
+                // `<=` and not its inverse `>`, so that a NaN is a fault too.
                 if (got - crate::init::CONSTANT_V).abs() <= most {
                     continue;
                 }

@@ -83,7 +83,7 @@ pub struct Data {
     pub init: Init,
     /// Decides every number, the dropout mask too.
     pub seed: u64,
-    /// Where in memory.
+    /// Place of the tensors in memory.
     pub room: Room,
 }
 
@@ -96,11 +96,11 @@ pub struct HostFwd {
     pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Where the dropout generator stands.
+    /// Position of the dropout generator.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// As the plan that ran last promised them: how its scores were summed.
+    /// How the last plan that ran sums scores, as it promised.
     pub score_sums: ScoreSums,
 }
 
@@ -113,7 +113,7 @@ impl HostFwd {
         Self::with_fill(problem, lengths, data, &|tensor, operand, rows| fill(tensor, operand, rows, data))
     }
 
-    /// As [`new`](Self::new), but Q, K and V are NaN until the caller writes them.
+    /// Makes tensors as [`new`](Self::new) does, but Q, K and V are NaN until the caller writes them.
     pub(crate) fn unfilled(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
         Self::with_fill(problem, lengths, data, &|_, _, _| ())
     }
@@ -155,11 +155,11 @@ pub struct HostBwd {
     pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Where the dropout generator stands.
+    /// Position of the dropout generator.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// As the backward plan that ran last promised them: how its scores were summed.
+    /// How the last backward plan that ran sums scores, as it promised.
     pub score_sums: ScoreSums,
 }
 
@@ -288,7 +288,7 @@ impl HostCombine {
         }
         let mut o = Tensor::new(problem.dtype_o, shape, problem.o, data.room)?;
         if problem.merge == Merge::AddTo {
-            // Behind the parts, so that the check has it when O is written over.
+            // The old content of O is kept behind the parts, so that the check has it when O is overwritten.
             let mut held = Tensor::new(DType::F32, shape, Strides::bshd(shape), data.room)?;
             for (batch, row, head) in rows_of(shape) {
                 let mut values = vec![0.0; shape.dim as usize];

@@ -397,7 +397,7 @@ def over_cache(case, rng, module):
     q = made(batch, n, heads, d, dtype=dtype)
     caches = [made(held, m, heads_kv, d, dtype=dtype) for _ in range(2)]
     new = [made(batch, n_new, heads_kv, d, dtype=dtype) for _ in range(2)] if n_new else [None, None]
-    # Where queries are packed, new rows are.
+    # New rows are packed where queries are.
     rows_new = [rng.randint(max(1, n_new - 20), n_new) if n_new and case.get("packed") else n_new for _ in range(batch)]
     index = rng.sample(range(held), batch) if case["index"] else list(range(batch))
     whole = [x.clone() for x in caches]

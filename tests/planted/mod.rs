@@ -54,7 +54,7 @@ pub(crate) struct Fault {
 /// Fate of a fault.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 pub(crate) enum Fate {
-    /// With what was said.
+    /// The fault was found, with the report.
     Found(String),
     /// The case passed, or failed in another way than was expected, or fails without the fault.
     Missed(String),
@@ -62,7 +62,7 @@ pub(crate) enum Fate {
     DoesNotCompile(String),
     /// No kernel of the case changes by it.
     ChangesNothing,
-    /// There is no compiler or no emulator.
+    /// A compiler or an emulator is missing.
     Absent(String),
 }
 
@@ -72,7 +72,7 @@ const OWN: &str = "PLANTED_FAULT";
 const LIMIT: Duration = Duration::from_secs(300);
 /// Limit of a mutant's process; there are many mutants.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
-/// Before the fate, in the output of that process.
+/// Mark that stands before the fate in the output of a fault's process.
 const MARK: &str = "fate of the fault: ";
 
 /// Runs in the process of a fault: prints the fault's fate, and `true`.

@@ -8,15 +8,17 @@ use crate::step::Step;
 /// How an emulated device runs asynchronous work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// As soon as it is issued: fast, and blind to a missing wait.
+    /// Asynchronous work is done as soon as it is issued: fast, and blind to a missing wait.
     Eager,
-    /// As soon as it is issued, every access ordered by vector clocks: a missing wait, fence or arrival is a failure.
+    /// Asynchronous work is done as soon as it is issued, and every access is ordered by vector clocks: a
+    /// missing wait, fence or arrival is a failure.
     HappensBefore,
     /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are
     /// claimed by others.
     DrawnOrder,
-    /// As soon as it is issued, but what is unwritten holds finite garbage in place of a NaN, which rows that
-    /// are computed again would hide, and so does what a `cp.async` brings until it is waited for.
+    /// Asynchronous work is done as soon as it is issued, but unwritten memory holds finite garbage in place
+    /// of a NaN, which rows that are computed again would hide; so does the destination of a `cp.async` until
+    /// it is waited for.
     Garbage,
     /// Asynchronous work takes effect as late as a seed decides, another with each launch.
     Late,
@@ -25,7 +27,8 @@ pub(crate) enum Mode {
 /// One kernel on one architecture.
 #[derive(Clone, Copy)]
 pub(crate) struct Row {
-    /// As plans name it, where every case must run on it; `None` lets the backend choose, fallbacks included.
+    /// Name of the kernel in plans, where every case must run on it; `None` lets the backend choose,
+    /// fallbacks included.
     pub(crate) kernel: Option<&'static str>,
     /// `cuda` or `rocm`, and what it is to emulate.
     pub(crate) backend: &'static str,

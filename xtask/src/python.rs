@@ -7,8 +7,8 @@ use crate::platforms::{self, Emulated};
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
-/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries
-/// along. Those unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
+/// Index of torch's wheels for the CPU alone (200 MB): PyPI's for x86-64 bring CUDA's libraries along. Those
+/// unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
 /// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the

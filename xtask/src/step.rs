@@ -28,7 +28,7 @@ enum Kind {
     Check,
 }
 
-/// When a step began, from the run's beginning, and what it took, of one clock and of all processors.
+/// Start of a step, from the run's beginning, and its time by one clock and by all processors.
 pub(crate) struct Took {
     name: String,
     from: f64,
@@ -65,14 +65,14 @@ impl Step {
         Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
     }
 
-    /// This step, failed where fewer than so many of its tests pass: a filter of names that finds no test
-    /// proves nothing.
+    /// Returns this step, failed where fewer than `tests` of its tests pass: a filter of names that finds no
+    /// test proves nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
         self
     }
 
-    /// This step with these variables.
+    /// Returns this step with these variables.
     pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
         self.environment.extend(environment);
         self

@@ -23,7 +23,7 @@ pub(crate) enum Extent {
 }
 
 impl Extent {
-    /// From the words behind `test`.
+    /// Parses the words behind `test`.
     pub(crate) fn parse(words: &[&str]) -> Result<Self, String> {
         match words {
             [] => Ok(Self::Test),

@@ -348,7 +348,7 @@ impl Shared<'_> {
         s.run(WriteRows { to, at, rows, cols, from, capacity, factors, untouched: 0, row });
     }
 
-    /// Where dQ of the kv head's query head `g` lies.
+    /// Offset in the scratch of dQ of the kv head's query head `g`.
     fn dq_offset<S: Simd>(&self, span: SeqSpan, g: u32) -> usize {
         let cols = self.dims().0.next_multiple_of(S::PANEL);
         g as usize * self.query_capacity(span) * cols

@@ -92,7 +92,7 @@ impl<S: Simd> Op<S> for TransposeValues {
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
-    /// Above 0.
+    /// Factor of the scores, above 0.
     pub(crate) factor: f32,
     /// P stays below 2 to this power.
     pub(crate) slack: f32,

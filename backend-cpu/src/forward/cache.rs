@@ -153,7 +153,7 @@ impl TurnedQueries {
         Ok(Some(Self { memory, dtype, strides }))
     }
 
-    /// It, to read.
+    /// The cache as a source of rows.
     pub(crate) fn source(&self) -> Source {
         Source::of_scratch(self.memory.as_ptr().cast(), self.dtype, self.strides)
     }
@@ -164,7 +164,7 @@ impl TurnedQueries {
 pub(crate) struct Cached<'a> {
     /// The tensor.
     pub(crate) source: Source,
-    /// Where its rows are.
+    /// Places of the cache's rows.
     pub(crate) rows: KvRows<'a>,
     /// Elements of a row.
     pub(crate) dim: usize,
@@ -243,7 +243,7 @@ impl Cached<'_> {
         }
     }
 
-    /// Where keys `j .. j + keys.len()` of a kv head lie.
+    /// Addresses of keys `j .. j + keys.len()` of a kv head.
     pub(crate) fn rows_in_place(&self, span: &SeqSpan, i_head_kv: u32, j: u32, keys: &mut [*const u8]) {
         let mut done = 0;
         while done < keys.len() {
@@ -291,7 +291,8 @@ impl Cached<'_> {
         self.block_by(s, head, (j, count), &planes, dense, scratch)
     }
 
-    /// As [`block`](Self::block), with [what widens](Self::widened_by) the head's rows.
+    /// Does what [`block`](Self::block) does, with the tables of [`widened_by`](Self::widened_by) for the
+    /// head's rows.
     pub(crate) fn block_by<S: Simd>(
         &self,
         s: S,

@@ -510,7 +510,7 @@ impl<S: Simd> Op<S> for Clear {
 /// `to += from`: a row in panels to a dense one.
 struct AddRow {
     from: *const f32,
-    /// From panel to panel.
+    /// Distance from panel to panel, in elements.
     step: usize,
     panels: usize,
     to: *mut f32,

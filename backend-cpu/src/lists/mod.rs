@@ -337,7 +337,7 @@ struct Modify {
     scores: *mut f32,
     /// Bias of a panel of heads, added to the scores; `None` without a bias.
     extra: Option<*const f32>,
-    /// Where the cap's slope `1 - tanh^2` goes, if it is wanted.
+    /// Destination of the soft-cap's slope `1 - tanh^2`, where it is wanted.
     slope: Option<*mut f32>,
 }
 

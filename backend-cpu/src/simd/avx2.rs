@@ -76,7 +76,7 @@ impl Simd for Avx2 {
     unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         // SAFETY: the caller promised eight rows of eight f32 at both ends.
         unsafe {
-            // Not `array::from_fn`: what it calls is compiled without these instructions.
+            // An array and not `array::from_fn`, whose closure is compiled without these instructions.
             let mut r = [_mm256_setzero_ps(); 8];
             for (i, r) in r.iter_mut().enumerate() {
                 *r = _mm256_loadu_ps(from.add(i * from_step));

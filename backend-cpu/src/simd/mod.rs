@@ -260,10 +260,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         unsafe { self.transpose(from, from_step, to, to_step) };
     }
 
-    /// Before the first [`tile_step`](Self::tile_step) of a thread's task.
+    /// Prepares the tile unit, before the first [`tile_step`](Self::tile_step) of a thread's task.
     fn enter_tiles(self) {}
 
-    /// After the last one.
+    /// Releases the tile unit, after the last [`tile_step`](Self::tile_step) of a thread's task.
     fn leave_tiles(self) {}
 
     /// Sets the accumulators, a block of 32 x 32, to 0.
@@ -349,7 +349,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         acc
     }
 
-    /// Both rounded to bf16: the lanes of `first`, then those of `second`, two to a lane.
+    /// Rounds both to bf16: the lanes of `first`, then those of `second`, two to a lane.
     fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
         let _ = second;
         first

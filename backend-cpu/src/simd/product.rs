@@ -33,7 +33,7 @@ pub(crate) trait Between<S: Simd> {
     fn go_on(&mut self, s: S);
 }
 
-/// Nothing to do.
+/// An epilogue that does nothing.
 pub(crate) struct Nothing;
 
 impl<S: Simd> Between<S> for Nothing {

@@ -514,7 +514,7 @@ impl Simd for Avx512Vbmi {
 }
 
 impl Simd for Avx512Bf16 {
-    // On AMD they do. Where an Intel processor is to use them, its user has named them.
+    // Dot products outrun FMAs on AMD. An Intel processor uses them only if its user names them.
     const DOTS_OUTRUN_FMAS: bool = true;
     avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi,avx512bf16");
     byte_methods!(look_up);

@@ -128,7 +128,7 @@ impl Target {
         }
     }
 
-    /// Where a row's column `first` is.
+    /// Address of column `first` of a row.
     #[inline(always)]
     pub(crate) fn row_ptr(&self, batch: u32, seq: u32, head: u32, first: u32) -> *mut u8 {
         let offset = self.strides.offset(batch, seq, head, 0) + i64::from(first);

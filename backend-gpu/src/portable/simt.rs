@@ -104,7 +104,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let refuse = |text: String| Refusal::new(NAME, text);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
-        // Nothing is padded: a block is a row.
+        // A block is one row, so nothing is padded.
         let workspace = BwdWorkspace::new(problem, 1, None, 0)
             .and_then(|workspace| workspace.with_captured(problem, rows.queries.min(MOST_SHARES)))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;

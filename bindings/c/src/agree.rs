@@ -45,7 +45,7 @@ pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCal
     unsafe { call_of_rows(planned, pointed, given, true) }
 }
 
-/// As [`call`], of a rank that has queries or, of a whole that has some, none.
+/// Does what [`call`] does for a rank that may have no queries of a whole that has some.
 ///
 /// # Safety
 /// As [`call`].
@@ -126,7 +126,7 @@ pub(crate) unsafe fn call_of_rows(
     );
     number!(planned, dtype_qk, dtype_v, dtype_o, dtype_bias);
     number!(planned, v_layout, alibi_per_batch, descale_per_tensor, reserved);
-    // By value: -0 drops as little as 0.
+    // Comparison by value: -0 drops as little as 0.
     if *p_drop != planned.p_drop {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
@@ -152,7 +152,7 @@ pub(crate) unsafe fn call_of_rows(
         presence!(planned, keep_mask);
         presence("bias.data", bias.data, planned.bias.data)?;
     }
-    // With pages `totals` asks for the table, unless it has no entries.
+    // A plan with pages needs the table, unless the table has no entries.
     if *page_size == 0 {
         presence!(planned, block_table);
     }
@@ -186,7 +186,7 @@ pub(crate) unsafe fn call_of_rows(
 /// Two numbers of host memory, which are there or not alike.
 #[inline]
 fn optional(field: &'static str, given: Option<f32>, planned: Option<f32>) -> Result<()> {
-    // By value: -0 is 0. What no number equals was refused with the plan.
+    // Comparison by value: -0 equals 0. NaN was refused with the plan.
     if given == planned {
         return Ok(());
     }
@@ -273,7 +273,7 @@ fn gradients(planned: &FmhaGradients, given: &FmhaGradients, no_rows: bool, no_s
     Ok(())
 }
 
-/// As [`call`], for combine.
+/// Checks a combine call against its plan, as [`call`] does for attention.
 pub(crate) fn combine(
     planned: &FmhaCombine,
     planned_part: &FmhaPartial,

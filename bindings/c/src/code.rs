@@ -300,7 +300,7 @@ impl Memory {
         args
     }
 
-    /// Where the gradients of what is captured go.
+    /// Outputs for the gradients of captured tensors.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).

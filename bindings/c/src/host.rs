@@ -1,4 +1,4 @@
-//! From the C structs to problems: everything that lies in host memory is read here, at the plan.
+//! Conversion of the C structs to problems: everything that lies in host memory is read here, at the plan.
 
 use std::ffi::{CStr, CString, c_char};
 
@@ -216,7 +216,7 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         .v_in_k(v_in_k))
 }
 
-/// Where a call stands in its whole.
+/// The place of a call within its whole.
 fn part(part: &FmhaPart) -> Result<Part, ProblemError> {
     let (seqlen_q, seqlen_k) = (size("seqlen_q", part.seqlen_q)?, size("seqlen_k", part.seqlen_k)?);
     let num_heads_q = size("num_heads_q", part.num_heads_q)?;
@@ -508,7 +508,7 @@ pub(crate) fn size(field: &'static str, value: i64) -> Result<u32, ProblemError>
     u32::try_from(value).map_err(|_| ProblemError::new(field, format!("{field} {value} is not in 0..2^32")))
 }
 
-/// Where the dropout generator of a run stands, if the run says so.
+/// The dropout generator's position for a run, if the run has one.
 pub(crate) fn seed(call: &FmhaCall) -> Result<Option<DropoutSeed>, ProblemError> {
     let at = DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
     Ok(flag("dropout_seeded", call.dropout_seeded)?.then_some(at))

@@ -103,7 +103,7 @@ pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
     unsafe { FmhaPlan::check(call) }.map_err(|error| error.to_string())
 }
 
-/// As [`check`], for merging partial results.
+/// Checks a merge of partial results, as [`check`] does for attention.
 ///
 /// # Errors
 /// As [`check`].
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) 
     unsafe { run_plan(plan, call, FmhaPlan::run) }
 }
 
-/// As `fmha_plan`, for merging partial results.
+/// Plans a merge of partial results; `fmha_plan` plans attention.
 ///
 /// # Safety
 /// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn fmha_plan_combine(
     unsafe { make_plan(call, options, plan, FmhaPlan::combine) }
 }
 
-/// As `fmha_run`, for merging partial results.
+/// Runs a merge of partial results; `fmha_run` runs attention.
 ///
 /// # Safety
 /// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
@@ -324,7 +324,7 @@ pub unsafe extern "C" fn fmha_drop_buffer(buffer: *mut FmhaBuffer) {
     });
 }
 
-/// What the last call on this thread that did not return 0 had to say; valid until the next such.
+/// Text of the last error on this thread; valid until the next call that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_last_error() -> *const c_char {
     LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())

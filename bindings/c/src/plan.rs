@@ -21,7 +21,7 @@ pub struct FmhaPlan {
     text: CString,
 }
 
-/// Where a run's scratch comes from.
+/// Source of a run's scratch.
 enum Scratch {
     /// The plan's own; nothing where it needs none.
     Own(Option<DevBuffer>),
@@ -263,7 +263,8 @@ impl FmhaPlan {
     }
 }
 
-/// Where a tensor of no elements lies whose pointer is null: no kernel is chosen by its alignment.
+/// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
+/// by it.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
 fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
@@ -271,7 +272,7 @@ fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
     Err(ProblemError::new("plan", text).into())
 }
 
-/// Where the pointers of a struct point.
+/// Memory space of a struct's pointers.
 #[derive(Clone, Copy)]
 pub(crate) struct Memory(MemorySpace);
 

@@ -88,13 +88,13 @@ pub struct FmhaRanks {
     pub own_rows_q: i64,
     /// Rows of this rank's K and V, as partition_k gives them.
     pub own_rows_k: i64,
-    /// Host memory: FMHA_RUNS: who has which queries, a rank's runs ascending; else null.
+    /// Host memory: with FMHA_RUNS the runs of queries of each rank, ascending for a rank; else null.
     pub runs_q: *const FmhaRun,
-    /// How many; else 0.
+    /// Number of runs_q; else 0.
     pub num_runs_q: i64,
-    /// Likewise for keys.
+    /// Host memory: with FMHA_RUNS the runs of keys of each rank, ascending for a rank; else null.
     pub runs_k: *const FmhaRun,
-    /// How many; else 0.
+    /// Number of runs_k; else 0.
     pub num_runs_k: i64,
     /// Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
     /// fastest.
@@ -102,9 +102,9 @@ pub struct FmhaRanks {
     /// Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
     /// own figures.
     pub links: *const c_char,
-    /// FMHA_CONTIGUOUS, ...
+    /// Distribution of queries over ranks: FMHA_CONTIGUOUS, ...
     pub partition_q: i32,
-    /// Likewise for keys.
+    /// Distribution of keys over ranks: FMHA_CONTIGUOUS, ...
     pub partition_k: i32,
 }
 

@@ -43,13 +43,13 @@ pub struct FmhaTensor {
     /// The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
     /// a tensor of 0 elements.
     pub data: *mut c_void,
-    /// From sequence to sequence; packed: not used.
+    /// Stride from sequence to sequence; packed: not used.
     pub batch_stride: i64,
-    /// From row to row.
+    /// Stride from row to row.
     pub seqlen_stride: i64,
-    /// From head to head.
+    /// Stride from head to head.
     pub head_stride: i64,
-    /// From element to element of a row: 1, but for a column-major V.
+    /// Stride from element to element of a row: 1, but for a column-major V.
     pub dim_stride: i64,
 }
 
@@ -80,7 +80,8 @@ pub struct FmhaGradients {
     pub dtype_dbias: i32,
 }
 
-/// What a call does with a KV cache besides reading it. Set everything to 0 first, then what is wanted.
+/// Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
+/// to 0 first, then the fields that you use.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCache {
@@ -120,9 +121,9 @@ pub struct FmhaCache {
     pub reserved: i32,
 }
 
-/// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and
-/// dropout see those of the whole, so a part computes what it would inside it; bias and keep mask are the
-/// call's own.
+/// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,
+/// ALiBi and dropout see positions of the whole, so a part computes the same as inside of the whole; bias and
+/// keep mask are the call's own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPart {
@@ -349,7 +350,7 @@ pub struct FmhaCombine {
     pub o: FmhaTensor,
     /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
     pub lse: *mut f32,
-    /// As in FmhaCall.
+    /// Stream of the call, as in FmhaCall.
     pub stream: *mut c_void,
     /// Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_part: i32,
@@ -369,7 +370,7 @@ pub struct FmhaOptions {
     pub struct_bytes: u64,
     /// "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
     pub backend: *const c_char,
-    /// This kernel or a refusal; null: the backend's choice.
+    /// Name of the kernel to use, or to be refused; null: the backend's choice.
     pub kernel: *const c_char,
     /// The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
     pub tile: *const c_char,

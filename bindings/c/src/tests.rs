@@ -307,7 +307,7 @@ fn paged_keys_in_any_order_are_the_batch_call() {
     assert!(error.contains("max_pages 2"), "{error}");
 }
 
-/// Nothing of a cache.
+/// A call without a cache.
 const NO_CACHE: FmhaCache = FmhaCache {
     struct_bytes: size_of::<FmhaCache>() as u64,
     seqlen_new: 0,
@@ -756,7 +756,7 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     run_on_cpu(&forward);
     run_on_cpu(&backward);
     assert!(dk.iter().chain(&dv).all(|&bits| bits == 0));
-    // With queries the same nulls are refused.
+    // The same nulls are refused once there are queries.
     let text = plan(&FmhaCall { seqlen_q: ROWS as i64, ..backward }).map(|_| ()).unwrap_err().to_string();
     assert!(text.contains("dtype_bias 6 goes with bias.data, which is null"), "{text}");
 }

@@ -143,7 +143,7 @@ fn passes_on_every_device(compiler: &str, example: &str, words: &[&str]) {
     let installed = Installed::new();
     let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
     let words: Vec<String> = words.iter().map(|&word| word.to_owned()).chain(flags).collect();
-    // As in the example's own first lines, where -lm stands last.
+    // The order of the example's own first lines, in which -lm stands last.
     let words: Vec<String> = words.into_iter().chain(["-lm".to_owned()]).collect();
     let program = installed.compiled(compiler, &source().join("examples").join(example), &words);
     let on_cpu = installed.run(&program, &["cpu"]).output().unwrap();

@@ -18,7 +18,7 @@ use crate::{Options, Sequences};
 #[derive(Clone)]
 pub(crate) struct Packed {
     cu_seqlens_q: Tensor,
-    /// Where each sequence's keys begin; of a paged cache, each sequence's number of keys.
+    /// First key of each sequence; for a paged cache, the number of keys of each sequence.
     keys: Tensor,
     batch: usize,
     max_seqlen_q: usize,
@@ -50,7 +50,7 @@ fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
 /// Each sequence's number of keys, where `ends` says where they begin and end.
 fn lengths(ends: &Tensor, batch: usize) -> Result<Tensor> {
     if !ends.device().is_cpu() {
-        // On their device, so that the host waits for nothing.
+        // The differences are computed on the device, so that the host waits for nothing.
         return ends.narrow(0, 1, batch)? - ends.narrow(0, 0, batch)?;
     }
     // Ends that decrease are refused with the call: their difference is no number that `-` of candle's has to give.
@@ -124,7 +124,7 @@ impl Attend {
     }
 
     fn mask(&self, seqlen_k: u32) -> MaskSpec {
-        // As in candle-flash-attn, a bound beyond the number of keys is none.
+        // A bound beyond the number of keys is no bound, as in candle-flash-attn.
         let bound = |size: Option<usize>| {
             size.and_then(|size| u32::try_from(size).ok()).filter(|&size| size <= seqlen_k)
         };
@@ -275,7 +275,7 @@ impl Attend {
             .allow_fallback(self.options.allow_fallback)
             .deterministic(self.options.deterministic)
             .batch_invariant(self.options.batch_invariant)
-            // On the CPU it costs nothing, and an offset that decreases is an error.
+            // The check costs nothing on the CPU, and finds offsets that decrease.
             .check_lengths(place.is_cpu() && self.packed.is_some())
     }
 

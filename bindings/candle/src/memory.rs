@@ -29,7 +29,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Where its call runs.
+    /// Device and stream on which the call runs.
     pub(crate) fn place(self) -> Result<Place> {
         match self {
             Self::Cpu(_) => Ok(Place { device: open(Backend::Cpu)?, candle: candle_core::Device::Cpu }),
@@ -333,12 +333,12 @@ impl Output {
         }
     }
 
-    /// As a candle custom op gives it back.
+    /// The output as a candle custom op returns it.
     pub(crate) fn into_storage(self) -> (Storage, Shape) {
         (self.storage, self.shape)
     }
 
-    /// As a tensor that no operation made.
+    /// The output as a tensor without a backward operation.
     pub(crate) fn into_tensor(self) -> Tensor {
         Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
     }

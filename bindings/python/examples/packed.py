@@ -17,7 +17,7 @@ def main():
         return torch.randn(total, heads, HEAD_DIM, device=DEVICE).to(DTYPE).requires_grad_()
 
     q, k, v = rows(HEADS), rows(HEADS_KV), rows(HEADS_KV)
-    # Where each document begins, and where the last one ends; on the device, where the kernel reads it.
+    # First token of each document and the end of the last one, on the device, where the kernel reads them.
     first = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).to(torch.int32)
     longest = dict(max_seqlen_q=max(LENGTHS), max_seqlen_k=max(LENGTHS))
     o = fmha.attention(q, k, v, mask="causal", cu_seqlens_q=first, cu_seqlens_k=first, **longest)

@@ -319,7 +319,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(_why, o, lse, *_sources):
-        # Not as views, which nobody may change in place.
+        # Detached tensors and not views, which may not be changed in place.
         return o.detach(), lse.detach()
 
     @staticmethod

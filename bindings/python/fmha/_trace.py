@@ -100,7 +100,7 @@ class Tracer:
 
     def tensor(self, x: Any) -> Tuple[str, str]:
         """The name and the type of a captured tensor."""
-        # By identity: torch's compiler has no `id` of a tensor that the graph makes.
+        # Comparison by identity: torch's compiler has no `id` of a tensor that the graph makes.
         for known, name, stored in self._captured:
             if known is x:
                 return name, stored

@@ -229,7 +229,7 @@ def _varlen(
     **scales: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of sequences, each with the window that its own lengths give."""
-    # Nobody waits for the device to learn the longest sequence: all rows of a call bound it.
+    # The number of rows bounds the longest sequence, so that the host need not wait for the device.
     if cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = rows_bound(rows(q, 0, "q"))
     if cu_seqlens_k is not None and max_seqlen_k is None:

@@ -18,7 +18,7 @@ use crate::tensor::Device;
 /// Plans that are kept; the one unused for longest goes. A plan has no scratch of its own here, some kilobytes.
 const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 
-/// Where scratch lies.
+/// Alignment of the scratch's address, in bytes.
 pub const ALIGNMENT: usize = 256;
 
 /// A plan that is dropped with its last user.
@@ -55,7 +55,8 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> Result<i32, Wrong>) -
     if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
         return Ok(plan);
     }
-    // Not under the lock: a compiler may run for seconds. Two threads may both plan the same, and one plan stays.
+    // Planning happens without the lock, since a compiler may run for seconds. Two threads may plan the same
+    // call, and one plan stays.
     let mut made = ptr::null_mut();
     if make(&raw mut made)? != 0 {
         return Err(said());

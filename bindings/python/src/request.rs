@@ -163,7 +163,7 @@ numbers! {
     options: i64 as "int" = 0,
     /// Packed new rows: the longest sequence's.
     max_seqlen_new: i64 as "SymInt" = 0,
-    /// Where V is the front of K's rows: its head dimension; else 0.
+    /// V's head dimension where V is the front of K's rows; else 0.
     head_dim_v: i64 as "SymInt" = 0,
     /// 1: elements 2i and 2i + 1 turn together.
     rotary_interleaved: i64 as "int" = 0,
@@ -274,7 +274,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Nothing is given.
+    /// A request without tensors or options.
     #[must_use]
     pub fn new() -> Self {
         Self {

@@ -20,7 +20,7 @@ pub const BOOL: i32 = 105;
 /// Any other type that no operand of attention has.
 pub const OTHER: i32 = -1;
 
-/// Where a tensor lies.
+/// Device of a tensor's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Device {
@@ -58,12 +58,12 @@ pub struct Tensor {
     pub num_dims: i32,
     /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`I64`], [`BOOL`], [`OTHER`].
     pub dtype: i32,
-    /// Where it lies.
+    /// Device of the memory.
     pub device: Device,
 }
 
 impl Tensor {
-    /// None.
+    /// An absent tensor.
     pub const ABSENT: Self = Self {
         data: std::ptr::null_mut(),
         sizes: [0; MAX_DIMS],

@@ -183,7 +183,8 @@ struct Operand {
     name: &'static str,
     access: Access,
     touched: u64,
-    /// For tensors: how they interleave.
+    /// Strides, shape and type by which tensors of one buffer interleave; `None` for memory that is no
+    /// tensor.
     lattice: Option<(Strides, Shape, DType)>,
 }
 

@@ -92,7 +92,8 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -104,7 +105,7 @@ impl<'a> DevSlice<'a> {
         self.elem
     }
 
-    /// Where it lies.
+    /// Memory space of the address.
     #[must_use]
     pub fn space(&self) -> MemorySpace {
         self.space
@@ -122,11 +123,11 @@ impl<'a> DevSlice<'a> {
         self.bytes
     }
 
-    /// This memory without its first `bytes`; empty where it has fewer.
+    /// Returns this memory without its first `bytes`; empty where it has fewer.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         let bytes = bytes.min(self.bytes);
-        // Not `add`: the address of nothing may be null.
+        // `wrapping_add` and not `add`, since an empty slice may have a null address.
         Self { ptr: self.ptr.wrapping_add(bytes as usize), bytes: self.bytes - bytes, ..self }
     }
 
@@ -183,7 +184,8 @@ impl<'a> DevSliceMut<'a> {
         }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -195,7 +197,7 @@ impl<'a> DevSliceMut<'a> {
         self.elem
     }
 
-    /// Where it lies.
+    /// Memory space of the address.
     #[must_use]
     pub fn space(&self) -> MemorySpace {
         self.space
@@ -213,7 +215,8 @@ impl<'a> DevSliceMut<'a> {
         self.bytes
     }
 
-    /// This memory without its first `bytes`, for as long as it is borrowed; empty where it has fewer.
+    /// Returns this memory without its first `bytes`, for as long as it is borrowed; empty where it has
+    /// fewer.
     #[must_use]
     pub fn skip(&mut self, bytes: u64) -> DevSliceMut<'_> {
         let bytes = bytes.min(self.bytes);
@@ -240,7 +243,7 @@ impl<'a> DevSliceMut<'a> {
         Some(unsafe { std::slice::from_raw_parts_mut(ptr, self.bytes as usize) })
     }
 
-    /// This memory as an input of a later call.
+    /// Returns this memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
         let elem =
@@ -283,7 +286,8 @@ pub struct SeqArgs<'a> {
     pub indices: Option<DevSlice<'a>>,
     /// i32 `[batch]`, or one for each token: entries of the lists in use, iff the problem says so.
     pub topk_length: Option<DevSlice<'a>>,
-    /// When K and V come, iff the problem's [`arrivals`](crate::FwdProblem::arrivals) is not 0.
+    /// Words that announce the pieces of K and V, iff the problem's [`arrivals`](crate::FwdProblem::arrivals)
+    /// is not 0.
     pub arrivals: Option<Arrivals<'a>>,
 }
 
@@ -325,7 +329,7 @@ pub struct ScoreArgs<'a> {
     pub captured: &'a [DevSlice<'a>],
     /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
     pub numbers: &'a [Number],
-    /// Where the dropout generator stands: there where the problem drops.
+    /// Position of the dropout generator; given iff the problem has dropout.
     pub dropout: Option<DropoutSeed>,
 }
 

@@ -107,7 +107,7 @@ impl Stored {
 }
 
 impl Bundle {
-    /// These kernels; `name` is for messages.
+    /// Makes a bundle of these kernels; `name` is for messages.
     #[must_use]
     pub fn new(name: impl Into<String>, kernels: impl IntoIterator<Item = Arc<CompiledKernel>>) -> Self {
         let kernels: BTreeMap<_, _> = kernels.into_iter().map(|kernel| (kernel.key, kernel)).collect();
@@ -116,7 +116,7 @@ impl Bundle {
         Self { name: name.into(), frames, places, packed: false }
     }
 
-    /// Where it came from.
+    /// Name of the bundle's source, for messages.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

@@ -148,7 +148,7 @@ impl Disk {
             // A file that another process has just removed does not count.
             let Ok(metadata) = entry.metadata() else { continue };
             let modified = metadata.modified()?;
-            // By a clock that was wrong, a use is as far in the future.
+            // A clock that was wrong may place a use in the future; the distance counts as well.
             let unused_for = now.duration_since(modified).unwrap_or_else(|error| error.duration());
             let path = entry.path();
             if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {

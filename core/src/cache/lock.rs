@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Patience {
     /// Time after which the user sees a message.
     pub(crate) says_after: Duration,
-    /// When the lock is gone without.
+    /// Time after which the process goes on without the lock.
     pub(crate) ends_after: Duration,
 }
 

@@ -156,8 +156,8 @@ fn a_bundle_is_written_beside_where_it_will_be_and_read_back_from_there() {
     let permissions = |path| std::fs::metadata(path).unwrap().permissions();
     assert_eq!(permissions(&path), permissions(&ordinary));
 
-    // It cannot even be begun in a folder that is not there: a file elsewhere might lie on another file system, from
-    // which none can be renamed.
+    // Writing fails where the folder does not exist: a temporary file elsewhere might lie on another file
+    // system, from which it could not be renamed.
     let Error::System { text, .. } = bundle.write(&folder.path().join("absent/b")).unwrap_err() else {
         panic!("another kind of error");
     };

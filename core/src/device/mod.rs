@@ -76,7 +76,7 @@ impl Device {
         self.0.kind()
     }
 
-    /// For people and logs: which device, how many cores, which instructions.
+    /// Description of the device for people and logs: its name, cores and instructions.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
@@ -168,7 +168,7 @@ impl Device {
         let one = problem.of_one_sequence()?;
         let mut planned = plan(one.as_ref().unwrap_or(problem))?;
         if one.is_some() {
-            // Nothing is launched.
+            // A problem without sequences, planned as if it had one, launches nothing.
             planned.parts.workspace = Workspace::NONE;
             planned.parts.steps.clear();
         }

@@ -27,7 +27,7 @@ impl Operands {
         let tensor = |elems: u64| memory.alloc(4 * elems).unwrap();
         let shapes = [problem.shape_q(), problem.shape_k(), problem.shape_v()];
         let workspace = (plan.workspace().bytes > 0).then(|| {
-            // As the driver gives it: aligned to 256 bytes.
+            // An address as the driver gives it: aligned to 256 bytes.
             memory.alloc(plan.workspace().bytes + 256).unwrap()
         });
         Self {

@@ -467,7 +467,8 @@ pub enum Node {
     Select(Id, Id, Id),
     /// `clamp(x, low, high)`, high where low is above it.
     Clamp(Id, Id, Id),
-    /// To this type: a float to an integer by cutting its fraction, saturating, NaN to 0; a number to a bool by `!= 0`.
+    /// Conversion to this type: a float to an integer by cutting its fraction, saturating, NaN to 0; a number
+    /// to a bool by `!= 0`.
     Cast(Type, Id),
 }
 

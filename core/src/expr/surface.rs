@@ -475,7 +475,7 @@ pairs! {
         min = Min -> Float;
         /// The larger; NaN where one is NaN.
         max = Max -> Float;
-        /// To the power of `other`.
+        /// Power of `self` with the exponent `other`.
         pow = Pow -> Float;
         /// `<`.
         lt = Lt -> Bool;

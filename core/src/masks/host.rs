@@ -13,11 +13,11 @@ use crate::seq::SeqSpan;
 /// Answer of masks as data for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shown {
-    /// It is not seen.
+    /// The key is hidden.
     No,
-    /// It is seen, if a mask as code shows it too.
+    /// The key is seen, if a mask as code shows it too.
     Asked,
-    /// It is seen: its block is in the full list, where code is not asked.
+    /// The key is seen: its block is in the full list, which a mask as code does not change.
     Full,
 }
 
@@ -69,7 +69,7 @@ impl<'a> Words<'a> {
 struct ListedBlocks {
     lists: BlockLists,
     blocks_q: u32,
-    /// Where the blocks of a (sequence, head, block of queries) begin.
+    /// First block of each (sequence, head, block of queries) in the list.
     starts: Vec<usize>,
     blocks: Vec<(u32, bool)>,
 }

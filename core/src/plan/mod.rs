@@ -220,8 +220,8 @@ impl<P: Problem> Plan<P> {
         unsafe { self.checked_run(args, handle) }
     }
 
-    /// As [`run`](Self::run), on a stream by its driver's handle (0: the default one): for callers who have
-    /// nothing else, as those of the C library.
+    /// Runs as [`run`](Self::run) does, on a stream given by its driver's handle (0: the default one), for
+    /// callers such as the C library who have nothing else.
     ///
     /// # Safety
     /// As [`Stream::from_raw`].

@@ -15,7 +15,7 @@ impl Append {
         Self::new(QLayout::Batch, problem.dims, seqlen_new)
     }
 
-    /// At most `seqlen_new` rows a sequence of a problem's, packed, contiguous s·h·d.
+    /// Appended rows of at most `seqlen_new` a sequence, packed, contiguous s·h·d.
     #[must_use]
     pub fn packed(problem: &FwdProblem, seqlen_new: u32) -> Self {
         Self::new(QLayout::Packed, problem.dims, seqlen_new)
@@ -65,8 +65,8 @@ impl FwdProblem {
         (k, Shape { dim: dims.head_dim_v, ..k })
     }
 
-    /// This problem over the cache in Q's type, with factors applied: a plan over a quantised cache has its bits.
-    /// `None` where the cache is in Q's type.
+    /// Returns this problem over the cache in Q's type, with factors applied: a plan over a quantised cache
+    /// has its bits. `None` where the cache is in Q's type.
     #[must_use]
     pub fn over_wide_cache(&self) -> Option<Self> {
         self.cache.dtype?;

@@ -28,7 +28,7 @@ pub enum ListEntries {
 /// beyond `topk` as `topk`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ListLength {
-    /// There is none: every list has `topk` entries.
+    /// Every list has `topk` entries; there is no `topk_length`.
     Whole,
     /// `[batch]`: the entries of each list of a sequence.
     Sequence,
@@ -201,7 +201,7 @@ impl FwdProblem {
         check_unit_stride("indices", "dim", lists.strides.dim, shape.dim)
     }
 
-    /// For kernels that read all keys.
+    /// Refuses a problem for kernels that read all keys.
     ///
     /// # Errors
     /// Lists of keys.

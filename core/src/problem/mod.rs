@@ -81,7 +81,7 @@ pub struct FwdProblem {
     pub layout: Layouts,
     /// The types of their elements.
     pub dtypes: DTypes,
-    /// Where their elements lie.
+    /// Strides of the tensors.
     pub strides: TensorStrides,
     /// Which keys a query sees.
     pub mask: MaskSpec,
@@ -99,13 +99,13 @@ pub struct FwdProblem {
     pub scales: Scales,
     /// Changes to the KV cache and to how it is read: append, rotary embedding, tree mask.
     pub cache: CacheUse,
-    /// Where the call stands in a larger one that it is a part of.
+    /// Place of the call within a larger one that it is a part of.
     pub part: Part,
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
-    /// In how many pieces K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are there before it. The
-    /// operands are [`Arrivals`](crate::Arrivals).
+    /// Number of pieces in which K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are
+    /// there before it. The operands are [`Arrivals`](crate::Arrivals).
     pub arrivals: u32,
 }
 
@@ -127,7 +127,7 @@ impl FwdProblem {
         Self::new(QLayout::Packed, KvLayout::Packed, dtype, dims)
     }
 
-    /// These layouts, contiguous, one type throughout; every option off.
+    /// Makes a problem of these layouts, contiguous, of one type throughout, with every option off.
     #[must_use]
     pub fn new(q_layout: QLayout, kv_layout: KvLayout, dtype: DType, dims: Dims) -> Self {
         let dtype_o = if dtype.is_fp8() { DType::Bf16 } else { dtype };
@@ -228,11 +228,11 @@ impl FwdProblem {
         rotary: impl Into<Option<Rotary>> => cache.rotary;
         /// Whether a tree mask replaces the causal mask among the last keys.
         tree_mask: bool => cache.tree_mask;
-        /// Where the call stands in a larger one that it is a part of.
+        /// Place of the call within a larger one that it is a part of.
         part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
-        /// In how many pieces K and V come while the call runs.
+        /// Number of pieces in which K and V come while the call runs.
         arrivals: u32 => arrivals;
         /// Whether the dropout keep mask is written.
         write_keep_mask: bool => dropout.write_keep_mask;

@@ -38,7 +38,7 @@ pub struct Inputs<'a> {
     pub k: DevSlice<'a>,
     /// V.
     pub v: DevSlice<'a>,
-    /// Where sequences lie. [`spans`](crate::seq::spans) has checked them.
+    /// Lengths and offsets of the sequences, which [`spans`](crate::seq::spans) has checked.
     pub seq: SeqArgs<'a>,
     /// Operands of the cache. New keys are read from here, whether the cache has them already or not.
     pub cache: CacheArgs<'a>,
@@ -376,7 +376,7 @@ pub(super) fn dots<'a, T: Float + 'a>(a: &[T], keys: &[u32], row: impl Fn(u32) -
     eights.chain(rest.iter().map(|&j| in_order(a, [row(j)])[0])).collect()
 }
 
-/// To the arithmetic's own type.
+/// Converts to the arithmetic's own type.
 pub(super) fn real<T: Float>(value: f64) -> T {
     T::from(value).unwrap_or_else(T::nan)
 }

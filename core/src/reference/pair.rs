@@ -47,12 +47,12 @@ impl<'a, T: Float> Query<'a, T> {
         Self { i, q: row(&head.q, i, head.head_dim_qk), dout, lse, dlse, d, d_square, is_far }
     }
 
-    /// With key `j`, whose P is `p`.
+    /// Contributions of key `j`, whose P is `p`.
     pub(super) fn pair(&self, head: &Head<'_, T>, j: u32, p: T, dtype_grad: DType) -> Pair<T> {
         self.pair_of(head, j, p, dot(self.dout, row(&head.v, j, head.head_dim_v)), dtype_grad)
     }
 
-    /// With each of `keys`, whose P are `p`.
+    /// Contributions of each of `keys`, whose P are `p`.
     pub(super) fn pairs<'h>(
         &'h self,
         head: &'h Head<'_, T>,

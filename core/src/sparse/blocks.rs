@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(error.text, "maxima has 3 elements, but 4 are wanted");
     }
 
-    /// By the tokens that two blocks share, in strides.
+    /// The expected weights count the tokens that two blocks share, in strides.
     #[test]
     fn a_compressed_block_counts_once_for_each_stride_of_it_in_a_block() {
         for (compressed, stride, selected) in [(32, 16, 64), (16, 16, 16), (64, 16, 32), (48, 8, 24)] {

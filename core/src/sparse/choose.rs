@@ -24,7 +24,8 @@ pub fn choose(scores: &[f32], candidates: Range<u32>, list: &mut [i32]) {
     write(keys.into_iter().map(|(_, j)| j).collect(), list);
 }
 
-/// As [`choose`], of blocks; those of `forced` that are candidates come before all others, the first of them first.
+/// Chooses blocks as [`choose`] does; those of `forced` that are candidates come before all others, the first
+/// of them first.
 pub fn choose_blocks(scores: &[f32], candidates: Range<u32>, forced: &[u32], list: &mut [i32]) {
     let candidates = within(scores, candidates);
     let mut chosen: Vec<u32> = Vec::new();

@@ -49,7 +49,7 @@ impl Rows {
 pub(crate) struct Home {
     /// Destination of the gradients of this rank's keys: a slot for each rank, in rank order.
     pub(crate) slots: [Buf; 2],
-    /// Behind each kernel: to which rank, dK and dV that no later one changes.
+    /// Rows of dK and dV that no later kernel changes, and the rank that they go to, for each kernel.
     pub(crate) steps: Vec<Vec<(u32, [Rows; 2])>>,
     /// Ranks that send some here.
     pub(crate) from: Vec<u32>,

@@ -56,12 +56,12 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
     tile.stored = problem.stored_k();
-    // As few rows as hold them: 16 to a warp.
+    // The fewest rows that hold the call's, 16 to a warp.
     if let Some(block_m) = [16, 32, 64].into_iter().find(|&block_m| rows <= i64::from(block_m))
         && block_m < tile.block_m
     {
         (tile.block_m, tile.warps) = (block_m, (block_m / 16 * tile.value_parts).min(tile.warps));
-        // With more rows, zeros beyond the head dimension would be multiplied for too long.
+        // Tiles of more rows would multiply the zeros beyond the head dimension for too long.
         tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
         // One widening in registers serves two sixteens of rows, so 32 rows cost what 16 do.
         let one_warp = Sm80Tile { warps: 1, ..tile };
@@ -219,7 +219,7 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
     }
 
-    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same
+    /// Sets as many CTAs a multiprocessor as there are shares for, or, where it holds fewer, as walk the same
     /// number of shares each.
     fn take_ctas_of_shares(&mut self, spec: &FwdSpec, room: Room) {
         let num_sms = room.num_sms.max(1) as i32;
@@ -357,9 +357,9 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
 
 /// Costs of sequences of unlike lengths beside reading their keys, microseconds of an H200.
 struct Unlike {
-    /// Where each tile is one CTA's: the walk of the longest, as far as there are not many others to begin after it.
+    /// Cost of whole tiles: the walk of the longest sequence, unless many others begin after it.
     whole: f64,
-    /// Where CTAs have equal shares: parts of O and of the log-sum-exp that are written, read and merged.
+    /// Cost of equal shares: parts of O and of the log-sum-exp that are written, read and merged.
     shared: f64,
 }
 

@@ -243,8 +243,8 @@ fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
     f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
 }
 
-/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round
-/// from the last on.
+/// Time at which the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every
+/// second round from the last on.
 fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
     let mut busy = vec![0.0; workers];
     for (index, length) in tiles.enumerate() {
@@ -254,7 +254,7 @@ fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bo
     busy.into_iter().fold(0.0, f64::max)
 }
 
-/// When the last worker is done where each takes the next tile when it has none.
+/// Time at which the last worker is done where each takes the next tile as soon as it is free.
 fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
     // Whole nanoseconds have an order.
     let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();

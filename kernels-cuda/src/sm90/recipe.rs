@@ -36,7 +36,7 @@ struct ValuesPlan {
 }
 
 impl ValuesPlan {
-    /// Behind the tile counter, and the whole workspace.
+    /// Places prepared values behind the tile counter, and returns the whole workspace too.
     fn new(values: PreparedValues, tile: &Sm90Tile, spec: &FwdSpec, counter_bytes: u64) -> (Self, Workspace) {
         let counts = counter_bytes;
         let zeroed_bytes = counts + values.counts_bytes(tile);
@@ -46,7 +46,7 @@ impl ValuesPlan {
         (Self { values, counts, blocks }, Workspace { bytes, zeroed_bytes })
     }
 
-    /// In a workspace.
+    /// Addresses of the prepared values in a workspace.
     fn at(&self, address: u64) -> PreparedValues {
         let (blocks, counts) = (DevPtr::new(address + self.blocks), DevPtr::new(address + self.counts));
         PreparedValues { blocks, counts, ..self.values }
@@ -133,7 +133,7 @@ fn reads_codes_as_fast(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
 /// Refuses what is left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
-    // Nothing was measured with FP8 queries.
+    // Calls with FP8 queries were never measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
     if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {

@@ -28,7 +28,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
 
     tile.copy_bytes = copy_bytes(problem);
     if tile.copy_bytes > 0 {
-        // Beside three warpgroups the threads that copy would have too few registers.
+        // The threads that copy would have too few registers beside three warpgroups.
         tile.block_m = tile.block_m.min(128);
     }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
@@ -307,7 +307,8 @@ fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
 /// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so
 /// many tiles would each do so again.
 pub const PREPARE_BESIDE_ROWS: u64 = 4096;
-/// As [`PREPARE_BESIDE_ROWS`].
+/// Query rows a kv head from which V is prepared by a launch before, as [`PREPARE_BESIDE_ROWS`] is for spare
+/// warps.
 pub const PREPARE_BEFORE_ROWS: u64 = 8192;
 
 /// Bytes of workspace that V may take.
@@ -477,7 +478,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
             TileOrder::Dynamic
         },
         ping_pong: PingPong::AtIssue,
-        // Where there is no room for a second Q.
+        // A tile that has no room for a second Q.
         lookahead: match (lookahead, widest(spec) >= 192) {
             (false, _) => Lookahead::Off,
             (true, false) => Lookahead::SecondQ,
@@ -521,7 +522,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);
     }
-    // Beside accumulators of their own for FP8's sums a soft-cap alone spills too.
+    // A soft-cap alone spills too beside FP8's own accumulators of sums.
     let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flushes_output());
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
@@ -592,7 +593,7 @@ impl Sm90Tile {
     fn take_bias(&mut self, spec: &FwdSpec) {
         self.bias_stages = 1;
         match widest(spec) {
-            // Beside rows of whole swizzles, as D 72 has, a second Q has no room.
+            // A second Q has no room beside rows of whole swizzles, as D 72 has.
             ..=96 if tile_dim(spec.head_dim_qk, spec.dtype_qk) > 96 => self.lookahead = Lookahead::Off,
             ..=96 => {}
             128 => (self.block_n, self.wait_anchor, self.lookahead) = (128, 32, Lookahead::SparePiece),
@@ -601,7 +602,8 @@ impl Sm90Tile {
                 (self.lookahead, self.wait_anchor) = (Lookahead::Off, 0);
             }
         }
-        // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
+        // `skip_row_max` spills beside the bias above D 192, and with three warpgroups' 160 registers where a
+        // mask cuts blocks.
         self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
     }
 

@@ -103,7 +103,7 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     let (num_blocks, num_keys) = (dims.seqlen_q.div_ceil(rows), dims.seqlen_k.div_ceil(keys) as usize);
     let mut steps = Vec::with_capacity(num_keys * query_parts as usize);
     for part in 0..query_parts {
-        // Where a query block's key blocks begin and end, summed up at last.
+        // Differences of the number of key blocks at each query block, which are summed up at last.
         let mut changes = vec![0_i64; num_keys + 1];
         for block in num_blocks * part / query_parts..num_blocks * (part + 1) / query_parts {
             let first = block * rows;
@@ -402,8 +402,8 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     main + launch + size * (delta + begin + finish)
 }
 
-/// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
-/// tile when it has none, key block after key block of all heads of an L2 group, group after group.
+/// Time at which the last of `units` has done its tiles, in steps of a tile with one query head: each takes
+/// the next tile when it is free, key block after key block of all heads of an L2 group, group after group.
 fn end_of_last(steps: &[u32], heads: usize, heads_at_a_time: usize, units: u32) -> u32 {
     let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
     let mut last = 0;

@@ -72,8 +72,8 @@ const SHORT_PERIOD: u32 = 2;
 /// 3520 to 6912, D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
-/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
-/// that begin together wait for each other at their first query block.
+/// Least number of heads side by side where half of the heads go upward, since key blocks that begin together
+/// wait for each other at their first query block.
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
 /// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in

@@ -46,8 +46,8 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// So few queries that kernels put a kv head's query heads into one tile, and so many that they need not; slopes and
-/// sinks go by the query head, K and V by the other.
+/// Cases of so few queries that kernels put a kv head's query heads into one tile, and of so many that they
+/// need not; slopes and sinks go by the query head, K and V by the kv head.
 fn ratios(ratio: u32, num_heads_kv: u32, cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(3, 70), (70, 45)] {

@@ -236,7 +236,7 @@ fn draw_lists(
         let listed = |at: [u32; 3]| {
             let mut blocks: Vec<u32> =
                 (0..blocks).filter(|&block| what(at, block) == u64::from(is_full)).collect();
-            // In no order.
+            // The list's blocks have a random order.
             blocks.sort_unstable_by_key(|&block| word(seed, [at[0], at[1], at[2], 400 + block]));
             blocks
         };

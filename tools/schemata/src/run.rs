@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use crate::mutant::Mutant;
 use crate::trial::{Ended, Place, Trial};
 
-/// So many trials run in a process each, then the rest in groups.
+/// Number of trials that run in a process each, before the rest run in groups.
 const ALONE: usize = 4;
 /// A trial that takes longer runs after the others: before them it would leave many short ones no time.
 const FIRST_SECONDS: f64 = 1.0;

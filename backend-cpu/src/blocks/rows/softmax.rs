@@ -13,7 +13,7 @@ pub(crate) struct RowSums {
 }
 
 impl RowSums {
-    /// Nothing seen.
+    /// Statistics before any key is seen.
     pub(crate) const EMPTY: Self = Self { row_max: f32::NEG_INFINITY, row_sum: 0.0 };
 
     /// The maximum to subtract: −inf − −inf would be NaN.

@@ -68,7 +68,7 @@ struct Task {
     first_row: u32,
     rows: u32,
     chunks: (u32, u32),
-    /// Where its partial results begin, counted in rows; `None`: it folds and writes them itself.
+    /// First row of the task's partial results; `None`: the task merges and writes them itself.
     slot: Option<usize>,
 }
 
@@ -226,7 +226,7 @@ impl Shared<'_> {
         let most = (MAX_STATES / rows)
             .min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes())))
             .clamp(1, heads as usize) as u32;
-        // As even as it goes.
+        // The heads of a task, as even over the tasks as possible.
         heads.div_ceil(heads.div_ceil(most))
     }
 

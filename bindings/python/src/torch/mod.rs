@@ -309,7 +309,7 @@ impl Making<'_> {
         self.make(slot, of.shape(), of.dtype, of.device)
     }
 
-    /// In place of a result that nobody wants.
+    /// Returns a placeholder for a result that is not wanted.
     fn nothing(&mut self, device: Device) -> Result<(), Wrong> {
         self.results.extend(self.torch.map(|shims| shims.empty(&[0], FMHA_F32, device)).transpose()?);
         Ok(())

@@ -39,11 +39,12 @@ pub(super) enum Spelt {
 /// Whether an operator takes a score and a mask as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coding {
-    /// It does not.
+    /// The operator has no functions.
     None,
-    /// It does.
+    /// The operator has functions of score and mask.
     Forward,
-    /// It does, and gives a list of gradients: of the captured tensors that a number's bits say, from the lowest.
+    /// The operator has functions and also returns gradients of captured tensors: those whose bits are set in
+    /// a number, from the lowest bit.
     Backward,
 }
 

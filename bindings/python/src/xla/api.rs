@@ -71,7 +71,7 @@ impl Buffer {
     }
 }
 
-/// So many values at an address, none where the count is 0 or below.
+/// The `count` values at an address; none where the count is 0 or below.
 ///
 /// # Safety
 /// The framework lends them for the time of the call.
@@ -261,7 +261,8 @@ impl CallFrame {
                     let theirs = self.api.as_ref().map(|api| (api.version.major, api.version.minor));
                     let stated = theirs.filter(|&version| version < VERSION).unwrap_or(VERSION);
                     ((*metadata).version.major, (*metadata).version.minor) = stated;
-                    // Not COMMAND_BUFFER_COMPATIBLE: scratch of a captured call would be others' when it is replayed.
+                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: scratch of a captured call would belong
+                    // to others when it is replayed.
                     (*metadata).traits = 0;
                     true
                 }

@@ -161,7 +161,7 @@ impl Spelt {
         Ok(Self { texts: [score, mask], _names: names, captured })
     }
 
-    /// Where a captured tensor or its gradient goes; `None` of another slot.
+    /// Slot of a captured tensor or of its gradient; `None` for other slots.
     fn place(&mut self, slot: i64) -> Option<&mut Tensor> {
         let of = |first: i64| usize::try_from(slot.checked_sub(first)?).ok();
         match of(FIRST_GRADIENT) {

@@ -462,7 +462,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             return agree(&group, &Ok(fields("96"))).unwrap_err();
         }
         if plans {
-            // After a call that all ranks have begun, no rank is at another call.
+            // Once all ranks have begun a call, no rank is at another call.
             std::thread::sleep(Duration::from_millis(300));
             assert_eq!(group.failure(), None);
         }

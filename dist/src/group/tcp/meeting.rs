@@ -361,7 +361,7 @@ impl<'a> Meeting<'a> {
                 Ok((vec![address], Arc::new(Key::new(self.secret, &drawn))))
             }
         };
-        // At the address by which this rank reaches the root, or the one that the caller says.
+        // Address of the listener: the one by which this rank reaches the root, or the caller's.
         let mut listener: Option<TcpListener> = None;
         let listens = |stream: &TcpStream| {
             let mut own = stream.local_addr().map_err(|error| self.system(&error))?;

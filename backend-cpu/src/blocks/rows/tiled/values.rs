@@ -171,7 +171,7 @@ impl TileValues<'_, '_> {
     }
 
     /// `UNITS` tiles' columns from `col` on.
-    // Not without optimisation, as in `AddValues`: all of them in one function take much stack.
+    // Inlining is left to the optimiser, as in `AddValues`: all of them in one function take much stack.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn span<S: Simd, E: Elem, const UNITS: usize>(
         &mut self,

@@ -259,7 +259,7 @@ impl State {
     /// Prints a fault of a kernel and keeps it for the context's later calls.
     pub(crate) fn report(&mut self, what: &str, fault: &Fault) {
         let text = format!("emulated {what}: {fault}\n");
-        // Nothing useful can be done when the report itself cannot be written.
+        // A report that cannot be written is lost.
         let _ = std::io::stderr().write_all(text.as_bytes());
         if let Some(path) = std::env::var_os("FMHA_EMULATE_REPORT") {
             let file = std::fs::OpenOptions::new().create(true).append(true).open(path);

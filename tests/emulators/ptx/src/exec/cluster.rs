@@ -224,8 +224,8 @@ impl Cluster {
                 self.idle_rounds = 0;
                 self.quiet = 0;
             }
-            // Nothing asynchronous completes in late mode while a warp can still go on and does not merely
-            // poll memory.
+            // Late mode completes nothing asynchronous while a warp can still go on and does not merely poll
+            // memory.
             let asks_again = self.quiet > PATIENCE;
             if (executed == 0 || self.idle_rounds > 0 || asks_again) && self.complete_one()? {
                 (self.idle_rounds, self.quiet) = (0, 0);

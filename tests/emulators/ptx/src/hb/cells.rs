@@ -62,7 +62,7 @@ impl Access {
         (self.track(), self.epoch()) == (other.track(), other.epoch())
     }
 
-    /// This access with the bytes of another one added.
+    /// Returns this access with the bytes of another one added.
     fn and_bytes_of(self, other: Self) -> Self {
         Self(self.0 | u64::from(other.bytes()))
     }

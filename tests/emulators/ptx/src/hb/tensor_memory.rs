@@ -113,7 +113,8 @@ impl Tracker {
         self.tensor[id].visible.clone_from(&self.clocks[id].v);
     }
 
-    /// Before each instruction: does it touch a register that a load from tensor memory is still to write?
+    /// Reports an instruction that touches a register that a load from tensor memory is still to write,
+    /// before it runs.
     pub(super) fn step_tensor(&self, id: usize, program: &Program, pc: u32) -> Exec<()> {
         let loading = &self.tensor[id].loading;
         if loading.is_empty() {
