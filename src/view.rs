@@ -104,7 +104,7 @@ impl<'a> TensorView<'a> {
         strides: Strides,
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `from_raw`.
         let data = unsafe { DevSlice::from_raw(space, ptr, bytes, dtype) };
         Self { data, dtype, shape, strides }
     }
@@ -146,7 +146,7 @@ impl<'a> TensorViewMut<'a> {
         strides: Strides,
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `from_raw`.
         let data = unsafe { DevSliceMut::from_raw(space, ptr, bytes, dtype) };
         Self { data, dtype, shape, strides }
     }

@@ -112,7 +112,7 @@ impl DeviceMemory for Host {
         // Not what a run wants cleared.
         // SAFETY: allocated above, of this size.
         unsafe { address.write_bytes(0xA5, bytes as usize) };
-        // SAFETY: as above.
+        // SAFETY: the layout has a byte at least.
         let free = Box::new(move |address| unsafe { dealloc(address, layout) });
         // SAFETY: ours alone until `free` has run.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, address, bytes, free) })

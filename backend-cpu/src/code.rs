@@ -212,7 +212,7 @@ impl<'a> Code<'a> {
                 }
             }
         });
-        // SAFETY: as the caller promises.
+        // SAFETY: promised by the caller: `scores` and `hide` are panels of these rows.
         unsafe { self.hide_by_data::<S>(head, panel, hide) };
         for_blocks::<S>(panel, |block, at, count| {
             let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) else { return };

@@ -173,7 +173,7 @@ pub(crate) struct Bytes(*mut u8);
 
 // SAFETY: tasks write disjoint elements.
 unsafe impl Send for Bytes {}
-// SAFETY: as above.
+// SAFETY: tasks write disjoint elements.
 unsafe impl Sync for Bytes {}
 
 impl Bytes {
@@ -204,21 +204,21 @@ impl Bytes {
     /// # Safety
     /// f32 `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: f32 `index` is inside, and no other thread writes it.
         unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
     }
 
     /// # Safety
     /// i32 `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_i32(self, index: usize, value: i32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: i32 `index` is inside, and no other thread writes it.
         unsafe { self.0.cast::<i32>().add(index).write_unaligned(value) }
     }
 
     /// # Safety
     /// Byte `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_u8(self, index: usize, value: u8) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: byte `index` is inside, and no other thread writes it.
         unsafe { self.0.add(index).write(value) }
     }
 }

@@ -38,7 +38,7 @@ impl<D: Driver> Step<D> {
             return Ok(());
         }
         let _range = self.range.open();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { D::launch(module.loaded()?, self.grid, arguments, stream) }
     }
 }
@@ -69,7 +69,7 @@ impl<D: Driver> Steps<D> {
     /// # Errors
     /// What the driver said.
     pub unsafe fn launch_all(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch_all`.
         self.all.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })
     }
 

@@ -283,7 +283,7 @@ pub struct DevBuffer {
 
 // SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
 unsafe impl Send for DevBuffer {}
-// SAFETY: as above.
+// SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
 unsafe impl Sync for DevBuffer {}
 
 impl DevBuffer {

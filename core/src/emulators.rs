@@ -34,7 +34,7 @@ pub unsafe fn launches_of(
 ) -> String {
     // SAFETY: it takes nothing.
     let text = unsafe { launches() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `launches_of`.
     let told = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
     // SAFETY: it came from there, and is not used again.
     unsafe { forget(text) };

@@ -235,7 +235,7 @@ impl Shared<'_> {
                 s.run(Adjust { head, panel, scores: weights, bias, slope });
             }
             if head.coded {
-                // SAFETY: as above.
+                // SAFETY: panels of these keys.
                 unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr(), f32::NEG_INFINITY) };
                 if capped {
                     // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
@@ -271,7 +271,7 @@ impl Shared<'_> {
                 s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
             }
             if let Some(code) = self.score.code.as_ref().filter(|_| through == Through::All) {
-                // SAFETY: as above.
+                // SAFETY: panels of these keys.
                 unsafe { code.slope(s, &mut tile.code, head, &panel, (scaled, gradients)) };
             }
         }

@@ -141,7 +141,7 @@ impl<S: Simd> Op<S> for TransposePanels {
 #[inline(always)]
 unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, stride: usize, cols: usize, to: *mut f32) {
     let (width, whole) = (S::PANEL, cols - cols % S::LANES);
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: all of that is readable and writable.
     unsafe {
         for row in (0..width).step_by(S::LANES) {
             for col in (0..whole).step_by(S::LANES) {

@@ -383,7 +383,7 @@ impl Shared<'_> {
                     s.plain().run(Adjust { head: &head, panel, scores, bias, slope: None });
                 }
                 if head.coded {
-                    // SAFETY: as above.
+                    // SAFETY: both are panels of these keys.
                     unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr(), f32::NEG_INFINITY) };
                 }
                 let state = RowState {

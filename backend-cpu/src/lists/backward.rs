@@ -486,7 +486,7 @@ impl Filled {
     #[allow(clippy::mut_from_ref, reason = "as the safety section says")]
     unsafe fn slot(&self, at: usize) -> &mut Slot {
         assert!(at < self.1);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `slot`.
         unsafe { &mut *self.0.add(at) }
     }
 }

@@ -152,7 +152,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
         let mut is_moderate = true;
         for col in 0..Self::PANEL {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: pANEL bf16 are readable at `low` and at `high`, PANEL f32
+            // writable at `to`.
             unsafe {
                 let (low, high) = (low.add(col).read_unaligned(), high.add(col).read_unaligned());
                 is_moderate &= low & 0x7fff < LARGE_BF16 && high & 0x7fff < LARGE_BF16;
@@ -171,7 +172,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let vector = 4 * Self::LANES;
         let whole = if Self::WIDENS_CODES && Self::widens(to_wide) { count / vector * vector } else { 0 };
         let tables = self.tables(to_wide);
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: they are readable at `from`, and as many u16 writable at `to`,
+        // aligned or not.
         unsafe {
             for at in (0..whole).step_by(vector) {
                 let [first, second] = self.widen_codes(&tables, self.load_codes(from.add(at)));
@@ -244,7 +246,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         for r in 0..Self::LANES {
             for c in 0..Self::LANES {
-                // SAFETY: the caller's promise.
+                // SAFETY: promised by the caller: the block is readable at `from` and writable at `to`.
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
@@ -256,7 +258,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// As for [`transpose`](Self::transpose).
     #[inline(always)]
     unsafe fn transpose_left(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `transpose_left`.
         unsafe { self.transpose(from, from_step, to, to_step) };
     }
 
@@ -372,7 +374,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// They are readable at `from`, aligned or not.
     unsafe fn load_codes(self, from: *const u8) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: they are readable at `from`, aligned or not.
         unsafe { self.load(from.cast()) }
     }
 

@@ -49,7 +49,7 @@ impl TileProduct {
     #[inline(always)]
     pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
         let (mut a, mut b) = (self.a, self.b);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `run`.
         unsafe {
             if self.add {
                 s.tile_load(self.c, self.c_row);

@@ -44,7 +44,7 @@ pub(crate) trait Elem: Copy {
     /// Two whole vectors of elements are readable there.
     #[inline(always)]
     unsafe fn unit<S: Simd>(self, s: S, at: *const u8) -> [S::V; 2] {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: two whole vectors of elements are readable there.
         unsafe { [self.vector(s, at), self.vector(s, at.add(S::LANES * Self::BYTES))] }
     }
 }
@@ -67,13 +67,13 @@ macro_rules! vector_elem {
 
             #[inline(always)]
             unsafe fn one(self, at: *const u8) -> f32 {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `one`.
                 $one(unsafe { at.cast::<$bits>().read_unaligned() })
             }
 
             #[inline(always)]
             unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `vector`.
                 unsafe { s.$vector(at.cast()) }
             }
         }
@@ -112,7 +112,7 @@ impl Elem for OfFp8 {
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `one`.
         self.0[usize::from(unsafe { at.read() })]
     }
 

@@ -171,7 +171,7 @@ pub(crate) struct Function {
 
 // SAFETY: handles of the driver, which is thread-safe; nothing here is changed after loading.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: handles of the driver, which is thread-safe; nothing here is changed after loading.
 unsafe impl Sync for Function {}
 
 impl Drop for Function {

@@ -276,7 +276,7 @@ impl Memory {
         let mut args = CapturedArgs::default();
         // SAFETY: passed on; its list was read when it was held to the plan's.
         let Some(code) = (unsafe { call.code.as_ref() }) else { return args };
-        // SAFETY: as above.
+        // SAFETY: passed on; its list was read when it was held to the plan's.
         let given = unsafe { listed(code) }.unwrap_or_default();
         let tensors = given.iter().filter(|captured| !captured.data.is_null());
         for (tensor, captured) in problem.code.captured.iter().zip(tensors) {

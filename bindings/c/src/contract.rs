@@ -55,13 +55,13 @@ impl Seen {
 
 // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_CACHE: FmhaCache = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_COMBINE: FmhaCombine = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
 
 /// Given, and never followed: a problem says whether a tensor is there, not what it holds.
@@ -267,13 +267,13 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let with_bias = with!(plain(), lse = there(), bias = tensor(1), dtype_bias = FMHA_F32, sink = there());
     for gradients in gradients() {
         let call = with!(with_bias, gradients = &raw const gradients);
-        // SAFETY: as above.
+        // SAFETY: host pointers are null or a static's; the others are not followed.
         let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
         seen.add("backward", &problem);
         for (score, captured) in gradients_of_captured() {
             let code = with!(codes(&captured)[1], score = score.as_ptr());
             let call = with!(call, code = &raw const code);
-            // SAFETY: as above.
+            // SAFETY: host pointers are null or a static's; the others are not followed.
             let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
             seen.add("backward", &problem);
         }

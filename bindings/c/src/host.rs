@@ -39,21 +39,21 @@ impl Pointed {
         if let Some(gradients) = &gradients {
             struct_bytes::<FmhaGradients>(gradients.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let cache = unsafe { call.cache.as_ref() }.copied();
         if let Some(cache) = &cache {
             struct_bytes::<FmhaCache>(cache.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let part = unsafe { call.part.as_ref() }.copied();
         if let Some(part) = &part {
             struct_bytes::<FmhaPart>(part.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
         Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code })
@@ -331,7 +331,7 @@ impl Choice {
     /// # Safety
     /// `options` is null or options whose strings are null or C strings.
     pub(crate) unsafe fn read(options: *const FmhaOptions) -> Result<Self> {
-        // SAFETY: the caller promised it.
+        // SAFETY: promised by the caller: `options` is null or options whose strings are null or C strings.
         let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
         // SAFETY: the caller promised C strings.

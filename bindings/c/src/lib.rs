@@ -84,7 +84,7 @@ unsafe fn make_plan<C>(
             let choice = Choice::read(options)?;
             make(&open(choice.backend.as_ref())?, &*call, &choice)?
         };
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller promised the rest.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const Fm
 /// `plan` is null (then so is the text) or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
@@ -206,7 +206,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
 /// `plan` is null or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_workspace_bytes(plan: *const FmhaPlan) -> u64 {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(0, FmhaPlan::workspace_bytes)
 }
 
@@ -244,7 +244,7 @@ pub unsafe extern "C" fn fmha_buffer(
 ) -> c_int {
     guard(|| {
         not_null("buffer", buffer)?;
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_buffer`.
         let choice = unsafe { Choice::read(options)? };
         let device = open(choice.backend.as_ref())?;
         let memory = device.memory().alloc(bytes)?;
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn fmha_buffer(
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_buffer_data(buffer: *const FmhaBuffer) -> *mut c_void {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `buffer` is null (then so is the address) or from `fmha_buffer`.
     unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.memory.as_ptr().cast())
 }
 
@@ -276,7 +276,7 @@ pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_voi
         // SAFETY: not null, and the caller promised the rest.
         let buffer = unsafe { &mut *buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller promised the rest.
         let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
         buffer.device.memory().upload(from, &mut buffer.memory)
     })
@@ -296,7 +296,7 @@ pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_voi
         let buffer = unsafe { &*buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
         buffer.device.default_stream().synchronize()?;
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller promised the rest.
         let to = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         buffer.device.memory().download(&buffer.memory, to)
     })

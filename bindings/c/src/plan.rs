@@ -540,7 +540,7 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSliceMut<'a>> {
-        // SAFETY: as above.
+        // SAFETY: passed on. Null is of no bytes: any other is not as the plan has it.
         wanted.then(|| unsafe { self.write(pointer, bytes, elem) })
     }
 

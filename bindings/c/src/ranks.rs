@@ -162,7 +162,7 @@ fn refused(field: &'static str, text: String) -> Error {
 pub unsafe extern "C" fn fmha_dist_join(join: *const FmhaJoin, group: *mut *mut FmhaGroup) -> c_int {
     guard_text(|| {
         let null = |field: &str| format!("{field} is null");
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_join`.
         let join = unsafe { join.as_ref() }.ok_or_else(|| null("join"))?;
         if group.is_null() {
             return Err(null("group"));
@@ -273,9 +273,9 @@ pub unsafe extern "C" fn fmha_dist_leave(group: *mut FmhaGroup) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_fail(group: *const FmhaGroup, field: *const c_char, text: *const c_char) {
     guard_text(|| {
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_fail`.
         if let Some(FmhaGroup { group }) = unsafe { group.as_ref() } {
-            // SAFETY: as above.
+            // SAFETY: the caller keeps the contract of `fmha_dist_fail`.
             let words = unsafe { [host::text("field", field), host::text("text", text)] };
             let [field, text] = words.map(|word| word.ok().flatten().unwrap_or_default().to_owned());
             group.fail(fmha_dist::Error::new(group.rank(), field, text));
@@ -347,7 +347,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
 ) -> c_int {
     guard_text(|| {
         let null = |field: &str| format!("{field} is null");
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
         // SAFETY: passed on.
         let made = unsafe {
@@ -375,7 +375,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
         // SAFETY: passed on.
         unsafe { plan.run(call.as_ref()) }
@@ -389,7 +389,7 @@ pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const F
 /// `plan` is null (then so is the text) or from `fmha_dist_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_plan_text(plan: *const FmhaDistPlan) -> *const c_char {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_dist_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text.as_ptr())
 }
 
@@ -443,10 +443,10 @@ impl FmhaDistPlan {
         let Sizes { o, lse, grads, .. } = self.bytes;
         match &mut *ready {
             Ready::Forward(plan) => {
-                // SAFETY: as above.
+                // SAFETY: passed on, here and below.
                 let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
                 let mut args = FwdArgs::new(q, k, v, out);
-                // SAFETY: as above.
+                // SAFETY: passed on, here and below.
                 args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
                 args.score = score;
                 plan.run(&mut args, &stream)

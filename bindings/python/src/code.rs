@@ -71,7 +71,7 @@ impl Coded {
             // The C library reports what is wrong with a text, so a text that does not parse is skipped.
             let Ok(function) = text.to_string_lossy().parse::<Function>() else { continue };
             for (captured, &dtype) in self.captured.iter().zip(&self.types) {
-                // SAFETY: as above.
+                // SAFETY: who made the request promised C strings.
                 let Some(name) = (unsafe { text_of(captured.name) }) else { continue };
                 let read = function.captures().iter().find(|read| read.name.as_bytes() == name.to_bytes());
                 if let Some(CaptureKind::Tensor { stored, .. }) = read.map(|read| read.kind)
@@ -105,7 +105,7 @@ fn code_of(stored: Stored) -> i32 {
 /// # Safety
 /// `text` is null or a C string that lives as long as its request.
 unsafe fn text_of<'a>(text: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `text` is null or a C string that lives as long as its request.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 

@@ -74,7 +74,8 @@ pub extern "C" fn fmha_py_describe() -> usize {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `request` is null or a request whose tensors are memory of their
+        // device as large as they say.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         let device = plans::device(request)?;
         if device.kind != 0 {
@@ -93,7 +94,7 @@ pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
 /// `call` is null or a call whose tensors are host memory as large as they say, the outputs apart from all else.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_lists(call: *const lists::ListCall) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `fmha_py_lists`.
     guard(|| unsafe { lists::run(call) })
 }
 
@@ -118,12 +119,12 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const c_char) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `fmha_py_check`.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         if operator.is_null() {
             return plans::check(request);
         }
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `fmha_py_check`.
         torch::check(&unsafe { CStr::from_ptr(operator) }.to_string_lossy(), *request)
     })
 }
@@ -134,7 +135,7 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const
 /// `request` is null or a request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `request` is null or a request.
     unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
@@ -145,7 +146,7 @@ pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `fmha_py_explain`.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         keep(&plans::explain(request)?);
         Ok(())

@@ -39,9 +39,9 @@ pub struct ListCall {
 /// # Errors
 /// What is wrong with the call, by its argument's name.
 pub(crate) unsafe fn run(call: *const ListCall) -> Result<(), String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `run`.
     let call = unsafe { call.as_ref() }.ok_or("call is null")?;
-    // SAFETY: as above.
+    // SAFETY: the caller keeps the contract of `run`.
     unsafe { attend(call) }.map_err(|error| error.to_string())
 }
 
@@ -88,7 +88,7 @@ unsafe fn attend(call: &ListCall) -> Result<(), Box<dyn std::error::Error>> {
     let input = |tensor: &Tensor| unsafe {
         DevSlice::from_raw(MemorySpace::Host, tensor.address().cast(), bytes(tensor), fmha::ElemType::Bytes)
     };
-    // SAFETY: as above.
+    // SAFETY: the caller's promise, of each tensor.
     let output = |tensor: &Tensor| unsafe {
         let address = tensor.address().cast();
         DevSliceMut::from_raw(MemorySpace::Host, address, bytes(tensor), fmha::ElemType::Bytes)

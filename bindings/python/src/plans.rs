@@ -26,7 +26,7 @@ struct Plan(*mut FmhaPlan);
 
 // SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.
 unsafe impl Send for Plan {}
-// SAFETY: as above.
+// SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.
 unsafe impl Sync for Plan {}
 
 impl Drop for Plan {

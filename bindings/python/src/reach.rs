@@ -232,7 +232,7 @@ fn coded(seen: &mut Seen) {
             // SAFETY: null, or this call's own struct with its list.
             if let Some(code) = unsafe { call.code.as_ref() } {
                 seen.add("code", code);
-                // SAFETY: as above.
+                // SAFETY: null, or this call's own struct with its list.
                 let list = unsafe { std::slice::from_raw_parts(code.captured, code.num_captured as usize) };
                 list.iter().for_each(|captured| seen.add("captured", captured));
             }

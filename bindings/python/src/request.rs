@@ -310,13 +310,13 @@ impl Request {
     /// `code` is null or a live one, whose list is as long as it says.
     #[must_use]
     pub unsafe fn coded(&self) -> Option<(&Code, &[Captured])> {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
         let code = unsafe { self.code.as_ref() }?;
         let count = usize::try_from(code.num_captured).unwrap_or(0);
         if code.captured.is_null() || count == 0 {
             return Some((code, &[]));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
         Some((code, unsafe { std::slice::from_raw_parts(code.captured, count) }))
     }
 

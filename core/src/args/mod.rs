@@ -55,11 +55,14 @@ pub struct DevSliceMut<'a> {
 // SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither
 // has interior mutability.
 unsafe impl Send for DevSlice<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Sync for DevSlice<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Send for DevSliceMut<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Sync for DevSliceMut<'_> {}
 
 impl<'a> DevSlice<'a> {

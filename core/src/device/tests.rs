@@ -363,7 +363,7 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
         unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, crate::ElemType::Bytes) }
     };
     let empty = || {
-        // SAFETY: as above.
+        // SAFETY: 0 bytes, at null.
         unsafe { DevSliceMut::from_raw(MemorySpace::Device, std::ptr::null_mut(), 0, crate::ElemType::Bytes) }
     };
     for layout in [QLayout::Batch, QLayout::Packed] {

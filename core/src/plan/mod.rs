@@ -114,7 +114,7 @@ struct Sealed<P: Problem> {
 /// As [`Queues::zero`].
 unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
     match queues {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `zero`.
         Some(queues) => unsafe { queues.zero(address, bytes, stream) },
         None => {
             // SAFETY: as above; without queues it is host memory.
@@ -216,7 +216,7 @@ impl<P: Problem> Plan<P> {
             // SAFETY: `Stream::of` gave a live handle of this device's.
             unsafe { self.refuse_captured_dropout(handle)? };
         }
-        // SAFETY: as above.
+        // SAFETY: `Stream::of` gave a live handle of this device's.
         unsafe { self.checked_run(args, handle) }
     }
 
@@ -229,7 +229,7 @@ impl<P: Problem> Plan<P> {
     /// # Errors
     /// As [`run`](Self::run).
     pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `run_on_raw`.
         unsafe {
             self.refuse_captured_dropout(stream)?;
             self.checked_run(args, stream)
@@ -243,7 +243,7 @@ impl<P: Problem> Plan<P> {
     unsafe fn refuse_captured_dropout(&self, stream: u64) -> Result<()> {
         let Some(dropout) = self.0.problem.dropout() else { return Ok(()) };
         let Some(queues) = self.0.device.queues()? else { return Ok(()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `refuse_captured_dropout`.
         if !unsafe { queues.is_capturing(stream)? } {
             return Ok(());
         }

@@ -45,7 +45,8 @@ impl Burst {
     /// # Errors
     /// What the driver said.
     pub unsafe fn seconds(&self, stream: &Stream) -> Result<f64> {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: the memory that the recorded calls named is still there, and
+        // nothing else uses it meanwhile.
         let seconds = stream.seconds(|| unsafe { self.recording.replay(stream) })?;
         Ok(seconds / f64::from(self.calls))
     }

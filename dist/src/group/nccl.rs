@@ -111,7 +111,8 @@ struct Held {
 // SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
 // that is stuck.
 unsafe impl Send for Held {}
-// SAFETY: as above.
+// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
+// that is stuck.
 unsafe impl Sync for Held {}
 
 impl Held {

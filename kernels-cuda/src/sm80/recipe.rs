@@ -182,7 +182,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             // the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }

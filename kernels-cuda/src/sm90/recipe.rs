@@ -381,7 +381,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }

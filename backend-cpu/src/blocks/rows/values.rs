@@ -258,7 +258,8 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
     from: [*const u8; 2],
     weights: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `UNITS` units are readable at both of `from`, weights of Q queries at
+    // `weights`.
     unsafe {
         let mut p = [s.splat(0.0); Q];
         for (q, p) in p.iter_mut().enumerate() {
@@ -302,7 +303,8 @@ unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const ME
     from: *const u8,
     weights: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `UNITS` units are readable at `from`, weights of Q queries at
+    // `weights`.
     unsafe {
         let mut p = [s.splat(0.0); Q];
         for (q, p) in p.iter_mut().enumerate() {

@@ -102,7 +102,7 @@ shims! {
 /// # Safety
 /// `T` is the function's type.
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `T` is the function's type.
     unsafe { library.get::<T>(name.as_bytes()) }
         .map(|symbol| *symbol)
         .map_err(|error| format!("torch lacks {name}, which torch 2.10 has: {error}"))
@@ -171,7 +171,7 @@ impl Shims {
         let gpu = ["torch_cuda", "torch_hip"]
             .into_iter()
             .find_map(|name| Some((name, loaded(&file_of(name)).ok()?)));
-        // SAFETY: as above.
+        // SAFETY: the types are those of the headers.
         let current_stream = gpu
             .as_ref()
             .and_then(|(_, library)| unsafe { symbol(library, "aoti_torch_get_current_cuda_stream").ok() });

@@ -78,7 +78,7 @@ impl Buffer {
 unsafe fn lent<'a, T>(first: *const T, count: i64) -> &'a [T] {
     match usize::try_from(count) {
         Ok(count) if count > 0 && !first.is_null() => {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: the framework lends them for the time of the call.
             unsafe { std::slice::from_raw_parts(first, count) }
         }
         _ => &[],
@@ -284,7 +284,7 @@ impl CallFrame {
 
     /// The buffers to be written.
     pub(super) fn results(&self) -> &[&Buffer] {
-        // SAFETY: as above.
+        // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.results.buffers.cast(), self.results.size) }
     }
 
@@ -469,7 +469,7 @@ mod tests {
     }
 
     unsafe extern "C" fn text(args: *mut ErrorText) {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &mut *args };
         (args.message, args.code) = (c"no memory".as_ptr(), INVALID_ARGUMENT);
     }
@@ -479,13 +479,13 @@ mod tests {
     }
 
     unsafe extern "C" fn stream(args: *mut StreamGet) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         unsafe { (*args).stream = ptr::with_exposed_provenance_mut(77) };
         ptr::null_mut()
     }
 
     unsafe extern "C" fn allocate(args: *mut MemoryAllocate) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &mut *args };
         if args.size > 1 << 20 || args.alignment > 16 {
             return ptr::with_exposed_provenance_mut(1);
@@ -495,13 +495,13 @@ mod tests {
     }
 
     unsafe extern "C" fn free(args: *mut MemoryFree) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &*args };
         asked(format!("free {} at {}", args.size, args.data as usize))
     }
 
     unsafe extern "C" fn ordinal(args: *mut OrdinalGet) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         unsafe { (*args).ordinal = 7 };
         ptr::null_mut()
     }
@@ -584,7 +584,7 @@ mod tests {
         assert!(unsafe { frame.answered() });
         assert_eq!((metadata.version.major, metadata.version.minor, metadata.traits), (0, 1, 0));
         frame.api = ptr::null();
-        // SAFETY: likewise.
+        // SAFETY: a frame of this test's.
         assert!(unsafe { frame.answered() });
         assert_eq!((metadata.version.major, metadata.version.minor), VERSION);
     }

@@ -54,9 +54,9 @@ pub unsafe extern "C" fn fmha_xla_rocm(frame: *const CallFrame) -> *mut XlaError
 /// # Safety
 /// As [`fmha_xla_cpu`].
 unsafe fn handle(frame: *const CallFrame, kind: i32) -> *mut XlaError {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `handle`.
     let Some(frame) = (unsafe { frame.as_ref() }) else { return std::ptr::null_mut() };
-    // SAFETY: likewise.
+    // SAFETY: the caller keeps the contract of `handle`.
     if unsafe { frame.answered() } {
         return std::ptr::null_mut();
     }

@@ -106,7 +106,7 @@ impl TileDots<'_, '_> {
                     ahead.ask_for(s, ROWS * DEPTH * 2 / 4 * self.quarters);
                 }
                 let first = self.keys.at(tile * ROWS, head).wrapping_add(col * 2);
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `multiply_in_place`.
                 unsafe { s.tile_down(tile, TileRows { first, step }) };
                 self.before.go_on(s);
             }
@@ -214,7 +214,7 @@ impl TileDots<'_, '_> {
                             TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
                         }
                     };
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller keeps the contract of `multiply_pieces`.
                     unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
                     self.before.go_on(s);
                 }
@@ -261,7 +261,7 @@ impl TileDots<'_, '_> {
         if let (false, true, Some((rows, _))) =
             (E::IS_BF16, dim - col >= COLUMNS, keys[tile * ROWS..].split_first_chunk::<ROWS>())
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `stage`.
             unsafe { widen_tile(s, codes, (rows, offset), to, ahead) };
             return;
         }
@@ -336,7 +336,7 @@ impl TileDots<'_, '_> {
 unsafe fn multiply_piece<S: Simd, const TILE: usize>(s: S, queries: TileRows, n: usize, piece: *const f32) {
     for half in 0..2 {
         let queries = queries.first.wrapping_add((2 * n + half) * TILE_LEN * size_of::<f32>());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `multiply_piece`.
         unsafe {
             s.tile_top(TileRows { first: queries, step: (ROWS * size_of::<f32>()) as isize });
             let first = piece.cast::<u8>().wrapping_add(half * DEPTH * 2);

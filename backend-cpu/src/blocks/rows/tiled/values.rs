@@ -155,7 +155,7 @@ impl TileValues<'_, '_> {
         weights: *const f32,
         are_widened: bool,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `multiply_codes`.
         unsafe {
             for (tile, rows) in rows.iter().enumerate() {
                 if !are_widened {
@@ -242,7 +242,7 @@ impl TileValues<'_, '_> {
         let staged = staged_tile(self.staged, tile);
         if let (false, true, Ok(rows)) = (E::IS_BF16, UNITS * DEPTH >= COLUMNS, <&[_; ROWS]>::try_from(keys))
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: `UNITS` tiles' columns from `col` on are the head's.
             unsafe { widen_tile(s, codes, (rows, offset), piece, ahead) };
             return staged;
         }
@@ -286,7 +286,7 @@ impl TileValues<'_, '_> {
     ) {
         for &row in whole {
             let at = head * self.values.queries + row;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `add`.
             unsafe {
                 let alpha = s.splat(*self.alpha.add(at));
                 let out = self.out.add(at * self.stride + col);
@@ -335,7 +335,7 @@ fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
 /// The task has entered tiles; the tile's piece is there.
 #[inline(always)]
 unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, tile: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `multiply_tile`.
     unsafe {
         s.tile_left(left_tile(weights, tile));
         s.tile_right(0, unit_of(staged_tile(staged, tile), 0));
@@ -363,7 +363,7 @@ unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: 
         for (unit, zeros) in zeros.iter_mut().enumerate() {
             for (odd, zeros) in zeros.iter_mut().enumerate() {
                 for lane in (0..ROWS).step_by(S::LANES) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: promised by the caller: `sums` are 32 rows of 32.
                     let sum = unsafe { s.load(sums.add(place_of_sums(row % GROUP, 2 * unit + odd) + lane)) };
                     *zeros = s.fma(sum, zero, *zeros);
                 }

@@ -78,6 +78,6 @@ pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
 /// Frees a text of [`fmhaEmulatorLaunches`], which is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmhaEmulatorForget(text: *mut c_char) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `fmhaEmulatorForget`.
     unsafe { launches::forget(text) }
 }

@@ -156,7 +156,7 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T) -> Call {
     if to.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `to` is null or valid for a write.
     unsafe { to.write(value) };
     Ok(())
 }

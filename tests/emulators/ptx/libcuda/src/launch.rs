@@ -230,7 +230,7 @@ pub(crate) unsafe extern "C" fn cuLaunchKernelEx(
     let c = unsafe { &*config };
     // SAFETY: the config says how many attributes it has.
     let cluster = unsafe { c.cluster(function) };
-    // SAFETY: as above.
+    // SAFETY: the config says how many attributes it has.
     let dependent = unsafe { c.is_dependent() };
     let config =
         LaunchConfig { grid: c.grid, block: c.block, cluster, dynamic_shared: c.shared_bytes, dependent };

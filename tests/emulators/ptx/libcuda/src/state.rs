@@ -176,7 +176,7 @@ fn architecture(names: &str) -> Option<Architecture> {
 /// `name` is a C string.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `name` is a C string.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
     if architecture(&name).is_none() {
         return 1;
