@@ -24,7 +24,7 @@ fn main() -> Result<(), fmha::Error> {
     let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
     let problem = FwdProblem::batch(fmha::DType::Bf16, dims).mask(mask).write_lse(true);
 
-    // A contradiction is refused here, by field and number.
+    // An inconsistent problem is refused here, by field and number.
     let broken = problem.clone().dims(Dims { num_heads_kv: 5, ..dims });
     if let Err(error) = broken.validate() {
         println!("\nrefused: {error}");

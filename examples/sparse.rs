@@ -181,7 +181,7 @@ fn problem(topk: usize) -> FwdProblem {
     problem.lists(lists)
 }
 
-/// One step of every table; says how it went.
+/// Trains the layer by one step and returns its loss.
 fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result<String, Error> {
     let rows = BATCH * QUERIES;
     let (index_q, index_k) = (layer.index_q.gather(&task.asked), layer.index_k.gather(&task.names));

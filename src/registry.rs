@@ -124,7 +124,7 @@ impl FromStr for Backend {
 pub struct PassedOver {
     /// Backend that was tried.
     pub backend: Backend,
-    /// Reason why it did not open.
+    /// Reason why the device did not open.
     pub reason: Error,
 }
 
@@ -295,7 +295,7 @@ pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync +
     Ok(())
 }
 
-/// A device that there is, or that there could be.
+/// A device that exists here, or that could exist.
 pub struct Found {
     /// Backend that opens the device.
     pub backend: Backend,

@@ -105,7 +105,7 @@ fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let cases = all();
-        // A function is a text of its own.
+        // Cases of functions are left out: each function is a text of its own.
         let left_out = ["backward/", "code/"];
         let forward =
             cases.iter().filter(|case| !left_out.iter().any(|family| case.name.starts_with(family)));
@@ -136,7 +136,7 @@ fn the_batterys_backward_asks_for_few_products() {
     for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 350)]) {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let mut cases = all();
-        // A function is a text of its own.
+        // Cases of functions are left out: each function is a text of its own.
         cases.retain(|case| !case.name.starts_with("code/"));
         let taken: Vec<Vec<String>> = cases.iter().map(|case| products(&backend, kernel, case)).collect();
         let (cases, kernels) = (

@@ -61,7 +61,7 @@ fn each_other_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     are_found(false);
 }
 
-/// Faults of the sample, or all others.
+/// Checks that the faults of the sample, or all others, are found.
 fn are_found(sampled: bool) {
     let all = faults();
     let count = all.len();

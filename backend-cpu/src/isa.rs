@@ -1,4 +1,4 @@
-//! Which instructions: what the processor has, capped by the configuration.
+//! The instruction set: the processor's best one, capped by the configuration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -100,7 +100,7 @@ pub(crate) trait Kernels {
     fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()>;
     /// Runs a fixed number of FMAs in registers: how many operations.
     fn fma_loop(&self) -> f64;
-    /// Queries across a panel: what `block_m` is a multiple of.
+    /// Queries across a panel, of which `block_m` is a multiple.
     fn query_panel(&self) -> usize;
 }
 

@@ -196,7 +196,7 @@ impl Bytes {
         Self(numbers.as_mut_ptr().cast())
     }
 
-    /// Those from f32 `index` on.
+    /// Address of f32 `index`.
     pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
         self.0.cast::<f32>().wrapping_add(index)
     }

@@ -1,4 +1,4 @@
-//! Plans: which kernel, how, and what it promises.
+//! Plans: the choice of a kernel and its tile, and what the plan promises.
 
 use std::sync::Arc;
 

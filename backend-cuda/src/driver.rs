@@ -56,7 +56,7 @@ mod tests;
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {
-    /// Whether it is the test double's.
+    /// Whether the driver is the emulator's.
     pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,

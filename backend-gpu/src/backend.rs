@@ -62,13 +62,13 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
 /// A choice that takes operands at any address, and the words by which a plan reports it.
 type Other<P, V> = (Choice<Chosen<P, V>>, String);
 
-/// Steps, and what a plan says of each.
+/// Compiled steps, and the description of each for the plan.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
 
-/// A choice without its launches, and these compiled.
+/// A choice without its launches, and those launches compiled.
 type StandIn<P, V> = (Choice<Chosen<P, V>>, Result<(usize, Compiled<V>)>);
 
-/// Why a kernel of these is not there: no compiler.
+/// The reason why compilation failed, if it is a missing compiler.
 fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String> {
     match compiled {
         Ok((_, (steps, _))) => steps.iter().find_map(|step| step.module.as_ref().err().cloned()),

@@ -11,13 +11,13 @@ pub enum Stage {
     UpdateCache,
     /// Writes dropout's keep mask.
     KeepMask,
-    /// Brings the cache to where the kernel reads it.
+    /// Widens or gathers a cache to the layout that the kernel reads.
     Widen,
     /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
     Prepare,
     /// The kernel that bears the plan's name.
     Main,
-    /// Merges what the parts of each row's keys have given.
+    /// Merges the partial results of each row.
     Merge,
     /// Sums gradients that the kernel itself does not.
     Gradients,
@@ -46,7 +46,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// One that starts when the grid before it has ended.
+    /// A grid that starts when the previous one in the stream has ended.
     #[must_use]
     pub const fn new(groups: u32, threads: u32) -> Self {
         Self { groups, threads, dependent: false }
@@ -62,7 +62,7 @@ pub struct Launch {
     pub kernel: &'static str,
     /// Source text of the kernel.
     pub source: KernelSource,
-    /// How it lies over the device.
+    /// Grid of the launch.
     pub grid: Grid,
     /// Dynamic shared memory of a group.
     pub shared_bytes: u32,
@@ -107,7 +107,7 @@ impl Launches {
         (std::mem::take(&mut self.all), self.main)
     }
 
-    /// All, and which of them is the kernel itself.
+    /// All launches, and the index of the kernel itself among them.
     pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
         (self.all, self.main)
     }

@@ -146,7 +146,7 @@ pub trait Facts: Send + Sync + 'static {
     /// Peak rates of the device for products of `dtype`.
     fn roofline(&self, dtype: DType) -> Roofline;
 
-    /// Tiles that were measured on it.
+    /// Measured tiles of the device.
     fn tuned(&self) -> &TunedTiles;
 
     /// Threads that a row kernel gives each row, in words and in number: `a warp`, 32.
@@ -180,11 +180,11 @@ pub struct About<P> {
     pub is_fallback: bool,
     /// Whether it can wait for keys that come while it runs.
     pub waits_for_keys: bool,
-    /// Whether it computes lists of keys.
+    /// Whether the kernel computes attention over lists of keys.
     pub takes_lists: bool,
-    /// Whether it reads masks as data.
+    /// Whether the kernel reads masks as data.
     pub reads_masks: bool,
-    /// Whether it computes scores and masks as code.
+    /// Whether the kernel computes scores and masks as code.
     pub computes_code: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
@@ -489,7 +489,7 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
 
 /// A kernel that takes a problem: what is launched for it, and what that promises.
 pub struct Choice<K> {
-    /// The kernel, with what its launches need.
+    /// The kernel, with the numbers that its launches need.
     pub kernel: K,
     /// Launches in their stages.
     pub launches: Launches,
@@ -502,7 +502,7 @@ pub struct Choice<K> {
 }
 
 impl<K> Choice<K> {
-    /// The choice, whichever kernel it is of.
+    /// The choice with its kernel boxed, so that choices of different kernels have one type.
     #[must_use]
     pub fn planned<P: GpuProblem, V: Vendor>(self) -> Choice<Planned<P, V>>
     where
@@ -521,9 +521,9 @@ impl<K> Choice<K> {
 
 /// Alternative for operands whose addresses a kernel does not take.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
-    /// The kernel takes them all.
+    /// The kernel takes operands at any address.
     Itself,
-    /// The slow kernel of its family.
+    /// The slow kernel of the family.
     Fallback,
     /// A kernel of the same name with loads and stores by elements.
     ByElement(Box<Choice<Planned<P, V>>>),

@@ -59,7 +59,7 @@ pub(super) enum Call {
 const NAN_BYTE: u8 = 0xFF;
 
 impl Call {
-    /// Plans it in another way.
+    /// Plans the problem again with other options.
     pub(super) fn replan(&mut self, backend: &Device, options: &PlanOptions) -> Result<(), fmha::Error> {
         match self {
             Self::Forward(host, plan) => **plan = backend.plan_fwd(&host.problem, options)?,

@@ -221,7 +221,7 @@ fn dtype(descr: &str, raw: Option<DType>) -> Result<DType, String> {
     }
 }
 
-/// A text between quotes, and what follows it.
+/// A text between quotes, and the text behind it.
 fn quoted(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
     text[1..].split_once(quote)

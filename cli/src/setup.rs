@@ -16,7 +16,7 @@ use crate::mask_file;
 use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 
-/// A problem and what says how long its sequences are.
+/// A problem, and the lengths of its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Setup {
     pub(super) fwd: FwdProblem,
@@ -404,7 +404,7 @@ impl ProblemArgs {
     fn backward_of(&self, fwd: &FwdProblem) -> BwdProblem {
         let dbias = match (self.dbias, fwd.score.bias) {
             (true, Bias::Elementwise(bias)) => Some(BiasGrad { dtype: bias.dtype, strides: bias.strides }),
-            // `validate` refuses it by name.
+            // A bias gradient without a bias, which `validate` refuses by name.
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.strides.o }),
             (false, _) => None,
         };

@@ -178,7 +178,7 @@ impl TuneArgs {
         Ok(knobs.into_iter().filter(|(knob, _)| wanted(knob)).collect())
     }
 
-    /// Keeps what was found and says where, or why not.
+    /// Keeps the fastest tile and says where, or why not.
     fn keep(
         &self,
         tuner: &dyn Tune,
@@ -255,7 +255,7 @@ struct Ahead<'a> {
     changed: Condvar,
 }
 
-/// Ends the compiling ahead when it is dropped.
+/// Guard that ends the compiling ahead when it is dropped.
 struct Over<'a, 'b>(&'b Ahead<'a>);
 
 impl Drop for Over<'_, '_> {
@@ -331,7 +331,7 @@ struct Tiles<'a> {
     ahead: &'a Ahead<'a>,
 }
 
-/// A tile's calls, and what they compute with.
+/// Calls of a tile, and the operands that they compute with.
 struct Ready<'a> {
     burst: Burst,
     _resident: Resident<'a>,

@@ -25,7 +25,7 @@ pub trait AbiStruct: AbiType {
     fn c_definition() -> String;
 }
 
-/// A type whose values cross as text.
+/// A type whose values are rendered as text of the kernel's source.
 pub trait AbiLiteral {
     /// The C++ type's name.
     fn c_type() -> &'static str;
@@ -298,7 +298,7 @@ abi_struct! {
         pub lo: i32,
         /// Largest visible `j - i - diag`; `i32::MAX` = unbounded.
         pub hi: i32,
-        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: it is 0.
+        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: `diag` is 0.
         pub bottom_right: i32,
         /// Leading keys that `lo` does not hide.
         pub sink_columns: i32,
@@ -442,11 +442,11 @@ abi_struct! {
         pub ends: DevPtr<u32>,
         /// A flag each, and the kernel's own word.
         pub flags: DevPtr<u32>,
-        /// Pieces that are there before the call.
+        /// Bits of the pieces that are there before the call.
         pub here: u64,
-        /// How long a thread waits for one.
+        /// Nanoseconds for which a thread waits for a piece.
         pub timeout_ns: u64,
-        /// How many there are.
+        /// Number of pieces.
         pub count: i64,
     }
 }
@@ -503,7 +503,7 @@ abi_struct! {
         /// f32 sums of the gradients of captured tensors in the workspace, one gradient behind another, once
         /// for each part of the rows.
         pub captured_sums: DevPtr<f32>,
-        /// Elements of all those gradients.
+        /// Number of elements of all gradients in `captured_sums`.
         pub captured_elems: i64,
         /// How many times they are there: part n has the n-th of equal shares of all query rows.
         pub captured_parts: i64,
@@ -526,7 +526,7 @@ abi_struct! {
 abi_struct! {
     /// Parameters of the combine kernel: partial results over the same rows.
     pub struct CombineParams {
-        /// The first `num_parts` are there.
+        /// The parts, of which the first `num_parts` are given.
         pub parts: [PartPointers; MAX_PARTS],
         /// Every part's strides; `data` is unused.
         pub part: View,

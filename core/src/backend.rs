@@ -55,7 +55,7 @@ use crate::tune::Tune;
 /// }
 /// ```
 pub unsafe trait FmhaBackend: Send + Sync {
-    /// The name that selects it: `cpu`.
+    /// The word that selects the backend: `cpu`.
     fn kind(&self) -> &'static str;
 
     /// Description of the device for people and logs: its name, cores and instructions.
@@ -69,7 +69,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// Every kernel this backend has, best first.
     fn kernels(&self) -> Vec<&'static str>;
 
-    /// Itself as a compiler of kernels, if it compiles any.
+    /// The backend as a compiler of kernels, if it compiles any.
     fn precompiler(&self) -> Option<&dyn Precompile> {
         None
     }
@@ -311,7 +311,7 @@ impl DevBuffer {
         self
     }
 
-    /// The type of what was uploaded: a workspace stays one.
+    /// Sets the type of uploaded elements; a workspace stays a workspace.
     fn set_elem(&mut self, elem: ElemType) {
         if self.elem() != ElemType::Scratch {
             self.elem = Told::new(elem);

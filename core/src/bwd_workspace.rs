@@ -52,7 +52,7 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_elems)?;
-        // The schedulers' counters, then what has rows.
+        // Offset of the arrays with rows, behind the schedulers' counters.
         let first = 256;
         let all_stats = stats.checked_mul(3)?;
         let semaphores = all_stats.checked_add(sum_bytes)?.checked_add(first)?;
@@ -132,7 +132,7 @@ pub struct BwdRows {
 }
 
 impl BwdRows {
-    /// Those of a problem.
+    /// Row counts of a problem.
     #[must_use]
     pub fn of(problem: &BwdProblem) -> Self {
         let dims = problem.fwd.dims;
@@ -154,7 +154,7 @@ impl BwdRows {
         }
     }
 
-    /// All of them.
+    /// Number of all rows.
     #[must_use]
     pub fn all(&self) -> u64 {
         [self.keys, self.bias, self.sinks].into_iter().fold(self.queries, u64::saturating_add)

@@ -33,7 +33,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`].
     type Args<'a>;
 
-    /// Which operation's problem it is.
+    /// Operation of the problem.
     const OPERATION: Operation;
 
     /// Whether the arguments fit: extents, alignment, memory, and no output over another operand.
@@ -65,7 +65,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn workspace<'a>(args: &'a Self::Args<'_>) -> Option<&'a DevSliceMut<'a>>;
 
-    /// Whether there is nothing to write.
+    /// Whether the call has nothing to write.
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
 
@@ -152,7 +152,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Some(CodeSource { code, gradients: self.captured_gradients() })
     }
 
-    /// Wanted gradients of what a score as code captures.
+    /// Wanted gradients of the tensors that a score as code captures.
     #[doc(hidden)]
     fn captured_gradients(&self) -> &[CapturedGrad] {
         &[]

@@ -202,7 +202,7 @@ FMHA_DEVICE bool visible(const Pair&) {
 }
 ";
 
-/// `fmha/expr.h`: what printed expressions call.
+/// `fmha/expr.h`: functions that printed expressions call.
 #[must_use]
 pub(crate) fn expr_h() -> Header {
     let text = format!(

@@ -1,4 +1,4 @@
-//! Number types: what a tensor's elements are.
+//! Number types of a tensor's elements.
 
 use std::fmt;
 use std::str::FromStr;

@@ -69,7 +69,7 @@ impl Double {
             program.ancestors().skip(1).take(3).map(|folder| folder.join(self.file)).collect();
         let found = beside.iter().find(|path| path.exists()).cloned();
         match (tree, found) {
-            // The emulators' own tests: Cargo has built it for them.
+            // A test of the emulators finds the library that Cargo has built for it.
             (Some(tree), Some(found)) if program.starts_with(&tree) => Ok(found),
             (Some(tree), _) => self.built(&tree),
             (None, Some(found)) => Ok(found),

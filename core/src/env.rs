@@ -1,4 +1,4 @@
-//! The environment variables, all of them.
+//! The table of all environment variables.
 
 use crate::error::{Error, Result};
 

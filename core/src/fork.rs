@@ -36,7 +36,7 @@ fn watch() {
 /// both are dropped. Holds no lock that a fork could leave locked.
 pub struct PerProcess<T> {
     value: ManuallyDrop<T>,
-    /// [`FORKS`] of the process that made it.
+    /// [`FORKS`] of the process that made the value.
     forks: u64,
     of_child: OnceBox<PerProcess<T>>,
 }

@@ -107,7 +107,7 @@ mod tests {
     fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
         let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
         let problem = problem.clone().seqused_k(true);
-        // Beyond what is used lies what is wrong.
+        // Entries beyond the used ones are wrong, and not read.
         let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
         let (checked, read) = check(&problem, &lengths(cu, used, pages));
         checked.unwrap();

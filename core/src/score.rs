@@ -36,7 +36,7 @@ pub struct ElementwiseBias {
 /// The extents of a bias over batch and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasBroadcast {
-    /// One matrix for all.
+    /// One matrix for all sequences and heads.
     OneOne,
     /// One matrix per query head.
     OneHead,
@@ -62,7 +62,7 @@ impl BiasBroadcast {
         }
     }
 
-    /// The kind with these axes.
+    /// The kind of bias with these axes.
     #[must_use]
     pub fn of_axes(per_batch: bool, per_head: bool) -> Self {
         match (per_batch, per_head) {
@@ -95,7 +95,7 @@ impl BiasBroadcast {
 pub enum Descale {
     /// No factor: the stored value is the value.
     None,
-    /// One number, `[1]`.
+    /// One number for the tensor, `[1]`.
     PerTensor,
     /// `[batch, num_heads_kv]`.
     PerKvHead,

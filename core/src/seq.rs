@@ -278,7 +278,7 @@ fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Res
     Ok(())
 }
 
-/// How many rows each sequence appends, and where they are.
+/// Number of appended rows of each sequence, and their places.
 struct NewRows {
     /// `cu_seqlens_new`, where they are packed.
     cu: Option<Vec<i32>>,

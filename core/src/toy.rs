@@ -51,7 +51,7 @@ pub(crate) struct Toy {
     pub(crate) seconds: f64,
     pub(crate) workspace: Workspace,
     pub(crate) deterministic: bool,
-    /// The address of Q that it does not take.
+    /// The address of Q that the toy backend refuses.
     pub(crate) refused: Option<u64>,
     /// Whether a stream is captured at the moment.
     pub(crate) captures: AtomicBool,

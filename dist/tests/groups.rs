@@ -72,7 +72,7 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     let mut wrong = right.clone();
     wrong.whole.dims.num_heads_kv = 1;
     all_say(run(&wrong), 2, "num_heads_kv", "but most say 2");
-    // Wrong by itself too.
+    // A call that is wrong by itself too.
     let mut wrong = right.clone();
     wrong.whole.dims.num_heads_kv = 3;
     all_say(run(&wrong), 2, "num_heads_q", "num_heads_q 4 is not a multiple of num_heads_kv 3");
@@ -303,7 +303,7 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
             let start = Instant::now();
             let rank = group.rank();
             if rank == late {
-                // The rank comes after the others have given up.
+                // The rank comes after the others have timed out.
                 std::thread::sleep(3 * SHORT);
             }
             let result = support::forward_rank(&host, &problem, group, &ring(), 1);

@@ -58,7 +58,7 @@ fn cases() -> Vec<Case> {
         "f32",
         FwdProblem::batch(DType::F32, dims((40, 40), (8, 4))).mask("t".parse().unwrap()).write_lse(true),
     ));
-    // Bytes travel, whatever they hold.
+    // Exchanges move bytes, those of FP8 too.
     all.push(case("fp8", {
         FwdProblem::batch(DType::E4m3Fn, dims((61, 90), (4, 2))).dtype_o(DType::Bf16).write_lse(true)
     }));
@@ -177,7 +177,7 @@ impl Case {
         !self.whole.dtypes.qk.is_fp8()
     }
 
-    /// Whether a scheme takes it.
+    /// Whether a scheme takes the case.
     fn takes(&self, scheme: Scheme, ranks: u32) -> bool {
         if scheme == Scheme::Mixed {
             return ranks > 2 && ranks.is_multiple_of(2);

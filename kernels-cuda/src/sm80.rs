@@ -34,11 +34,11 @@ const MOST_SHARES: i32 = 1 << 16;
 /// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
 const MOST_RAW_OUTPUT: i32 = 32 * 128;
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
-/// The one whose K and V come by TMA.
+/// Header of the kernel that brings K and V by TMA.
 pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
-/// The one under a tree mask.
+/// Header of the kernel under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 /// The text under masks as data.
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
@@ -161,7 +161,7 @@ impl Sm80Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// How the tile cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> Cut {
         let shares = Shares {

@@ -33,13 +33,13 @@ pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepar
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 
 /// Whether consumer warpgroups issue their products in turn, one's under another's exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PingPong {
-    /// Each when it can.
+    /// Each warpgroup issues its products as soon as it can.
     Off,
     /// The next warpgroup may issue when this one's products are issued.
     AtIssue,

@@ -43,9 +43,9 @@ abi_struct! {
         pub block_n: i32,
         /// Keys of a part, whatever the sequence's length; 0: by `count`.
         pub keys: i32,
-        /// The first query whose parts these are.
+        /// First query whose parts a launch has.
         pub first_row: i32,
-        /// Queries of every sequence and head whose parts these are.
+        /// Queries of every sequence and head whose parts a launch has.
         pub num_rows: i32,
         /// Query heads of a tile's rows. This field and those below are for parts that end where CTAs' shares
         /// do.
@@ -103,7 +103,7 @@ impl Shares {
         problem.dims.seqlen_k.div_ceil(block_n).max(1).min(parts.min(u32::MAX.into()) as u32)
     }
 
-    /// Whether the device counts so many blocks.
+    /// Whether the device's counters hold so many blocks.
     #[must_use]
     pub fn takes(self, problem: &FwdProblem, block_n: u32) -> bool {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
@@ -255,7 +255,7 @@ impl KvParts {
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
-        // A part of a share is of one tile.
+        // Heads of a part: in shares a part is of one tile.
         let heads = i64::from(if self.heads > 0 { self.heads } else { whole.num_heads_q });
         // Queries count from the sequence's first: where that one's would lie.
         let first = i64::from(self.first_row);

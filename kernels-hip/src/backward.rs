@@ -70,7 +70,7 @@ abi_spec! {
         pub dtype_grad: DType,
         /// Elements of a query's or key's row, padded to whole lines of the unit: 64 of MFMA, 32 of WMMA.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row, padded likewise.
+        /// Elements of a row of V or O, padded as Q's and K's.
         pub head_dim_v: i32,
         /// `Full`: no band. Any other: the band of the call, bounded or not, and its sink columns.
         pub mask: MaskKind,
@@ -135,7 +135,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const WAVE_ROWS: u32;
     /// Threads of a wave.
     const WAVE_THREADS: u32;
-    /// Rows are padded to these many elements.
+    /// Number of elements to whose multiples rows are padded.
     const LINE: u32;
 
     /// Checks that an architecture has the unit.

@@ -77,7 +77,7 @@ impl CdnaTile {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cdna {
     spec: CdnaSpec,
-    /// How it computes.
+    /// Tile of the kernel.
     pub(crate) tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,

@@ -20,7 +20,7 @@ pub(crate) enum OutputKind {
     Wide,
     /// The FP8 types of the architecture.
     Fp8,
-    /// All of these.
+    /// Any of these types.
     Any,
 }
 

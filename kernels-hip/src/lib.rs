@@ -112,7 +112,7 @@ pub fn headers() -> Vec<Header> {
 const CDNA: &str = "using namespace fmha::cdna;";
 const RDNA: &str = "using namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;";
 
-/// An entry that uses such names.
+/// An entry that uses these namespaces.
 fn source(entry: &Entry<'_>, names: &str) -> KernelSource {
     let text = entry.render().replace("using namespace fmha;", &format!("using namespace fmha;\n{names}"));
     KernelSource::new(text, headers)

@@ -23,10 +23,10 @@ const LAUNCH: u64 = 1;
 /// Gain by which the stride has to be ahead of a dispatcher that knows what the model does not: clocks, the
 /// other tenants of a device, what memory did.
 const WORTH_PERCENT: u64 = 2;
-/// Rounds that are simulated. More are like these.
+/// Most rounds that are simulated; more rounds behave alike.
 const MOST_ROUNDS: u64 = 64;
 
-/// Why tiles are dealt out as they are.
+/// Reason for the order in which tiles are dealt out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     Asked,

@@ -69,7 +69,7 @@ pub enum Gradients {
     Captured,
 }
 
-/// Memory of what functions capture.
+/// Memory of the tensors that functions capture.
 struct Memory {
     tensors: Vec<(CapturedTensor, Vec<u64>)>,
     numbers: Vec<Number>,

@@ -111,9 +111,9 @@ pub enum Plant {
     LastKeys,
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
-        /// The first such key.
+        /// The first key of the range.
         begin: u32,
-        /// Row behind the last one.
+        /// The key behind the last of the range.
         end: u32,
         /// Infinity, or a large number.
         key: f64,

@@ -7,7 +7,7 @@ use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
-    /// Backends that refuse so, by [`fmha_core::Device::kind`].
+    /// Backends with this refusal, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
     /// Which of its kernels refuse, each where it was asked for; none: any.
     pub kernels: &'static [&'static str],
@@ -15,7 +15,7 @@ pub struct Declared {
     pub slowly: bool,
     /// Description of the refusal, for the report.
     pub what: &'static str,
-    /// The cases it may refuse for it.
+    /// Whether a case may be refused for this reason.
     pub applies: fn(&Case, Option<&FwdProblem>) -> bool,
 }
 

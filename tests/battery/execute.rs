@@ -335,7 +335,7 @@ fn timed(stream: &Stream, queue: impl FnOnce() -> Result<()>) -> Result<CallTime
     Ok(CallTime { seconds: start.elapsed().as_secs_f64(), on_device: false })
 }
 
-/// The operands where the backend wants them.
+/// Operands in the memory that the backend reads.
 struct Views<'a> {
     inputs: BTreeMap<Operand, DevSlice<'a>>,
     outputs: BTreeMap<Operand, DevSliceMut<'a>>,

@@ -16,12 +16,12 @@ use crate::verdict::Verdict;
 
 mod bits;
 
-/// A forward call, and what it must agree with.
+/// A forward call, and another one with which it must agree.
 #[derive(Clone, Debug)]
 pub struct Law {
     /// The call.
     pub forward: Forward,
-    /// The other one.
+    /// Kind of the other call.
     pub kind: LawKind,
 }
 
@@ -59,9 +59,9 @@ pub enum LawKind {
     SplitsCombine(u32),
     /// Itself, so many times more; where the plan promises to be deterministic.
     Repeated(u32),
-    /// Each of its sequences alone.
+    /// Calls of each of its sequences alone.
     AloneIsInBatch,
-    /// Each of its packed sequences alone, both planned with `batch_invariant`.
+    /// Calls of each of its packed sequences alone, all planned with `batch_invariant`.
     AloneIsInPack,
 }
 

@@ -26,7 +26,7 @@ pub enum Outcome {
     Passed,
     /// The case ran and something does not hold, or it could not run for a reason that is not declared.
     Failed,
-    /// The backend refused it, as declared.
+    /// The backend refused the case, as declared.
     Refused,
     /// The case needs something that this machine lacks.
     Absent,
@@ -60,7 +60,7 @@ pub fn tile_fields(words: &str) -> TileOptions {
     fields.map(|(field, value)| (field.to_owned(), value.to_owned())).collect()
 }
 
-/// A case's outcome and the sentence that goes with it.
+/// A case's outcome and the sentence that describes it.
 pub type Ended = (Outcome, String);
 
 impl Case {
@@ -225,7 +225,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
     None
 }
 
-/// Writes what the case plants.
+/// Writes the values that the case plants.
 fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     let dims = host.problem.dims;
     let spans = host.spans.clone();

@@ -59,7 +59,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// Sets one operand's random numbers apart from another's.
+    /// A number that makes one operand's random numbers differ from another's.
     pub(crate) fn salt(self) -> u64 {
         match self {
             Operand::Q => 1,

@@ -51,7 +51,7 @@ pub struct TensorVerdict {
 /// Comparison of a call's results with the reference.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Verdict {
-    /// One for each output.
+    /// A verdict for each output.
     pub tensors: Vec<TensorVerdict>,
     /// Other faults: a byte written that belongs to no tensor, a keep mask that differs.
     pub faults: Vec<String>,

@@ -160,7 +160,7 @@ fn call(
     call
 }
 
-/// A plan on the CPU, as C has it.
+/// A plan of the C library on the CPU.
 pub(super) struct Plan(*mut FmhaPlan);
 
 fn last_error() -> String {
@@ -183,7 +183,7 @@ impl Drop for Plan {
     }
 }
 
-/// Plans it on the CPU.
+/// Plans the call on the CPU.
 pub(super) fn planned(call: &FmhaCall) -> Result<Plan, String> {
     // SAFETY: as in `call`.
     let mut options: FmhaOptions = unsafe { std::mem::zeroed() };

@@ -93,7 +93,7 @@ def window_of(case, rng, keys):
     """Bounds as the suite gives them, and what they and ``causal`` leave visible of (rows, keys)."""
     kind = case["local"]
     left, right = (rng.randrange(max(keys, 1)), rng.randrange(max(keys, 1))) if kind else (-1, -1)
-    # FlashAttention 3's and 4's suites ask for one of them.
+    # The suites of FlashAttention 3 and 4 combine at most one of them.
     if case["suite"] in ("fa3", "fa4") and kind and case["causal"]:
         raise Skipped
     if case["suite"] != "fa4":
@@ -530,7 +530,7 @@ def pages(case, rng):
         raise Skipped
     heads, heads_kv = case["heads"]
     if case["suite"] == "flashinfer" and heads * sum(a * b for a, b in lengths) * d * 2 > WORK:
-        # Sequences are alike there.
+        # FlashInfer's sequences have equal lengths here, so one stands for all.
         lengths = lengths[:1]
     rows, keys = zip(*lengths)
     work = sum(a * b for a, b in lengths) * d * 2

@@ -142,7 +142,7 @@ impl DeviceMemory for Memory {
     }
 }
 
-/// Queues of a device whose work is done at return.
+/// Queues of a device whose calls are complete when they return.
 impl Queues for Memory {
     fn create_stream(&self) -> Result<u64> {
         Ok(1)
@@ -209,7 +209,7 @@ impl Queues for Memory {
     unsafe fn destroy_graph(&self, _: u64) {}
 }
 
-/// A slice as host memory, whatever it is called.
+/// A slice as host memory, whatever space it names.
 fn host(slice: DevSlice<'_>) -> DevSlice<'_> {
     // SAFETY: every slice of this backend is memory of the processor.
     unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes(), slice.elem()) }

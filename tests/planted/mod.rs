@@ -60,13 +60,13 @@ pub(crate) enum Fate {
     Missed(String),
     /// The compiler refuses the text.
     DoesNotCompile(String),
-    /// No kernel of the case changes by it.
+    /// The fault changes no kernel of the case.
     ChangesNothing,
     /// A compiler or an emulator is missing.
     Absent(String),
 }
 
-/// Gives a process its fault.
+/// Environment variable that gives a process its fault.
 const OWN: &str = "PLANTED_FAULT";
 /// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);

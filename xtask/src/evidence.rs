@@ -52,7 +52,7 @@ struct Figure {
     kernel: String,
     /// `3120 passed, 0 failed`.
     found: String,
-    /// Hash of the text that it was found on.
+    /// Hash of the kernel's text in that run.
     text: String,
 }
 
@@ -98,7 +98,7 @@ fn counts(printed: &str) -> Vec<(String, String)> {
 }
 
 impl Evidence {
-    /// One fact a line: a word, a tab, the rest.
+    /// Parses one fact a line: a word, a tab, the rest.
     fn parse(text: &str) -> Result<Self, String> {
         let mut evidence = Self::default();
         for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -137,7 +137,7 @@ impl Evidence {
         text
     }
 
-    /// Whether a figure's text and emulator are those of now.
+    /// Whether a figure's text and emulator are the present ones.
     fn is_fresh(&self, figure: &Figure) -> bool {
         let same = text_hash(&self.on, &figure.kernel).is_ok_and(|now| now == figure.text);
         let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder]).ok());

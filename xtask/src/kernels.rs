@@ -30,7 +30,7 @@ pub(crate) struct Row {
     /// Name of the kernel in plans, where every case must run on it; `None` lets the backend choose,
     /// fallbacks included.
     pub(crate) kernel: Option<&'static str>,
-    /// `cuda` or `rocm`, and what it is to emulate.
+    /// `cuda` or `rocm`, and the architecture to emulate.
     pub(crate) backend: &'static str,
     pub(crate) arch: &'static str,
     /// `--tile`, where a row is about one that no table chooses for cases this small.
@@ -59,7 +59,7 @@ const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|law
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
-/// FP8 whose V has rows, of FP8 too.
+/// Cases of FP8 queries and keys whose V has rows, of FP8 too.
 const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
     few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
 
@@ -99,7 +99,7 @@ pub(crate) const ROWS: &[Row] = &[
     // Scores and masks as code, each expression a kernel of its own; backend-cuda/tests/code.rs has a sample.
     Row { in_all: Cases { filter: "^code/", deal: 1 }, ..HOPPER },
     Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
-    // Positions of a larger call, in everything that has them.
+    // Positions of a larger call, in every mask and modifier that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute
     // for, are of `--all`.
@@ -478,7 +478,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16.*(strided|packed|p64)$", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Less shared memory, other tiles.
+    // An architecture with less shared memory, and so with other tiles.
     Row {
         arch: "sm_89",
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },

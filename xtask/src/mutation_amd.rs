@@ -56,7 +56,7 @@ fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
     let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     files.sort();
     if title.starts_with("backward") {
-        // The forward's, whose O and LSE the gradients are of.
+        // The recording of the forward, whose O and LSE the gradients need.
         files = files.split_off(files.len().min(1));
     } else {
         files.truncate(1);

@@ -173,7 +173,7 @@ const COMMON: [&str; 2] = ["bf16/d64x64", "bf16/d128x128"];
 /// A system that wheels are made for, on whichever one this is: zig compiles and links for each.
 struct System {
     triple: &'static str,
-    /// The library, as the package looks for it there.
+    /// Name of the library's file in the package.
     library: &'static str,
     /// The platform that a wheel names, without a version of glibc.
     platform: &'static str,

@@ -170,7 +170,7 @@ pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Whether a program is there and works.
+/// Whether a program exists and works.
 pub(crate) fn runs(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }

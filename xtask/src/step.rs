@@ -24,7 +24,7 @@ enum Kind {
     Tests,
     /// `fmha conformance`: its last line that begins with `all` has the counts.
     Battery,
-    /// Counts as one test: it ends well or not.
+    /// The step counts as one test, which passes if the program succeeds.
     Check,
 }
 
@@ -52,7 +52,7 @@ impl Step {
         }
     }
 
-    /// `cargo` or another program with such output.
+    /// A step that runs `cargo`, or another program with such output.
     pub(crate) fn cargo(name: &str, words: &[&str]) -> Self {
         let words = std::iter::once(env!("CARGO")).chain(words.iter().copied()).map(str::to_owned).collect();
         let (folder, environment) = (None, Vec::new());

@@ -85,7 +85,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if matches!(extent, Extent::All { .. }) {
         // Minutes of random input, where a second serves otherwise.
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
-        // Every model of transformers compiled, where one is otherwise.
+        // Every model of transformers is compiled, where CI compiles one.
         environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
         // A thousand calls of other libraries' suites, where 24 are otherwise.
         environment.push(("FMHA_PEERS".to_owned(), "64:1000".to_owned()));
@@ -301,7 +301,7 @@ fn steps(
     steps
 }
 
-/// Those of them that a run has.
+/// The steps that a run of this extent has.
 fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     match extent {
         Extent::Quick | Extent::Test => steps,

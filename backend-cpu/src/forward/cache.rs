@@ -105,7 +105,7 @@ pub(crate) fn append(
     Ok(())
 }
 
-/// Q as attention takes it: turned to its positions, b·s·h·d.
+/// Q rotated to its positions, b·s·h·d.
 pub(crate) struct TurnedQueries {
     memory: Floats,
     dtype: DType,
@@ -363,7 +363,7 @@ struct Together<'a> {
     /// Rows that follow one another from the first on, in this call or after it.
     contiguous: usize,
     dim: usize,
-    /// Bytes of an element where it goes.
+    /// Bytes of an element in the destination.
     size: usize,
     /// One for each head; none where they go as they are.
     widen: &'a [BytePlanes],

@@ -79,7 +79,7 @@ struct Task {
     i_head: u32,
     i: u32,
     queries: u32,
-    /// Keys that it visits.
+    /// Number of keys that the task visits.
     keys: u32,
 }
 

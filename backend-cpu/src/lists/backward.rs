@@ -52,9 +52,9 @@ struct State {
     douts: Floats,
     dout_rows: Floats,
     query_rows: Floats,
-    /// dP, then dS, laid out as P.
+    /// dP, overwritten by dS, laid out as P.
     gradients: Floats,
-    /// The soft-cap's slope, likewise.
+    /// The soft-cap's slope, laid out as P.
     slope: Floats,
     dq: Floats,
     lse: Floats,

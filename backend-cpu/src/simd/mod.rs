@@ -46,7 +46,7 @@ use arithmetic;
 
 /// A kernel: what [`Simd::run`] compiles for one instruction set.
 pub(crate) trait Op<S: Simd> {
-    /// Runs it. Implementations are `#[inline(always)]`.
+    /// Runs the kernel. Implementations are `#[inline(always)]`.
     fn call(self, simd: S);
 }
 
@@ -152,7 +152,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
         let mut is_moderate = true;
         for col in 0..Self::PANEL {
-            // SAFETY: promised by the caller: pANEL bf16 are readable at `low` and at `high`, PANEL f32
+            // SAFETY: promised by the caller: PANEL bf16 are readable at `low` and at `high`, PANEL f32
             // writable at `to`.
             unsafe {
                 let (low, high) = (low.add(col).read_unaligned(), high.add(col).read_unaligned());
@@ -339,7 +339,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (lower, c);
     }
 
-    /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
+    /// [`math::exp2_coarse`], or a shorter sequence of instructions within its error.
     #[inline(always)]
     fn exp2_coarse(self, x: Self::V) -> Self::V {
         math::exp2_coarse(self, x)
@@ -378,7 +378,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         unsafe { self.load(from.cast()) }
     }
 
-    /// Whether [`widen_codes`](Self::widen_codes) can be right for these numbers.
+    /// Whether [`widen_codes`](Self::widen_codes) is right for these tables.
     fn widens(planes: &BytePlanes) -> bool {
         planes.is_odd()
     }

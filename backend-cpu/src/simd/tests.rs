@@ -40,7 +40,7 @@ fn transposes<S: Simd>(s: S) {
         for (at, &found) in to.iter().enumerate() {
             let (c, r) = (at / TO_STEP, at % TO_STEP);
             let inside = c < S::LANES && r < S::LANES;
-            // The right half may be there too.
+            // An element of the block, or of its right half, which may be computed too.
             if !inside || c < columns {
                 let wanted = if inside { from[r * FROM_STEP + c] } else { -1.0 };
                 assert_eq!(found, wanted, "row {r}, column {c}, left: {left}");

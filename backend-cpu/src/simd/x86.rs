@@ -17,7 +17,7 @@ pub(crate) fn cpuid(leaf: u32, part: u32) -> CpuidResult {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
 
-/// AVX-512 F (and what [`Avx2`] has): sixteen lanes, thirty-two registers.
+/// AVX-512 F on top of [`Avx2`]: sixteen lanes, thirty-two registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512(pub(super) ());
 
@@ -422,7 +422,7 @@ macro_rules! byte_methods {
     };
 }
 
-/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) add to those.
+/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) have beside those of AVX-512.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;

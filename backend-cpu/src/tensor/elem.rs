@@ -1,4 +1,4 @@
-//! Types of elements, settled before the loops over them.
+//! Element types as Rust types, so that loops over elements are compiled for one type each.
 
 use fmha_core::DType;
 use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
@@ -23,7 +23,7 @@ pub(crate) fn fp8_table(dtype: DType) -> &'static [f32; 256] {
     }
 }
 
-/// A type of elements, settled before the loops over them.
+/// An element type as a Rust type, so that loops over elements are compiled for one type each.
 pub(crate) trait Elem: Copy {
     const BYTES: usize;
     /// # Safety

@@ -24,7 +24,7 @@ use fmha_gpu::{
     RowKernel, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
-/// Parameters of one of its kernels.
+/// Parameters of this vendor's kernel.
 #[repr(C)]
 struct Params {
     at: *mut f32,
@@ -342,7 +342,7 @@ impl Kernel<ValidFwd, Third> for Staged {
     }
 }
 
-/// Adds 7 to O wherever it lies.
+/// A slow kernel that takes any address: it adds 7 to O.
 #[derive(Clone, Copy)]
 struct Slow;
 

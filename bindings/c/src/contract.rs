@@ -18,7 +18,7 @@ use crate::{
 fn fields(debug: &str) -> Vec<(String, String)> {
     let (mut path, mut found) = (Vec::<String>::new(), Vec::new());
     for line in debug.lines().map(str::trim) {
-        // A function is its text, which declares what it captures.
+        // A function prints as its text between backquotes, whose colons separate captures and not fields.
         let pair = if line.starts_with('`') { None } else { line.split_once(": ") };
         let (name, value) = pair.unwrap_or(("", line));
         if matches!(value, "}" | "}," | ")" | ")," | "]" | "],") {
@@ -335,7 +335,7 @@ fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
         // SAFETY: its strings are null or C strings.
         seen.add("options", &unsafe { Choice::read(&raw const options).unwrap() }.plan);
     }
-    // One tile is tried.
+    // The tile's fields are left out: only one tile is tried.
     seen.0.retain(|path, _| !path.starts_with("options.tile."));
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");

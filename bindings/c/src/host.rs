@@ -179,7 +179,7 @@ pub(crate) unsafe fn mask(call: &FmhaCall) -> Result<MaskSpec, ProblemError> {
     }
 }
 
-/// A problem with what `FmhaCache` adds to it.
+/// The problem with the cache's use by `FmhaCache`.
 fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
     let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
     let packed = !cache.cu_seqlens_new.is_null();
@@ -415,7 +415,7 @@ fn layouts(call: &FmhaCall) -> Result<(QLayout, KvLayout), ProblemError> {
     Ok((q, kv))
 }
 
-/// Rows and pages, each there iff the layout has it.
+/// Totals of a call: rows where the layout is packed, pages where it is paged.
 #[inline]
 pub(crate) fn totals(call: &FmhaCall, cache: Option<&FmhaCache>) -> Result<Totals, ProblemError> {
     let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;

@@ -23,9 +23,9 @@ pub struct FmhaPlan {
 
 /// Source of a run's scratch.
 enum Scratch {
-    /// The plan's own; nothing where it needs none.
+    /// Scratch that the plan owns; `None`: the plan needs none.
     Own(Option<DevBuffer>),
-    /// Each call brings so many bytes.
+    /// Scratch that each call brings, of so many bytes.
     Callers { bytes: u64 },
 }
 

@@ -39,7 +39,7 @@ pub struct FmhaJoin {
     pub struct_bytes: u64,
     /// Which rank this one is, from 0; 0 without an address.
     pub rank: i64,
-    /// How many there are; 0 without an address.
+    /// Number of ranks; 0 without an address.
     pub size: i64,
     /// Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
     /// every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port

@@ -102,7 +102,7 @@ pub struct FmhaCache {
     pub cu_seqlens_new: *const i32,
     /// Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
     pub rotary_cos: *const c_void,
-    /// Sines, likewise.
+    /// Sines of the rotary embedding, as rotary_cos.
     pub rotary_sin: *const c_void,
     /// u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
     /// shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
@@ -136,7 +136,7 @@ pub struct FmhaPart {
     /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
     /// whole ends where the part does.
     pub seqlen_q: i64,
-    /// Keys of each whole sequence, likewise.
+    /// Keys of each whole sequence, as seqlen_q has its queries.
     pub seqlen_k: i64,
     /// Index of the first sequence, for dropout.
     pub batch: i64,
@@ -233,7 +233,7 @@ pub struct FmhaCall {
     /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
     /// [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
     pub k: FmhaTensor,
-    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
+    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged as K.
     pub v: FmhaTensor,
     /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
     pub o: FmhaTensor,
@@ -248,7 +248,7 @@ pub struct FmhaCall {
     pub keep_mask: *mut u8,
     /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
     pub cu_seqlens_q: *const i32,
-    /// i32 [batch + 1], likewise for K and V.
+    /// i32 [batch + 1], for K and V as cu_seqlens_q for Q.
     pub cu_seqlens_k: *const i32,
     /// i32 [batch], queries in use of each sequence; null: all.
     pub seqused_q: *const i32,
@@ -262,9 +262,9 @@ pub struct FmhaCall {
     pub sink: *const f32,
     /// FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
     pub descale_q: *const f32,
-    /// FP8 K's factor, likewise.
+    /// FP8 K's factor, of the same shape as descale_q; null: 1.
     pub descale_k: *const f32,
-    /// FP8 V's factor, likewise.
+    /// FP8 V's factor, of the same shape as descale_q; null: 1.
     pub descale_v: *const f32,
     /// FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
     pub scale_o: *const f32,
@@ -356,7 +356,7 @@ pub struct FmhaCombine {
     pub dtype_part: i32,
     /// Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_o: i32,
-    /// How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+    /// Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
     /// 0.
     pub reserved: i32,

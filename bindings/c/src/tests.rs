@@ -621,7 +621,7 @@ fn cases() -> u32 {
     if cfg!(miri) { 20 } else { fuzz_cases(2000) }
 }
 
-/// A second does some `per_second` of them.
+/// Number of fuzz cases: a second runs some `per_second` of them.
 fn fuzz_cases(per_second: u32) -> u32 {
     let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
@@ -811,7 +811,7 @@ fn a_batch_of_0_gives_empty_outputs_and_sums_of_0() {
 #[test]
 fn what_has_no_elements_is_null_or_not_in_any_run_of_a_plan() {
     let (x, f32s, i32s) = (numbers(1, ROWS), [0f32; 64], [0i32; 8]);
-    // Written never, so read-only places serve.
+    // Memory that no call writes, so read-only places serve.
     let (o, lse, keep) = (vec![0u16; x.len()], [0f32; 64], [0u8; 64]);
     let base = call(&[], &[], &[], &mut [], 0, &[]);
     let here = |data: *const u16| FmhaTensor { data: data.cast_mut().cast(), ..base.q };

@@ -14,7 +14,7 @@ use fmha::{
 use crate::memory::{Input, Output, Place, Stored, extent};
 use crate::{Options, Sequences};
 
-/// Packed sequences, their tables contiguous, as the kernels read them.
+/// Tables of packed sequences, contiguous, as the kernels read them.
 #[derive(Clone)]
 pub(crate) struct Packed {
     cu_seqlens_q: Tensor,
@@ -113,7 +113,7 @@ impl Attend {
         Ok(Self { options, packed, lse: Arc::default() })
     }
 
-    /// O, whose gradient candle asks this op for, and LSE.
+    /// Runs the call and returns O, of which candle can ask a gradient, and LSE.
     pub(crate) fn apply(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let lse = Arc::clone(&self.lse);
         let o = q.apply_op3(k, v, self)?;

@@ -479,7 +479,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
         put("head_dim", zeros(&huge, of.dtype())?);
         let mut heads = dims.clone();
         heads[rank - 2] = 0;
-        // Slopes of heads that are not there are named first.
+        // The error of missing heads comes before that of slopes.
         if call.options.alibi_slopes.is_none() {
             put("num_heads", zeros(&heads, of.dtype())?);
         }

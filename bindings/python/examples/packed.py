@@ -25,7 +25,7 @@ def main():
     gradients = torch.autograd.grad(o, (q, k, v), dout)
     print(f"{total} rows instead of the {len(LENGTHS) * max(LENGTHS)} of a padded batch")
 
-    # Each document alone says the same.
+    # Each document alone gives the same rows.
     for begin, length in zip(first.tolist(), LENGTHS):
         here = slice(begin, begin + length)
         alone = [x[here].detach()[None].requires_grad_() for x in (q, k, v)]

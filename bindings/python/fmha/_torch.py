@@ -357,7 +357,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None
-        # Read once: a checkpoint gives it no second time.
+        # The tensors are read once: a checkpoint gives them no second time.
         q, k, v, o, lse = ctx.saved_tensors
         with torch.no_grad():
             gradients = plain_backward(_dense_dout(dout, o), q, k, v, o, lse, _dense_dlse(dlse), ctx.numbers)
@@ -633,7 +633,7 @@ def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple
             bias = None if tensors[0] is None else _rows(tensors[0])
             tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        # The operator says which of them is no tensor.
+        # The operator names the argument that is no tensor.
         pass
     return (q, k, v), tensors
 
@@ -702,7 +702,7 @@ def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     try:
         return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     except AttributeError:
-        # The operator says which of them is no tensor.
+        # The operator names the argument that is no tensor.
         return False
 
 
@@ -822,7 +822,7 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if not _are_many(o_parts) or getattr(o, "dtype", None) not in (torch.float32, torch.float16, torch.bfloat16, *_FP8):
         add_parts_to(o_parts, o, *numbers)
         return o
-    # One rounding, whatever the groups.
+    # The groups are added in f32, so that there is one rounding.
     total = o.float()
     for group in o_parts.split(_MOST_PARTS):
         add_parts_to(group, total, *numbers)

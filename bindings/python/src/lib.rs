@@ -36,7 +36,7 @@ fn keep(text: &str) {
     TEXT.with(|kept| *kept.borrow_mut() = text);
 }
 
-/// Lends what was kept for this thread.
+/// Gives `body` the text that was kept for this thread.
 fn with_text<R>(body: impl FnOnce(&CStr) -> R) -> R {
     TEXT.with(|text| body(&text.borrow()))
 }
@@ -198,7 +198,7 @@ pub extern "C" fn fmha_py_devices() -> c_int {
     })
 }
 
-/// A device as a reader is told of it.
+/// Description of a device, one line.
 fn line(found: &fmha::Found) -> String {
     match &found.device {
         Ok(device) => format!("{}: {}", found.backend, device.name()),

@@ -21,7 +21,7 @@ const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 /// Alignment of the scratch's address, in bytes.
 pub const ALIGNMENT: usize = 256;
 
-/// A plan that is dropped with its last user.
+/// A C plan, freed with its last user.
 struct Plan(*mut FmhaPlan);
 
 // SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.

@@ -63,7 +63,7 @@ impl Seen {
     }
 }
 
-/// Never followed: a struct says whether a tensor is there.
+/// A tensor whose address is never followed: only its presence counts.
 fn tensor(sizes: &[i64], dtype: i32) -> Tensor {
     let mut tensor = Tensor { num_dims: sizes.len() as i32, dtype, ..Tensor::ABSENT };
     tensor.data = std::ptr::without_provenance_mut::<c_void>(256);

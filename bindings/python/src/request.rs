@@ -53,19 +53,19 @@ slots! {
     SequsedK = "seqused_k",
     /// i32 `[batch, max_pages]`.
     BlockTable = "block_table",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 Q: f32 `[batch, num_heads_kv]`, or one number.
     DescaleQ = "descale_q",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 K: f32 `[batch, num_heads_kv]`, or one number.
     DescaleK = "descale_k",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 V: f32 `[batch, num_heads_kv]`, or one number.
     DescaleV = "descale_v",
-    /// f32, one number.
+    /// Factor of an FP8 O: f32, one number.
     ScaleO = "scale_o",
     /// u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`: written.
     KeepMask = "keep_mask",
     /// New keys `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
     KNew = "k_new",
-    /// New values, likewise.
+    /// New values, laid out as `k_new`.
     VNew = "v_new",
     /// i32 `[batch + 1]`.
     CuSeqlensNew = "cu_seqlens_new",
@@ -147,7 +147,7 @@ numbers! {
     mask: i64 as "int" = 0,
     /// Keys to the left of the diagonal, or y; -1: unbounded.
     left: i64 as "SymInt" = -1,
-    /// Keys to its right, or x; -1: unbounded.
+    /// Keys of the window to the right, or the mask's second number; -1: unbounded.
     right: i64 as "SymInt" = -1,
     /// Leading keys that are seen whatever `left` says.
     sink_columns: i64 as "SymInt" = 0,
@@ -155,7 +155,7 @@ numbers! {
     p_drop: f64 as "float" = 0.0,
     /// Key of the dropout generator: a u64's bits.
     seed: i64 as "SymInt" = 0,
-    /// Last word of its counter: a u64's bits.
+    /// Last word of the dropout generator's counter: a u64's bits.
     offset: i64 as "SymInt" = 0,
     /// Type of an O that is made for the caller, as its code; below 0: Q's, bf16 beside FP8.
     dtype_o: i64 as "int" = -1,
@@ -237,7 +237,7 @@ pub struct Captured {
     pub name: *const c_char,
     /// The tensor; [`Tensor::ABSENT`]: a number.
     pub tensor: Tensor,
-    /// Backward, written: its gradient; [`Tensor::ABSENT`]: not wanted.
+    /// Gradient of the capture, written by the backward; [`Tensor::ABSENT`]: not wanted.
     pub gradient: Tensor,
     /// The number that the text declares a float.
     pub real: f64,

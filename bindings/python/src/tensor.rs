@@ -26,7 +26,7 @@ pub const OTHER: i32 = -1;
 pub struct Device {
     /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3, of what is checked alone: torch's `meta`, no memory.
     pub kind: i32,
-    /// Which of them, from 0.
+    /// Index of the device among those of its kind, from 0.
     pub index: i32,
 }
 
@@ -98,7 +98,7 @@ impl Tensor {
         }
     }
 
-    /// Itself, unless it was not given.
+    /// The tensor, or `None` where it is absent.
     #[must_use]
     pub fn given(&self) -> Option<&Self> {
         (self.num_dims >= 0).then_some(self)

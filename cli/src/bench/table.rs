@@ -23,7 +23,7 @@ struct File {
 struct RawTable {
     name: String,
     title: String,
-    /// `tflops`, or `gbs` where bytes are what counts.
+    /// Unit of the speeds: `tflops`, or `gbs` where bytes count.
     #[serde(default)]
     unit: Unit,
     /// Options of every row.

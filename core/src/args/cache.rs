@@ -9,7 +9,7 @@ pub enum CacheSlice<'a> {
     Read(DevSlice<'a>),
     /// Memory that the call appends to, then reads.
     Append(DevSliceMut<'a>),
-    /// V of a problem whose V lies in K's rows.
+    /// V of a problem whose V is the front of K's rows.
     InK,
 }
 

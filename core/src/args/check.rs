@@ -146,7 +146,7 @@ pub fn check_combine(
     operands.disjoint()
 }
 
-/// An argument, whichever its direction.
+/// An input or an output.
 #[derive(Clone, Copy)]
 struct Access {
     space: MemorySpace,
@@ -439,7 +439,7 @@ impl Operands {
         )
     }
 
-    /// A tensor, there iff wanted.
+    /// Checks a tensor that is given iff it is wanted.
     #[inline(always)]
     fn optional_tensor(
         &mut self,
@@ -469,7 +469,7 @@ impl Operands {
         self.numbers(name, slice.as_ref().map(Access::input), wanted, (elem, elems))
     }
 
-    /// An i32, u32 or f32 array, there iff wanted.
+    /// Checks an i32, u32 or f32 array that is given iff it is wanted.
     #[inline(always)]
     fn numbers(
         &mut self,
@@ -482,10 +482,10 @@ impl Operands {
         self.optional(name, access, wanted, elem, elems.saturating_mul(4), 4)
     }
 
-    /// Scratch, there if the plan needs some.
+    /// Checks scratch that is given if the plan needs some.
     fn workspace(&mut self, given: Option<&DevSliceMut<'_>>, wanted: Workspace) -> Result<(), ProblemError> {
         let needed = wanted.bytes > 0;
-        // One allocation may serve plans with and without.
+        // A caller may bring scratch to a plan that needs none.
         let access = given.map(Access::out).filter(|_| needed);
         self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }

@@ -305,7 +305,7 @@ pub struct Arrivals<'a> {
     /// every waiting thread to go on with whatever is there, and a thread that has waited for piece `i`
     /// beyond the timeout writes `i + 1`. No result of such a call is one.
     pub flags: DevSlice<'a>,
-    /// Pieces, a bit each, that are there before the call.
+    /// Bits of the pieces that are there before the call.
     pub here: u64,
     /// Nanoseconds that a thread waits for a piece.
     pub timeout_ns: u64,
@@ -387,7 +387,7 @@ pub struct FwdArgs<'a> {
     pub score: ScoreArgs<'a>,
     /// Masks as data.
     pub masks: MaskArgs<'a>,
-    /// Operands of what happens to the cache.
+    /// Operands of the cache's use.
     pub cache: CacheArgs<'a>,
     /// f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,

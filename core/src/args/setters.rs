@@ -99,7 +99,7 @@ impl<'a> FwdArgs<'a> {
         score: ScoreArgs<'a> => score;
         /// Masks as data.
         masks: MaskArgs<'a> => masks;
-        /// Operands of what happens to the cache.
+        /// Operands of the cache's use.
         cache: CacheArgs<'a> => cache;
         /// f32 `[1]`, iff the problem has it.
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;

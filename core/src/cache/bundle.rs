@@ -59,11 +59,11 @@ struct Frame {
     kernels: OnceLock<std::result::Result<Vec<Arc<CompiledKernel>>, String>>,
 }
 
-/// A frame, as a file has it.
+/// A compiled kernel as a bundle's file stores it.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Stored {
     keys: Vec<SourceKey>,
-    /// How long they are unpacked.
+    /// Bytes of the kernel when it is unpacked.
     plain_bytes: u64,
     /// The kernels, in the order of their keys, packed by LZMA.
     bytes: Vec<u8>,

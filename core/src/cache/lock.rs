@@ -23,7 +23,7 @@ impl Patience {
 /// Outcome of the wait for a lock.
 #[derive(Debug)]
 pub(crate) enum Locked {
-    /// Until it is dropped.
+    /// The lock is this process's until the value is dropped.
     Alone(FileLock),
     /// Another process has held it all the time.
     Held,

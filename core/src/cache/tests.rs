@@ -371,7 +371,7 @@ fn size_of(kernel: &Arc<CompiledKernel>) -> u64 {
 
 const DAY: u64 = 24 * 60 * 60;
 
-/// Files of four such kernels differ by less.
+/// Bytes by which files of four equal kernels may differ.
 const SLACK: u64 = 40;
 
 #[test]

@@ -70,7 +70,7 @@ impl Device {
         Self(Arc::new(backend))
     }
 
-    /// The name that selects its backend: `cpu`.
+    /// The word that selects the device's backend: `cpu`.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         self.0.kind()
@@ -94,7 +94,7 @@ impl Device {
         self.0.kernels()
     }
 
-    /// Itself as a compiler of kernels, if it compiles any.
+    /// The backend as a compiler of kernels, if it compiles any.
     #[must_use]
     pub fn precompiler(&self) -> Option<&dyn Precompile> {
         self.0.precompiler()
@@ -200,7 +200,7 @@ impl Device {
         Ok(Stream::new(self, handle.unwrap_or(0), handle.is_some()))
     }
 
-    /// The stream that is always there.
+    /// The device's default stream.
     #[must_use]
     pub fn default_stream(&self) -> Stream {
         Stream::new(self, 0, false)

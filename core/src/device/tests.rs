@@ -343,7 +343,7 @@ fn nothing_reads_a_workspace() {
     let said = memory.download(&scratch, &mut [0u8; 64]).unwrap_err().to_string();
     assert!(said.contains("from has elements of a workspace, but is read as bytes"), "{said}");
     assert!(memory.download(&scratch, &mut [0f32; 16]).is_err());
-    // A slice of it stays one, whatever it is called.
+    // A slice of scratch stays scratch, whatever type it is given.
     assert_eq!(scratch.slice().typed(DType::F32).elem(), ElemType::Scratch);
     assert_eq!(scratch.slice().typed(ElemType::Bytes).elem(), ElemType::Scratch);
     let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();

@@ -175,7 +175,7 @@ impl Program {
         Self { graph: graph.clone(), steps, uniform, roots, registers }
     }
 
-    /// Whether it reads the score.
+    /// Whether the program reads the score.
     #[must_use]
     pub fn reads_score(&self) -> bool {
         self.steps.iter().any(|step| step.operation == Operation::Score)
@@ -605,7 +605,7 @@ fn load<I: IntLane>(
 }
 
 impl Number {
-    /// The type of the capture that it is.
+    /// Type of the captured value.
     #[must_use]
     pub fn value_type(self) -> Type {
         match self {

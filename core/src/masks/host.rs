@@ -114,7 +114,7 @@ impl<'a> HostMasks<'a> {
         self.blocks.as_ref().is_some_and(|blocks| blocks.lists.full.is_some())
     }
 
-    /// Those of one sequence and query head.
+    /// Masks of one sequence and query head.
     #[must_use]
     pub fn head(&'a self, span: &SeqSpan, i_head: u32) -> HeadMasks<'a> {
         HeadMasks { masks: self, span: *span, i_head }

@@ -164,13 +164,13 @@ impl BlockLists {
 }
 
 impl Masks {
-    /// Whether there is none.
+    /// Whether there are no masks as data.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The fields that are there, by name.
+    /// Names of the masks that are given.
     fn names(&self) -> impl Iterator<Item = &'static str> {
         let has = [
             ("intervals", self.intervals.is_some()),

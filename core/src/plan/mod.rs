@@ -45,7 +45,7 @@ impl Workspace {
     /// Required alignment of its first byte, in bytes: the alignment that a device's allocator gives.
     pub const ALIGN: usize = 256;
 
-    /// All of it cleared before each run.
+    /// A workspace that is cleared as a whole before each run.
     #[must_use]
     pub const fn zeroed(bytes: u64) -> Self {
         Self { bytes, zeroed_bytes: bytes }

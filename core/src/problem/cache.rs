@@ -99,7 +99,7 @@ impl FwdProblem {
         if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
-        // However it is written: `b:-1,0` is the same band.
+        // The band decides, however it is written: `b:-1,0` is causal too.
         let is_causal = self.mask.bounds() == MaskSpec::CAUSAL.bounds() && self.mask.sink_columns == 0;
         ensure!(
             !self.cache.tree_mask || is_causal,

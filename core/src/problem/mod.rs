@@ -87,7 +87,7 @@ pub struct FwdProblem {
     pub mask: MaskSpec,
     /// The keys that each query lists, in place of all keys.
     pub lists: Option<KeyLists>,
-    /// Which of these keys it sees, as data.
+    /// Masks as data, which hide keys of the band.
     pub masks: Masks,
     /// Modifiers of a score before the softmax.
     pub score: Score,
@@ -158,7 +158,7 @@ impl FwdProblem {
     }
 
     setters! {
-        /// The sizes. Strides stay as they are.
+        /// Sets the sizes. Strides stay as they are.
         dims: Dims => dims;
         /// How Q and O lie.
         q_layout: QLayout => layout.q;

@@ -265,7 +265,7 @@ impl<'a, T: Float> Head<'a, T> {
         })
     }
 
-    /// The score before code, and what code's slope is there.
+    /// The score before code, and the slope of code there.
     pub(super) fn code_slope(&self, i: u32, j: u32) -> (T, T) {
         match &self.code {
             None => (T::zero(), T::one()),

@@ -9,7 +9,7 @@ use crate::bwd::BwdProblem;
 use crate::dtype::DType;
 use crate::seq::SeqSpan;
 
-/// One query: what all its keys share.
+/// Numbers of a query that all its keys share.
 pub(super) struct Query<'a, T> {
     pub(super) i: u32,
     q: &'a [T],
@@ -133,7 +133,7 @@ fn plain<T: Float>(value: T) -> f64 {
     value.to_f64().unwrap_or(f64::NAN)
 }
 
-/// The gradients of one (sequence, query head) as they grow.
+/// Gradients of one (sequence, query head), summed pair by pair.
 pub(super) struct HeadSums<T> {
     dq: Sums<T>,
     dk: Sums<T>,

@@ -120,7 +120,7 @@ impl Operands {
         })
     }
 
-    /// Calls with backward's arguments, O and LSE these.
+    /// Calls `body` with backward's arguments and this O and LSE.
     fn with_args<R>(
         &self,
         problem: &BwdProblem,

@@ -28,7 +28,7 @@ impl Burst {
         if !stream.device().has_clock() {
             return Err(no_clock(stream.device()));
         }
-        // The first call may load what the second finds.
+        // The first call may load data that the second finds in a cache.
         queue()?;
         let once = stream.seconds(&mut *queue)?;
         let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;

@@ -18,7 +18,7 @@ pub struct TileClass {
     facts: String,
 }
 
-/// A tensor as its strides are looked at.
+/// A tensor, as far as its strides matter.
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {

@@ -1,4 +1,4 @@
-//! Partial results become one, and gradients are added.
+//! Merges of partial results, and sums of gradients.
 
 use fmha::{CombinePlan, CombineProblem, DType, Merge, PlanOptions, Shape, Strides};
 

@@ -127,7 +127,7 @@ impl Exchange {
                 let Some(&bytes) = room.get(*buffer) else {
                     return wrong(format!("buffer {buffer} is none of {}", room.len()));
                 };
-                // Rows that overlap are more bytes than they end behind.
+                // A block whose rows overlap moves more bytes than lie up to its end.
                 let moved = block.end().max(block.bytes());
                 if moved > bytes {
                     return wrong(format!("buffer {buffer} has {bytes} bytes, but {moved} are moved"));

@@ -99,7 +99,7 @@ impl Api {
     }
 }
 
-/// A communicator, and whether it is still there.
+/// A communicator, and whether it still exists.
 struct Held {
     comm: Mutex<Option<Comm>>,
     /// Held while something is queued: the communicator is then in use, and its own mutex is free.

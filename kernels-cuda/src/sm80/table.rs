@@ -179,7 +179,7 @@ impl Sm80Tile {
         if self.split_keys > 0 { split::MICROS_OF_PARTS } else { self.micros_at_once(problem, room) }
     }
 
-    /// Microseconds of few queries whose tiles walk all keys each.
+    /// Microseconds of a call of few queries whose tiles each walk all keys.
     fn micros_at_once(&self, problem: &FwdProblem, room: Room) -> f64 {
         const BYTES_A_MICRO: f64 = 18e3;
         let dims = problem.dims;
@@ -336,7 +336,7 @@ fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
         && problem.dims.batch <= split::MOST_SCANNED
         && shared.cut().shares.is_some_and(|shares| shares.takes(problem, shared.block_n.unsigned_abs()));
     let mut parts = tile;
-    // A window's few keys are one CTA's.
+    // One CTA takes the few keys of a window.
     let is_window = seen < problem.dims.seqlen_k;
     let sees_few = is_window && tile.micros_at_once(problem, room) <= split::MICROS_OF_PARTS;
     let has_parts =

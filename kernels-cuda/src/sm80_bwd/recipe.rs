@@ -23,7 +23,7 @@ pub struct Sm80Bwd {
 
 /// How a problem's gradients are summed.
 pub struct Tiles {
-    /// The ways of dQ, of which true is one pass.
+    /// Candidates for summing dQ: true is one pass.
     ways: Candidates<bool>,
     one_pass: bool,
     /// A tile to each launch, dQ's first.

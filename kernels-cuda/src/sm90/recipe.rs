@@ -130,7 +130,7 @@ fn reads_codes_as_fast(problem: &ValidFwd, tiles: u64, room: Room) -> bool {
     }
 }
 
-/// Refuses what is left to `sm80`.
+/// Refuses calls that are left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     // Calls with FP8 queries were never measured.

@@ -54,7 +54,7 @@ fn rows() -> Vec<Row> {
     text.lines().filter(|line| !line.starts_with('#')).map(row).collect()
 }
 
-/// Kernel and how it takes the keys.
+/// The kernel, and whether it takes the keys whole, in parts or in shares.
 fn chosen(problem: &ValidFwd) -> (&'static str, &'static str) {
     let words = |shares: i32, parts: i32| match (shares, parts) {
         (1.., _) => "shares",

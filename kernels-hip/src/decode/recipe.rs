@@ -23,7 +23,7 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     const MERGE: &'static str;
     /// Header that the kernel's entry includes.
     const HEADER: &'static str;
-    /// Whether it runs on RDNA, not on CDNA.
+    /// Whether the kernel runs on RDNA, and not on CDNA.
     const IS_RDNA: bool;
     /// Tile of the kernel.
     type Tile: Fields;

@@ -18,9 +18,9 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     const WIDENED: &'static str;
     /// Header that the kernel's entry includes.
     const HEADER: &'static str;
-    /// Whether it runs on RDNA, not on CDNA.
+    /// Whether the kernel runs on RDNA, and not on CDNA.
     const IS_RDNA: bool;
-    /// How it computes.
+    /// Type of the kernel's tile.
     type Tile: Fields;
 
     /// Whether it computes `problem` on `device`, and with which tile.
@@ -29,12 +29,12 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The field that it does not take, and its number.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
-    /// How its measured tiles are kept.
+    /// Key and fields of the kernel's measured tiles.
     fn tiles() -> Tiles<ValidFwd> {
         Tiles::of_forward::<Self::Tile>(Self::NAME, const { &[Self::HEADER] })
     }
 
-    /// How it computes.
+    /// The kernel's tile.
     fn tile(&self) -> Self::Tile;
 
     /// How Q, K and V are read.

@@ -49,7 +49,7 @@ impl Shared {
         self.far_square[at] += far * far;
     }
 
-    /// Compares element `at` with what was found there; `stored` rounds.
+    /// Compares the expected element `at` with the output at `place`; `stored` rounds the expected one.
     fn compare(&self, at: usize, place: Place, stored: impl Fn(f64) -> f64, groups: &mut Groups) {
         groups.add(place, stored(self.same[at]), self.square[at].sqrt(), self.far_square[at].sqrt());
     }

@@ -1,4 +1,4 @@
-//! Every gradient, over every axis that it knows.
+//! Cases of every gradient, over every axis of the problem.
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,

@@ -412,7 +412,7 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
     .collect()
 }
 
-/// Calls that give the same bits again.
+/// Laws: calls with equal bits.
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {

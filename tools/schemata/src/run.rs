@@ -12,7 +12,7 @@ use crate::trial::{Ended, Place, Trial};
 const ALONE: usize = 4;
 /// A trial that takes longer runs after the others: before them it would leave many short ones no time.
 const FIRST_SECONDS: f64 = 1.0;
-/// A group of trials takes about so many seconds.
+/// Seconds that a group of trials takes, roughly.
 const GROUP_SECONDS: f64 = 5.0;
 
 /// Fates of mutants, by their names.

@@ -17,7 +17,7 @@ pub(crate) struct Dots<'a> {
     pub(crate) stride: usize,
     /// Live queries of each head.
     pub(crate) live: &'a [usize],
-    /// One for each head.
+    /// Factors of the scores, one for each head.
     pub(crate) factors: &'a [f32],
     /// [`BLOCK_KEYS`] for each of the queries.
     pub(crate) scores: *mut f32,

@@ -64,7 +64,7 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
     }
 }
 
-/// Rows whose factors are one vector at least.
+/// Rows that are processed together: their factors fill one vector at least.
 const TOGETHER: usize = 16;
 
 /// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Its bits are
@@ -106,7 +106,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// The rows that are due after one of the steps.
+    /// Processes the rows that are due after one of the product's steps.
     #[inline(always)]
     pub(super) fn go_on<S: Simd>(&mut self, s: S) {
         self.due += self.sums.len();
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
     use crate::simd::Portable;
 
-    /// Twice, so that the second block rescales.
+    /// The softmax runs over two blocks, so that the second one rescales.
     #[test]
     fn probabilities_of_a_row_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
         let softmax = |round: DType| {

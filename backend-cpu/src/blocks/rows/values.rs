@@ -11,7 +11,7 @@ pub(crate) struct AddValues<'a> {
     pub(crate) values: Block<'a>,
     /// [`BLOCK_KEYS`] for each query. Those of bf16 are packed in place.
     pub(crate) weights: *mut f32,
-    /// One for each query.
+    /// Factors of the running sums, one for each query.
     pub(crate) alpha: *const f32,
     /// Queries of each head that see every key of the block.
     pub(crate) whole: &'a [usize],

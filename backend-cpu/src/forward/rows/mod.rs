@@ -40,7 +40,7 @@ const CHUNK_KEYS: u32 = 512;
 /// Rows of a task, of all query heads of one kv head.
 const MAX_ROWS: usize = 32;
 
-/// Rows of a task, of all its kv heads.
+/// Most rows of a task, over all its kv heads.
 const MAX_STATES: usize = 64;
 
 /// Tasks for each thread that are enough to keep all of them busy to the end.
@@ -230,7 +230,7 @@ impl Shared<'_> {
         heads.div_ceil(heads.div_ceil(most))
     }
 
-    /// Tasks, folds, and how many slots they take.
+    /// Tasks of a call, the merges of partial results, and the number of their slots.
     fn row_tasks(
         &self,
         threads: usize,

@@ -211,7 +211,7 @@ fn forward_maps_say_where_elements_lie() {
     assert_eq!((one.q.dims, one.q.strides_bytes), ([64, 1, 1, 1, 1], [ANY; 4]));
     assert_eq!((one.k.dims, one.k.strides_bytes), ([64, 1, 1, 1], [ANY; 3]));
 
-    // Packed sequences are one, of the rows that there are.
+    // Packed sequences count as one sequence of all rows.
     let packed = facts_of(FwdProblem::group(DType::Bf16, two.dims), Totals::packed(333, 444));
     assert_eq!((packed.q.dims, packed.q.strides_bytes), ([64, 2, 333, 2, 1], [128, 512, 256, ANY]));
     assert_eq!((packed.k.dims, packed.k.strides_bytes), ([64, 444, 2, 1], [256, 128, ANY]));

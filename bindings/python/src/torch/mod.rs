@@ -256,7 +256,7 @@ fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
         let bytes = i64::try_from(bytes).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
         let scratch = shims.empty(&[bytes + plans::ALIGNMENT as i64], U8, device)?;
         let start = scratch.describe("workspace")?.data.cast::<u8>();
-        // Stays within: so many bytes more were asked for.
+        // The aligned address stays inside the allocation, which has room for the alignment.
         Ok((scratch, start.wrapping_add(start.align_offset(plans::ALIGNMENT))))
     })
 }

@@ -112,7 +112,7 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
 #[cfg(unix)]
 fn loaded(name: &str) -> Result<Library, Wrong> {
     use libloading::os::unix::{RTLD_LOCAL, RTLD_NOW};
-    /// `dlopen` must only find what is there already.
+    /// `dlopen` finds only a library that is loaded already.
     const RTLD_NOLOAD: i32 = if cfg!(target_vendor = "apple") { 0x10 } else { 4 };
     // SAFETY: it is not loaded anew, so no initialiser runs.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) }
@@ -477,7 +477,7 @@ impl Owned {
         self.shims.describe(name, self.handle)
     }
 
-    /// Hands it over.
+    /// Gives the handle to the caller as a stack value.
     pub(super) fn into_value(self) -> Value {
         let handle = self.handle;
         std::mem::forget(self);

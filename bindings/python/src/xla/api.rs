@@ -192,7 +192,7 @@ struct OrdinalGet {
     ordinal: i32,
 }
 
-/// A function that is not called here, in its place.
+/// Place of a function that this crate does not call.
 type Unused = *const c_void;
 type Function<T> = unsafe extern "C" fn(*mut T) -> *mut XlaError;
 

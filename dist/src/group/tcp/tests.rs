@@ -306,13 +306,13 @@ fn a_rank_that_comes_twice_or_is_of_another_size_or_rank_is_named_on_every_rank(
             says(&error(ended), (rank, field, text));
         }
     }
-    // One of its connections has broken: it comes again.
+    // A member whose connection has broken comes again.
     let root = join(with(0, 2), LONG);
     let _other = dial(address);
     serves([root, join(with(1, 2), LONG)]);
 }
 
-/// Ranks above 0 prove it to each other too.
+/// Ranks above 0 prove the secret to each other too.
 #[test]
 fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
     let address = free();

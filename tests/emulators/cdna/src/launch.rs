@@ -67,7 +67,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// The kernels in it.
+    /// Kernels of the module.
     #[must_use]
     pub fn kernels(&self) -> &[KernelInfo] {
         &self.object.kernels

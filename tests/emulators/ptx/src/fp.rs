@@ -137,7 +137,7 @@ pub(crate) fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// Nearest even, branch-free so that it vectorises.
+/// Rounds to nearest even, branch-free so that it vectorises.
 #[inline(always)]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();

@@ -118,7 +118,7 @@ pub struct LaunchConfig {
 pub struct Report {
     /// Totals over all blocks.
     pub counters: Counters,
-    /// Warp instructions by what they do.
+    /// Warp instructions by kind.
     pub instructions: BTreeMap<&'static str, u64>,
     /// Warp instructions executed on each PTX line.
     pub lines: BTreeMap<u32, u64>,

@@ -323,7 +323,7 @@ fn unit_of(rows: TileRows, unit: usize) -> TileRows {
     TileRows { first: rows.first.wrapping_add(unit * DEPTH * 2), ..rows }
 }
 
-/// A tile of rows where it is staged.
+/// A tile of staged rows.
 #[inline(always)]
 fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
     TileRows { first: staged.wrapping_add(tile * PIECE_LEN).cast(), step: (COLUMNS * 2) as isize }

@@ -202,7 +202,7 @@ pub(crate) fn execute(node: &Node) -> Call {
     }
 }
 
-/// Why a node did not run to its end.
+/// Reason why a node did not run to its end.
 pub(crate) enum Failure {
     Status(Status),
     Launch(LaunchError),

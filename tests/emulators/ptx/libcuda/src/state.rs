@@ -283,7 +283,7 @@ impl State {
         !self.streams.get(&stream).is_some_and(|stream| stream.non_blocking)
     }
 
-    /// The copies that are on their way arrive.
+    /// Completes the copies that are on their way.
     pub(crate) fn land_copies(&mut self) {
         for (to, bytes) in std::mem::take(&mut self.staged) {
             // The range was looked up when the copy was staged; memory freed since takes no copy.

@@ -19,7 +19,7 @@ pub(super) struct TensorState {
     visible: Vec<u32>,
     /// Loads and stores issued.
     issued: u32,
-    /// The first of them that is not waited for.
+    /// First load that is not yet waited for.
     open_load: Option<u32>,
     open_store: Option<u32>,
     /// Registers that loads will write.
