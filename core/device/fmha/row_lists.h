@@ -17,7 +17,7 @@ struct ListRow : FwdRow<spec, Lanes> {
   FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists)
       : Row{p, span, i_head, i}, lists(lists) {}
 
-  // Row of Q and O among those of the tensor's batch.
+  // Row of the token in Q and O.
   FMHA_DEVICE int64_t token() const { return int64_t(this->span.q_row) + this->i; }
 
   // Keys that the list's entries in use may name, absent ones counted.

@@ -22,12 +22,12 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
-// Parts of which a warp loads O at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
+// Parts whose O a warp loads at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
 // instructions.
 template <int32_t dim>
 constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
 
-// CTAs that go through their code before the parts are there, about one a multiprocessor: others start when it is
+// CTAs that go through their code before the parts are there, about one a multiprocessor, so that the others find it
 // cached.
 constexpr int32_t kEarly = 144;
 
@@ -178,7 +178,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         merged.part_rows = num_rows;
       }
       weigh<spec>(p, parts, merged);
-      // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
+      // An LSE of this size has an ulp above log 2, so a part's weight cannot be recovered from it.
       again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
     }

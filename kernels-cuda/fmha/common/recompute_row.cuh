@@ -23,8 +23,8 @@
 
 namespace fmha {
 
-// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the sum
-// of weights times V may leave it.
+// Whether O may be non-finite although its right value is finite: under a mask, and where V has f32's range, so that
+// the sum of weights times V may leave it.
 FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
   return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
 }
@@ -104,7 +104,7 @@ struct RecomputedRow {
       constexpr float of_p = p_scale(spec.dtype_v);
       float weight = round_to<spec.dtype_v>(prob * of_p) / of_p;
       if constexpr (spec.dropout) {
-        // Not words[j % 4], which would put them on the stack.
+        // An index by constants and not words[j % 4], which would put the words on the stack.
         const Array<uint32_t, 4> words = dropout_words(p, head_of_whole(p, span.i_batch, i_head), i, j / 4);
         const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;

@@ -79,7 +79,7 @@ struct Config {
   static constexpr int p_scale_log2 = spec.dtype_v == DType::E4m3Fn ? 8 : is_fp8(spec.dtype_v) ? 15 : 0;
 };
 
-// The wave's number among those that share their rows' columns.
+// Number of the wave among those that share their rows' columns.
 template <class C>
 FMHA_DEVICE int column_wave() {
   return C::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize) % C::column_waves;

@@ -52,7 +52,7 @@ struct Consumer {
     }
   }
 
-  // What masks as data show the warp's rows of the block that is computed next.
+  // Class of the next block for the warp's rows by masks as data.
   BlockClass by_data = BlockClass::Edge;
 
   FMHA_DEVICE SeqSpan span() const {

@@ -12,7 +12,7 @@
 
 namespace fmha::sm90 {
 
-// Eight elements to f16. Those of e5m2 are the upper halves of f16.
+// Converts eight elements to f16. Codes of e5m2 are the upper halves of f16.
 template <DType dtype>
 FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t second) {
   if constexpr (dtype == DType::E5m2) {
