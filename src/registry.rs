@@ -119,7 +119,7 @@ impl FromStr for Backend {
     }
 }
 
-/// A backend that `auto` would have preferred, and why it is not there.
+/// A backend that `auto` would have preferred, and the reason why it is absent.
 #[derive(Clone, Debug)]
 pub struct PassedOver {
     /// Backend that was tried.

@@ -276,7 +276,8 @@ mod arrays {
         fn try_from(mut array: ArrayViewMut4<'a, T>) -> Result<Self, ProblemError> {
             let (shape, strides) = layout(array.shape(), array.strides())?;
             let ptr = array.as_mut_ptr().cast();
-            // SAFETY: as above, and exclusively.
+            // SAFETY: the elements, borrowed for 'a, lie in one piece from the first one on: `layout`, and
+            // exclusively.
             Ok(unsafe { Self::from_raw(MemorySpace::Host, ptr, T::DTYPE, shape, strides) })
         }
     }

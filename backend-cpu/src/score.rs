@@ -305,7 +305,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                     }
                     x = s.select_le(j, hi, x, hidden);
                 }
-                // SAFETY: as for the load.
+                // SAFETY: row and lane are inside the panel.
                 unsafe { s.store(scores.add(at), x) };
             }
         }

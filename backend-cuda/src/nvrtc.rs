@@ -199,7 +199,7 @@ fn builtins_beside(path: &Path) -> Option<Library> {
         let name = entry.file_name().to_string_lossy().into_owned();
         name.starts_with("libnvrtc-builtins.so") && !name.contains("alt")
     })?;
-    // SAFETY: as for the library itself.
+    // SAFETY: the initialisers of NVRTC's own libraries may run in this process.
     unsafe { Library::new(beside.path()) }.ok()
 }
 

@@ -127,7 +127,7 @@ fn a_backward_launches_what_has_rows_to_work_on() {
         // and for masked blocks the repair.
         ("all", BwdProblem::new(of_lengths([16, 16], 2, "b")), 4, 4),
         ("a bias", with_dbias(&of_lengths([16, 16], 2, "0")), 4, 4),
-        // Zeros of dK and dV from the main one, and nothing of dQ.
+        // Without queries the main kernel writes zeros of dK and dV, and dQ has no launch.
         ("no queries", BwdProblem::new(of_lengths([0, 16], 1, "b")), 4, 1),
         // Zeros for dQ alone.
         ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 4, 3),

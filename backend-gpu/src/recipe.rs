@@ -173,8 +173,8 @@ pub trait Facts: Send + Sync + 'static {
 pub struct About<P> {
     /// The kernel's name in plans and refusals.
     pub name: &'static str,
-    /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to
-    /// it.
+    /// Name of the kernel that computes the rows, whose bits they have: another kernel where this one only
+    /// brings the operands to it.
     pub rows_of: &'static str,
     /// Correct for all, fast for none: chosen where the caller allows it or names it.
     pub is_fallback: bool,
@@ -472,7 +472,8 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
         let About { name, rows_of, .. } = self.recipe.about;
-        // A kernel that brings K and V to another one looks at these first, and leaves the other operands to that one.
+        // A kernel that only brings K and V to another kernel asks for their addresses; all other operands
+        // are the reader's.
         let is_brought = |operand| name != rows_of && matches!(operand, Operand::K | Operand::V);
         for brought in [true, false] {
             for (operand, address) in P::addresses(call.args) {

@@ -118,8 +118,8 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
             _ => &self.chosen,
         };
         let _range = range.open();
-        // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or
-        // just now, and the device is entered.
+        // SAFETY: the caller keeps the contract of `launch`; the kernel takes these addresses, as
+        // `takes_addresses` saw before or just now, and the device is entered.
         unsafe { planned.kernel.launch(steps, call) }
     }
 }

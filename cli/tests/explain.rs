@@ -1,4 +1,4 @@
-//! `fmha explain`: what it says of a device that is not there.
+//! `fmha explain` for a device that is absent.
 
 use super::fmha;
 

@@ -205,7 +205,8 @@ proptest! {
         };
         if let Some(mut tensors) = Tensors::of(&valid) {
             let ran = tensors.run(&plan, &backend);
-            // Buffers of bytes need not lie as a type wants them: that too is said.
+            // A buffer of bytes may lie at an address that a type does not allow; such a call is refused by
+            // its alignment.
             let refused = matches!(&ran, Err(Error::Problem(error)) if error.text.contains("align"));
             prop_assert!(ran.is_ok() || refused, "{:?} of {:?}", ran, valid);
         }

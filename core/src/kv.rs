@@ -38,7 +38,7 @@ pub enum RotaryPairs {
 pub struct Rotary {
     /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
     pub dim: u32,
-    /// Pairs of these elements.
+    /// Way in which elements are paired for a rotation.
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,

@@ -21,7 +21,7 @@ use crate::spec::{BiasKind, BwdSpec, CodeKind, CombineSpec, FwdSpec, KvKind};
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Such as `fmha/mask.h`.
+    /// Path by which the header is included, such as `fmha/mask.h`.
     pub name: Cow<'static, str>,
     /// The header's text.
     pub text: Cow<'static, str>,

@@ -202,7 +202,7 @@ impl FieldValue for FwdSpec {
 abi_spec! {
     /// Facts for which a backward kernel is compiled. Numbers are in [`BwdParams`](crate::abi::BwdParams).
     pub struct BwdSpec {
-        /// The forward call. What it writes plays no part and is set alike in all.
+        /// The forward call. Its outputs are of no interest to a backward kernel and have fixed values here.
         pub fwd: FwdSpec,
         /// dQ, dK and dV.
         pub dtype_grad: DType,

@@ -89,7 +89,7 @@ impl Said {
     }
 }
 
-/// The fault of a rank that plans a problem where another one runs a call that was planned before.
+/// Error for a rank that plans a problem while another rank runs a planned call.
 fn plans_another(rank: u32, other: u32) -> Error {
     let text = format!(
         "rank {rank} plans a problem where rank {other} runs a call that was planned before: \

@@ -514,7 +514,7 @@ fn a_timeout_may_be_longer_than_the_clock_runs() {
     assert_eq!(said, [[[0], [1]], [[0], [1]]]);
 }
 
-/// Groups that meet by files of one folder write to nothing that is another one's.
+/// Groups that meet by files of one folder write to no file of another group.
 #[test]
 fn files_where_groups_meet_may_differ_in_their_ending_alone() {
     let folder = tempfile::tempdir().unwrap();

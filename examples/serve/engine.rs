@@ -23,7 +23,7 @@ pub(crate) struct Request {
 /// A request on its way.
 pub(crate) struct Sequence {
     pub(crate) request: Request,
-    /// Prompt and answer so far.
+    /// Tokens of the prompt and of the answer so far.
     pub(crate) tokens: Vec<usize>,
     /// The logits from which each token of the answer was chosen.
     pub(crate) logits: Vec<Vec<f32>>,

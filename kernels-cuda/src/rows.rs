@@ -64,7 +64,7 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
     })
 }
 
-/// A launch over so many rows.
+/// Launch of a row kernel over `rows` rows.
 pub(crate) fn launch(
     at: (Stage, &'static str),
     source: KernelSource,

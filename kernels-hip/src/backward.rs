@@ -429,7 +429,7 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// The kernel that takes any address, where it is another one.
+    /// The kernel that takes any address; `None` where this one does.
     #[must_use]
     pub(crate) fn for_any_address(&self) -> Option<Self> {
         let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;

@@ -44,7 +44,7 @@ pub struct TensorVerdict {
     pub least_cosine: Option<f64>,
     /// Place of the largest error.
     pub worst: Place,
-    /// Whether all of it holds.
+    /// Whether all bounds hold.
     pub pass: bool,
 }
 

@@ -185,7 +185,7 @@ impl Drop for Plan {
 
 /// Plans the call on the CPU.
 pub(super) fn planned(call: &FmhaCall) -> Result<Plan, String> {
-    // SAFETY: as in `call`.
+    // SAFETY: numbers and pointers, of which all bits may be 0.
     let mut options: FmhaOptions = unsafe { std::mem::zeroed() };
     (options.struct_bytes, options.backend) = (size_of::<FmhaOptions>() as u64, c"cpu".as_ptr());
     let mut plan = ptr::null_mut();

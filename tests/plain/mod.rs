@@ -157,13 +157,13 @@ impl Queues for Memory {
     }
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, _: u64) -> Result<()> {
-        // SAFETY: the caller's promise; it is the processor's memory.
+        // SAFETY: the caller keeps the contract of `zero`; it is the processor's memory.
         unsafe { address.write_bytes(0, bytes as usize) };
         Ok(())
     }
 
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's promise; it is the processor's memory.
+        // SAFETY: the caller keeps the contract of `read`; it is the processor's memory.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
         Ok(())
     }

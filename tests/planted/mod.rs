@@ -109,8 +109,9 @@ pub(crate) fn is_own_process() -> bool {
 }
 
 impl Fault {
-    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the
-    /// number of the case that its fate comes of: the first whose kernels it changes, else the last.
+    /// Runs the fault in a process of its own: of this program, whose test `own` calls [`is_own_process`].
+    /// Returns the number of the case that decides its fate too: the first whose kernels it changes, else the
+    /// last.
     pub(crate) fn run(&self, own: &str) -> (usize, Fate) {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([own, "--exact", "--nocapture", "--test-threads=1"])

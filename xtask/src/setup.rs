@@ -32,7 +32,7 @@ pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
 };
 
 impl OtherNvrtc {
-    /// Fetches and unpacks it, once; its library.
+    /// Fetches and unpacks the compiler, once, and returns its library.
     ///
     /// # Errors
     /// Why it is not there.

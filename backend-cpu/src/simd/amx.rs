@@ -278,7 +278,7 @@ impl Simd for Amx {
 
     #[inline(always)]
     unsafe fn tile_zero(self) {
-        // SAFETY: the caller's promise; so for the three below.
+        // SAFETY: the caller keeps the contract of `tile_zero`; so for the three below.
         unsafe { zero() };
     }
 

@@ -90,7 +90,7 @@ impl Elem for OfBf16 {
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise; so for the two below.
+        // SAFETY: the caller keeps the contract of `one`; so for the two below.
         bf16::from_bits(unsafe { at.cast::<u16>().read_unaligned() }).to_f32()
     }
 
@@ -119,7 +119,7 @@ impl Elem for OfFp8 {
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
         let mut lanes = [0.0; 16];
-        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
+        // SAFETY: the caller keeps the contract of `vector`; no vector has more than sixteen lanes.
         unsafe {
             for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
                 *lane = self.one(at.add(i));

@@ -141,8 +141,8 @@ impl Target {
     /// The row is inside the tensor, and no other thread writes it.
     pub(crate) unsafe fn write_row(&self, batch: u32, seq: u32, head: u32, first: u32, values: &[f32]) {
         let to = self.row_ptr(batch, seq, head, first);
-        // SAFETY: the caller's promise; the output check says that columns are one element apart and
-        // that elements are aligned.
+        // SAFETY: the caller keeps the contract of `write_row`; the output check says that columns are one
+        // element apart and that elements are aligned.
         unsafe {
             match self.dtype {
                 DType::F32 => std::ptr::copy_nonoverlapping(values.as_ptr(), to.cast::<f32>(), values.len()),

@@ -70,7 +70,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
         let mut masks = mask_data_params(call.problem, &call.args.masks);

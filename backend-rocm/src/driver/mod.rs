@@ -23,9 +23,9 @@ pub(crate) struct Driver {
 /// Properties of a device, from the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
-    /// Such as `AMD Instinct MI300X`.
+    /// Name of the device, such as `AMD Instinct MI300X`.
     pub(crate) name: String,
-    /// Such as `gfx942:sramecc+:xnack-`.
+    /// Architecture with features, such as `gfx942:sramecc+:xnack-`.
     pub(crate) gcn_arch_name: String,
     pub(crate) num_compute_units: u32,
     /// HIP's own number, 0 where it has none.

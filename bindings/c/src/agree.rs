@@ -41,7 +41,7 @@ macro_rules! lattice {
 /// # Safety
 /// As [`Pointed::read`].
 pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCall) -> Result<()> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call`.
     unsafe { call_of_rows(planned, pointed, given, true) }
 }
 
@@ -157,14 +157,15 @@ pub(crate) unsafe fn call_of_rows(
         presence!(planned, block_table);
     }
     lattice!(planned, q, k, v, o, bias);
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     let (softmax_scale, softcap, gradients, cache, part) = unsafe {
         let (scale, cap) = (given.softmax_scale.as_ref(), given.softcap.as_ref());
         (scale, cap, given.gradients.as_ref(), given.cache.as_ref(), given.part.as_ref())
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     if unsafe { !pointed.spells_mask_of(given) } {
-        // SAFETY: passed on. Another spelling of the same mask is the same.
+        // SAFETY: the caller keeps the contract of `call_of_rows`. Another spelling of the same mask is the
+        // same.
         let mask = unsafe { host::mask(given)? };
         if mask != pointed.mask {
             return Err(differs("mask", &mask, &pointed.mask).into());
@@ -176,7 +177,7 @@ pub(crate) unsafe fn call_of_rows(
         self::gradients(planned, given, no_rows, no_scores)
     })?;
     both("part", part, pointed.part.as_ref(), self::part)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)

@@ -187,9 +187,9 @@ fn parts() -> [FmhaPart; 2] {
     [of(1), of(2)]
 }
 
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_CAPTURE: FmhaCaptured = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_CODE: FmhaCode = unsafe { std::mem::zeroed() };
 
 /// A tensor of one axis, one of none, and a number.

@@ -65,7 +65,7 @@ impl Pointed {
     /// `mask` is null or a C string.
     #[inline]
     pub(crate) unsafe fn spells_mask_of(&self, call: &FmhaCall) -> bool {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `spells_mask_of`.
         unsafe { c_str(call.mask) == self.mask_text.as_deref() }
     }
 
@@ -172,7 +172,7 @@ impl Pointed {
 /// # Safety
 /// `mask` is null or a C string.
 pub(crate) unsafe fn mask(call: &FmhaCall) -> Result<MaskSpec, ProblemError> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `mask`.
     match unsafe { text("mask", call.mask)? } {
         None => Ok(MaskSpec::NONE),
         Some(mask) => mask.parse(),
@@ -376,7 +376,7 @@ pub(crate) unsafe fn text<'a>(
     field: &'static str,
     pointer: *const c_char,
 ) -> Result<Option<&'a str>, ProblemError> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `text`.
     let Some(text) = (unsafe { c_str(pointer) }) else { return Ok(None) };
     text.to_str().map(Some).map_err(|_| ProblemError::new(field, format!("{field} {text:?} is not UTF-8")))
 }

@@ -79,12 +79,12 @@ unsafe fn make_plan<C>(
     guard(|| {
         not_null("call", call)?;
         not_null("plan", plan)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         let made = unsafe {
             let choice = Choice::read(options)?;
             make(&open(choice.backend.as_ref())?, &*call, &choice)?
         };
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
@@ -99,7 +99,7 @@ unsafe fn make_plan<C>(
 /// # Safety
 /// As `fmha_plan`; no memory of a device is read.
 pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `check`.
     unsafe { FmhaPlan::check(call) }.map_err(|error| error.to_string())
 }
 
@@ -111,7 +111,7 @@ pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
 /// # Safety
 /// As `fmha_plan_combine`.
 pub unsafe fn check_combine(call: &FmhaCombine) -> Result<(), String> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `check_combine`.
     unsafe { FmhaPlan::check_combine(call) }.map_err(|error| error.to_string())
 }
 
@@ -127,7 +127,7 @@ unsafe fn run_plan<C>(
     guard(|| {
         not_null("plan", plan)?;
         not_null("call", call)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `run_plan`.
         unsafe { run(&*plan, &*call) }
     })
 }
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn fmha_plan(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_plan`.
     unsafe { make_plan(call, options, plan, FmhaPlan::new) }
 }
 
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn fmha_plan(
 /// plan's backend as large as the call says, untouched by others until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_run`.
     unsafe { run_plan(plan, call, FmhaPlan::run) }
 }
 
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn fmha_plan_combine(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_plan_combine`.
     unsafe { make_plan(call, options, plan, FmhaPlan::combine) }
 }
 
@@ -185,7 +185,7 @@ pub unsafe extern "C" fn fmha_plan_combine(
 /// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const FmhaCombine) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_run_combine`.
     unsafe { run_plan(plan, call, FmhaPlan::run_combine) }
 }
 
@@ -248,7 +248,7 @@ pub unsafe extern "C" fn fmha_buffer(
         let choice = unsafe { Choice::read(options)? };
         let device = open(choice.backend.as_ref())?;
         let memory = device.memory().alloc(bytes)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_buffer`.
         unsafe { *buffer = Box::into_raw(Box::new(FmhaBuffer { device, memory })) };
         Ok(())
     })
@@ -273,10 +273,10 @@ pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_voi
     guard(|| {
         not_null("buffer", buffer)?;
         not_null("from", from)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_upload`.
         let buffer = unsafe { &mut *buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_upload`.
         let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
         buffer.device.memory().upload(from, &mut buffer.memory)
     })
@@ -292,11 +292,11 @@ pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_voi
     guard(|| {
         not_null("buffer", buffer)?;
         not_null("to", to)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_download`.
         let buffer = unsafe { &*buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
         buffer.device.default_stream().synchronize()?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_download`.
         let to = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         buffer.device.memory().download(&buffer.memory, to)
     })

@@ -129,7 +129,8 @@ pub struct FmhaDistPlan {
 
 // SAFETY: its structs' pointers are compared with null, and never followed after the plan is made.
 unsafe impl Send for FmhaDistPlan {}
-// SAFETY: as above; what runs is behind a mutex.
+// SAFETY: its structs' pointers are compared with null, and never followed after the plan is made; what runs
+// is behind a mutex.
 unsafe impl Sync for FmhaDistPlan {}
 
 enum Ready {
@@ -167,9 +168,9 @@ pub unsafe extern "C" fn fmha_dist_join(join: *const FmhaJoin, group: *mut *mut 
         if group.is_null() {
             return Err(null("group"));
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_join`.
         let joined = unsafe { joined(join)? };
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_join`.
         unsafe { *group = Box::into_raw(Box::new(FmhaGroup { group: joined })) };
         Ok(())
     })
@@ -321,7 +322,7 @@ pub unsafe extern "C" fn fmha_dist_rows(
             unsafe { *runs.add(count) = FmhaRun { rank, begin: run.start.into(), end: run.end.into() } };
             count += 1;
         }
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_rows`.
         unsafe { *num_runs = count as i64 };
         Ok(())
     })
@@ -349,7 +350,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
         let null = |field: &str| format!("{field} is null");
         // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let made = unsafe {
             let local = Local::read(call.as_ref(), ranks.as_ref(), options, &*group.group);
             if plan.is_null() { Err(refused("plan", null("plan"))) } else { local }
@@ -360,7 +361,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
             fmha_dist::refuse(&*group.group, error).to_string()
         };
         let made = made.map_err(told)?.plan(&group.group)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_plan`.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
@@ -377,7 +378,7 @@ pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const F
     guard_text(|| {
         // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         unsafe { plan.run(call.as_ref()) }
     })
 }
@@ -414,7 +415,7 @@ impl FmhaDistPlan {
     unsafe fn run(&self, call: Option<&FmhaCall>) -> Text<()> {
         let told =
             |error: Error| self.group.fail(fmha_dist::Error::of(self.group.rank(), &error)).to_string();
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run`.
         let checked =
             call.ok_or_else(|| refused("call", "call is null".to_owned())).and_then(|call| unsafe {
                 agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
@@ -424,7 +425,7 @@ impl FmhaDistPlan {
         let (memory, dtypes) = (Memory::of(&self.device), self.own.dtypes);
         // SAFETY: the caller promised a stream of the device that lives until the work is done.
         let stream = unsafe { Stream::from_raw(&self.device, call.stream as u64) };
-        // SAFETY: passed on, here and below.
+        // SAFETY: the caller keeps the contract of `run`.
         let inputs = unsafe {
             let [q, k, v] = self.bytes.qkv;
             (|| {
@@ -443,16 +444,16 @@ impl FmhaDistPlan {
         let Sizes { o, lse, grads, .. } = self.bytes;
         match &mut *ready {
             Ready::Forward(plan) => {
-                // SAFETY: passed on, here and below.
+                // SAFETY: the caller keeps the contract of `run`.
                 let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
                 let mut args = FwdArgs::new(q, k, v, out);
-                // SAFETY: passed on, here and below.
+                // SAFETY: the caller keeps the contract of `run`.
                 args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
                 args.score = score;
                 plan.run(&mut args, &stream)
             }
             Ready::Backward(plan) => {
-                // SAFETY: as above; a call that agrees has gradients.
+                // SAFETY: the caller keeps the contract of `run`; a call that agrees has gradients.
                 let args = unsafe {
                     (|| {
                         let gradients = call.gradients.as_ref();
@@ -498,7 +499,7 @@ unsafe fn slice<'a>(
     (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSlice<'a>> {
     there(name, tensor, bytes)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `slice`.
     Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes, elem) })
 }
 
@@ -511,7 +512,7 @@ unsafe fn slice_mut<'a>(
     (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSliceMut<'a>> {
     there(name, tensor, bytes)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `slice_mut`.
     Ok(unsafe { memory.write(tensor.data.cast(), bytes, elem) })
 }
 

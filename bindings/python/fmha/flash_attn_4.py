@@ -340,7 +340,7 @@ def flash_attn_combine(
         return o, (lse if flag("return_lse", return_lse) else None)
     dtype = out.dtype if out is not None else out_dtype
     o, lse = _combine(out_partial, lse_partial, None, dtype)
-    # LSE lies as O does here, heads last.
+    # FlashAttention 4 has LSE laid out as O, heads last.
     offsets = cu_seqlens
     if packed and offsets is None:
         offsets = torch.arange(2, device=o.device) * o.shape[0]

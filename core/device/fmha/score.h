@@ -244,7 +244,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
     return x.slope;
   }
 
-  // Element (0, 0) where the pair is not there.
+  // Element of a pair; element (0, 0) where the pair is not there.
   FMHA_DEVICE float element(Pair pair, bool there = true) const {
     if constexpr (reads) return load_elem<spec.dtype_bias>(bias.data, there ? pair.i() * bias.row + pair.j() : 0);
     return 0.f;

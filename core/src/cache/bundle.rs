@@ -122,13 +122,13 @@ impl Bundle {
         &self.name
     }
 
-    /// How many kernels it has.
+    /// Number of kernels.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Whether it has none.
+    /// Whether the bundle has no kernels.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()

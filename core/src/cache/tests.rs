@@ -215,7 +215,7 @@ fn another_compiler_or_another_flag_of_its_own_is_another_kernel_on_disk() {
             Ok(CompilerOutput { machine: vec![self.2], ..CompilerOutput::default() })
         }
     }
-    // A compiler that says nothing of flags adds none.
+    // A compiler without flags of its own adds none.
     assert!(made("one").own_flags.is_empty());
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Vec::new(), Some(folder.path()));
@@ -469,7 +469,8 @@ fn what_an_earlier_cache_kept_unpacked_is_packed_when_it_is_used() {
     assert_eq!(disk.load(&name), None);
 }
 
-/// A cut file, a kernel under another one's name, and a file that is none: each is compiled anew and replaced.
+/// A cut file, a kernel under another kernel's name, and a file that is no kernel are each compiled anew and
+/// replaced.
 #[test]
 fn a_file_that_is_cut_or_of_another_kernel_is_not_taken() {
     let folder = tempfile::tempdir().unwrap();

@@ -236,7 +236,7 @@ impl Recording {
     pub unsafe fn replay(&self, stream: &Stream) -> Result<()> {
         let stream = stream.of(&self.device)?;
         match self.device.queues()? {
-            // SAFETY: the caller's promise; the graph lives as long as `self`.
+            // SAFETY: the caller keeps the contract of `replay`; the graph lives as long as `self`.
             Some(queues) => unsafe { queues.replay(self.graph, stream) },
             None => Err(no_streams(&self.device)),
         }

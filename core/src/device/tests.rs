@@ -322,7 +322,7 @@ fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     assert_eq!((o.elem(), o.slice_mut().as_input().elem()), (DType::Bf16.into(), DType::Bf16.into()));
     memory.upload(&[0u8; 64], &mut o).unwrap();
     assert_eq!(o.elem(), ElemType::Bytes);
-    // A part that is written says nothing of the whole.
+    // A write to a part of a buffer does not set the type of the whole.
     let mut whole = o.slice_mut();
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), whole.skip(4));
     of_f32.run(&mut args, &stream).unwrap();

@@ -117,7 +117,7 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
         // SAFETY: the caller keeps the contract of `zero`.
         Some(queues) => unsafe { queues.zero(address, bytes, stream) },
         None => {
-            // SAFETY: as above; without queues it is host memory.
+            // SAFETY: the caller keeps the contract of `zero`; without queues it is host memory.
             unsafe { address.write_bytes(0, bytes as usize) };
             Ok(())
         }

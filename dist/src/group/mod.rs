@@ -238,7 +238,8 @@ pub trait Group: Send + Sync {
                     block: block(at(peer - ranks.start)),
                 });
             }
-            // SAFETY: as above, and neither the other sink nor `own` has a byte of it.
+            // SAFETY: this rank's stretch lies inside `all`, as was checked. It is borrowed as long as this
+            // is, and nothing writes it, and neither the other sink nor `own` has a byte of it.
             sinks.push(unsafe {
                 DevSliceMut::from_raw(space, place(ranks.start), at(ranks.len() as u32), all.elem())
             });

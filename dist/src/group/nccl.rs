@@ -70,7 +70,7 @@ impl Api {
     unsafe fn of(library: Library) -> Result<Self, libloading::Error> {
         macro_rules! symbol {
             ($name:literal) => {
-                // SAFETY: the caller's promise; each field has its function's type.
+                // SAFETY: the caller keeps the contract of `of`; each field has its function's type.
                 *unsafe { library.get($name) }?
             };
         }
@@ -297,7 +297,8 @@ impl Nccl {
         }
         for (peer, buffer, offset, bytes) in rows(&exchange.receives) {
             let to = sinks[buffer].skip(offset).as_mut_ptr().cast();
-            // SAFETY: as above, and nothing else touches the memory.
+            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the
+            // stream is done, and nothing else touches the memory.
             let status = unsafe { (self.api.recv)(to, bytes as usize, BYTES, peer as c_int, comm, stream) };
             first = first.and(self.api.check(rank, "ncclRecv", status));
         }

@@ -261,7 +261,7 @@ pub(crate) enum End {
     Aborts,
 }
 
-/// A group whose rank ends when it is to make a call for the so-manieth time.
+/// A group whose rank ends before its call number `at`.
 pub(crate) struct Ends {
     group: Arc<dyn Group>,
     calls: AtomicU32,

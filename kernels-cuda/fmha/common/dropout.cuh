@@ -109,7 +109,7 @@ struct DroppedBits {
       if (i < count / 4) probs.elems[i / 4][i % 4] &= ~mask(i % 2, i / 2);
     }
   }
-  // P before it is packed.
+  // Applies dropout to P before it is packed.
   template <int count>
   FMHA_DEVICE void drop(mma::Accumulator<count>& probs) const {
 #pragma unroll

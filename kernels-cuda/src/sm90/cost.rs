@@ -67,7 +67,8 @@ const COUNTER_MICROS: f64 = 3.0;
 /// planning must be quick.
 const MOST_ROUNDS: u32 = 8;
 
-/// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
+/// Least gain for which a fixed order is taken: it cannot even out what the model does not know, such as rows
+/// that take exact maxima.
 pub const LEAST_GAIN_OF_ORDER: f64 = 0.02;
 
 /// Whether every sequence has the problem's lengths.

@@ -49,7 +49,7 @@ abi_struct! {
         /// Query heads of all sequences whose rows preprocess takes; all of them unless the main kernel makes
         /// delta.
         pub num_first_query_heads: i32,
-        /// Query blocks of these heads.
+        /// Query blocks of the first query heads.
         pub num_first_q_blocks: i32,
         /// Sums of dK and dV in f32, with `head_parts`; with ordered additions also the counters of each of a
         /// tile's consumer warps. Set at each run.

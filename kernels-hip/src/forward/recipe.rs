@@ -55,7 +55,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Bytes of which an operand's address has to be a multiple.
     fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64;
 
-    /// The kernel that takes any address, where it is another one.
+    /// The kernel that takes any address; `None` where this one does.
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self>;
 
     /// The rows that a plan prints.

@@ -80,7 +80,7 @@ fn remove_new(from: &Path, to: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Copies what is not there, or is of another size or time; says whether something was.
+/// Copies files that are absent or differ in size or time; returns whether it copied any.
 fn copy(from: &Path, to: &Path) -> std::io::Result<bool> {
     std::fs::create_dir_all(to)?;
     let mut is_new = false;

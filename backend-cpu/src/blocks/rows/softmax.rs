@@ -160,7 +160,7 @@ unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
 unsafe fn exponentials<S: Simd>(s: S, scores: *mut f32, base: f32, round: DType) -> f32 {
     let mut sum = s.splat(0.0);
     for at in (0..BLOCK_KEYS).step_by(S::LANES) {
-        // SAFETY: the caller's promise; a block is whole vectors.
+        // SAFETY: the caller keeps the contract of `exponentials`; a block is whole vectors.
         unsafe {
             let p = exp(s, s.sub(s.load(scores.add(at)), s.splat(base)));
             sum = s.add(sum, p);

@@ -46,7 +46,7 @@ pub fn register() -> Result<(), Wrong> {
 /// `stack` has `num_args` arguments of the operator's schema, which are the kernel's, and room for its results.
 unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args: u64, _num_results: u64) {
     let Some(shims) = SHIMS.get() else { return };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `kernel`.
     let ran = unsafe { run_kept(shims, &OPERATORS[AT], stack, num_args) };
     if !ran {
         shims.raise(crate::fmha_py_text());
@@ -59,7 +59,7 @@ unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args:
 /// As [`kernel`].
 #[inline(never)]
 unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value, num_args: u64) -> bool {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `run_kept`.
     let body = || unsafe { execute(shims, operator, stack, num_args) };
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok((results, list))) => {
@@ -160,12 +160,13 @@ impl Taken {
     /// # Safety
     /// `words` are three texts, a list of tensors and one of numbers, all this call's.
     unsafe fn new(shims: &'static Shims, words: [Value; 5], wanted: i64) -> Result<Self, Wrong> {
-        // SAFETY: passed on. All go back, whatever is wrong with one.
+        // SAFETY: the caller keeps the contract of `new`. All go back, whatever is wrong with one.
         let (score, mask, names, tensors, numbers) = unsafe {
             let texts = (shims.text(words[0]), shims.text(words[1]), shims.text(words[2]));
             (texts.0, texts.1, texts.2, shims.listed(words[3]), shims.listed(words[4]))
         };
-        // SAFETY: as above: each handle is this call's.
+        // SAFETY: the caller keeps the contract of `new`. All go back, whatever is wrong with one: each
+        // handle is this call's.
         let tensors: Vec<Owned> = tensors?.into_iter().map(|word| unsafe { shims.own(word) }).collect();
         let numbers = numbers?;
         let names = names?.into_string().map_err(|error| error.to_string())?;

@@ -131,7 +131,7 @@ fn file_of(library: &str) -> String {
 }
 
 impl Shims {
-    /// Finds them.
+    /// Finds the functions in the loaded libraries.
     ///
     /// # Errors
     /// Where torch was not imported, or is too old.
@@ -279,7 +279,7 @@ impl Shims {
     /// # Safety
     /// As [`own`](Self::own).
     pub(super) unsafe fn own_optional(&'static self, word: Value) -> Option<Owned> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `own_optional`.
         unsafe { self.optional(word).map(|word| self.own(word)) }
     }
 

@@ -27,7 +27,7 @@ const FIRST_GRADIENT: i64 = 1 << 17;
 /// XLA calls it, with its own frame.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_cpu(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_cpu`.
     unsafe { handle(frame, 0) }
 }
 
@@ -37,7 +37,7 @@ pub unsafe extern "C" fn fmha_xla_cpu(frame: *const CallFrame) -> *mut XlaError 
 /// As [`fmha_xla_cpu`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_cuda(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_cuda`.
     unsafe { handle(frame, 1) }
 }
 
@@ -47,7 +47,7 @@ pub unsafe extern "C" fn fmha_xla_cuda(frame: *const CallFrame) -> *mut XlaError
 /// As [`fmha_xla_cpu`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_rocm(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_rocm`.
     unsafe { handle(frame, 2) }
 }
 

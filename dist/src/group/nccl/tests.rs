@@ -98,7 +98,7 @@ impl Rank {
     /// # Safety
     /// `comm` is one of the fake's.
     unsafe fn of<'a>(comm: Comm) -> &'a Self {
-        // SAFETY: the caller's promise; it is never freed.
+        // SAFETY: the caller keeps the contract of `of`; it is never freed.
         unsafe { &*comm.cast::<Self>() }
     }
 

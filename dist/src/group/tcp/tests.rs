@@ -265,7 +265,7 @@ fn recorded(to: SocketAddr) -> (SocketAddr, JoinHandle<Vec<u8>>) {
             let _ = server.write_all(&bytes[..count]);
         }
         let _ = server.shutdown(std::net::Shutdown::Both);
-        // The end of the connection plays no part.
+        // The way in which the connection ends does not matter.
         let _ = answers.join();
         said
     });

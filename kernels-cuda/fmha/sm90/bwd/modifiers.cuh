@@ -72,7 +72,7 @@ struct KeptBits {
   }
 
  private:
-  // Calls made beside each other.
+  // Philox calls whose instructions are interleaved.
   static constexpr int kCalls = 2;
 
   template <int begin, int end, class RowOf>

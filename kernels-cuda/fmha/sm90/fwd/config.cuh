@@ -152,7 +152,7 @@ FMHA_DEVICE consteval int num_bias_slots(const Sm90Tile& tile) { return num_cons
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 
-// V as it lies in memory.
+// Shape of V as it lies in memory.
 template <FwdSpec spec, Sm90Tile tile>
 using RawTile = SmemTile<Storage<spec.dtype_v>, spec.v_layout == VLayout::ColMajor ? padded_dim(spec.head_dim_v) : tile.block_n,
                          spec.v_layout == VLayout::ColMajor ? tile.block_n : padded_dim(spec.head_dim_v)>;

@@ -44,7 +44,7 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
   constexpr int stride = kValueWarps * rows;
 #pragma unroll 1
   for (int32_t group = warp; group < groups; group += at_once * kValueWarps) {
-    // A group whose turn it would be after the last is not there.
+    // The last iteration has no next group.
     const auto there = [&](int item) {
       return groups % (at_once * kValueWarps) == 0 || group + item / steps * kValueWarps < groups;
     };

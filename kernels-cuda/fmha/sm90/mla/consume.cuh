@@ -112,7 +112,7 @@ struct Consumer {
       follow(r, new_max[r], shift[r]);
     }
   }
-  // The running maximum of a row is another one.
+  // Rescales a row's sum to another running maximum.
   FMHA_DEVICE void follow(int r, float row_max, float& shift) {
     RowStats& row = softmax.rows[r];
     shift = RowSoftmax::shift_of(finite_or_zero(row_max), scale_log2);

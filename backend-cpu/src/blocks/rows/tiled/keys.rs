@@ -99,7 +99,7 @@ impl TileDots<'_, '_> {
         ahead: &mut Ahead<'_>,
     ) {
         for col in (0..self.keys.dim).step_by(DEPTH) {
-            // SAFETY: the caller's promise; queries of the call.
+            // SAFETY: the caller keeps the contract of `multiply_in_place`; queries of the call.
             unsafe { s.tile_top(self.queries_of((head, group), col)) };
             for (tile, &step) in steps.iter().enumerate() {
                 if group == 0 {
@@ -155,7 +155,7 @@ impl TileDots<'_, '_> {
         let queries = self.queries_of((head, 0), 0);
         let piece = |n: usize| self.staged.wrapping_add(n % TILES * PIECE_LEN);
         let vectors = self.keys.dim / COLUMNS;
-        // SAFETY: the caller's promise; pieces of the scratch.
+        // SAFETY: the caller keeps the contract of `multiply_half_of_codes`; pieces of the scratch.
         unsafe {
             for n in 0..vectors {
                 let offset = offset + (n * COLUMNS) as isize;
@@ -208,7 +208,8 @@ impl TileDots<'_, '_> {
                             let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
                             staged += 1;
                             if group == 0 {
-                                // SAFETY: the caller's promise; a piece of the scratch.
+                                // SAFETY: the caller keeps the contract of `multiply_pieces`; a piece of the
+                                // scratch.
                                 unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
                             }
                             TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
@@ -219,7 +220,7 @@ impl TileDots<'_, '_> {
                     self.before.go_on(s);
                 }
             }
-            // SAFETY: the caller's promise; half of the accumulators.
+            // SAFETY: the caller keeps the contract of `multiply_pieces`; half of the accumulators.
             unsafe {
                 self.multiply(s, (head, group), before);
                 let lower = half.start > 0;
@@ -235,7 +236,7 @@ impl TileDots<'_, '_> {
     unsafe fn multiply<S: Simd>(&self, s: S, of: (usize, usize), piece: Option<Piece>) {
         let Some(Piece { tile, col, rows }) = piece else { return };
         for unit in (0..COLUMNS.min(self.keys.dim - col)).step_by(DEPTH) {
-            // SAFETY: the caller's promise; queries of the call.
+            // SAFETY: the caller keeps the contract of `multiply`; queries of the call.
             unsafe {
                 s.tile_top(self.queries_of(of, col + unit));
                 s.tile_down(tile, TileRows { first: rows.first.wrapping_add(unit * 2), ..rows });

@@ -124,7 +124,7 @@ impl TileValues<'_, '_> {
             let offset = head as isize * head_step + col as isize;
             for group in 0..queries.div_ceil(GROUP) {
                 let weights = self.weights_of_group(group);
-                // SAFETY: the caller's promise; pieces of the scratch.
+                // SAFETY: the caller keeps the contract of `add_codes`; pieces of the scratch.
                 unsafe {
                     s.tile_zero();
                     self.multiply_codes(s, &codes, (rows, offset), weights, group > 0);
@@ -248,7 +248,7 @@ impl TileValues<'_, '_> {
         }
         for (n, key) in keys.iter().enumerate() {
             let (from, to) = (key.wrapping_offset(offset), piece.wrapping_add(n * COLUMNS / 2));
-            // SAFETY: the caller's promise; a row of the piece.
+            // SAFETY: the caller keeps the contract of `rows`; a row of the piece.
             unsafe {
                 if E::IS_BF16 {
                     for at in (0..UNITS * DEPTH).step_by(2 * S::LANES) {
@@ -392,7 +392,7 @@ unsafe fn multiply_apart<S: Simd>(
     for (odd, kept) in [0x0000_ffff, 0xffff_0000].into_iter().enumerate() {
         let mut apart = Lines::<{ ROWS * APART_ROW }>::new();
         let mut again = Lines::<{ 4 * TILE_LEN }>::new();
-        // SAFETY: the caller's promise; whole tiles of both scratches.
+        // SAFETY: the caller keeps the contract of `multiply_apart`; whole tiles of both scratches.
         unsafe {
             s.tile_zero();
             for (tile, rows) in rows.iter().enumerate() {

@@ -84,6 +84,6 @@ pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
 /// `text` came from there and is not used again.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fmha_emu_forget(text: *mut c_char) {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_emu_forget`.
     unsafe { launches::forget(text) }
 }
