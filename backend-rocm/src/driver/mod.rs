@@ -191,7 +191,7 @@ pub(crate) unsafe fn owned(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller promised that `text` is null or a C string.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 

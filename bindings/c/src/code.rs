@@ -305,12 +305,12 @@ impl Memory {
 
     /// Outputs for the gradients of captured tensors.
     ///
-    /// SAFETY: the caller keeps the contract of `dcaptured`; its list was read when it was compared with the
-    /// plan's.
+    /// # Safety
+    /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
     pub(crate) unsafe fn dcaptured<'a>(self, problem: &ValidBwd, call: &FmhaCall) -> Vec<DevSliceMut<'a>> {
-        // SAFETY: as in `captured`.
+        // SAFETY: the caller keeps the contract of `dcaptured`.
         let Some(code) = (unsafe { call.code.as_ref() }) else { return vec![] };
-        // SAFETY: as in `captured`.
+        // SAFETY: the caller keeps the contract of `dcaptured`.
         let given = unsafe { listed(code) }.unwrap_or_default();
         let wanted = given.iter().filter(|captured| !captured.grad.is_null());
         let sizes = problem.dcaptured.iter().zip(problem.captured_elems());

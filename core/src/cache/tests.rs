@@ -251,7 +251,7 @@ fn what_a_killed_writer_has_left_is_removed_and_what_a_writer_still_writes_is_no
     assert_eq!([&orphan, &young, &not_ours].map(|path| path.exists()), [false, true, true]);
 }
 
-/// Loads nothing but numbers.
+/// A loader of tests: it counts loads, and a loaded kernel is a number.
 struct Numbers {
     compiler: Counting,
     loads: AtomicU32,

@@ -491,9 +491,9 @@ pairs! {
         differs = Ne -> Bool;
     }
     Int {
-        /// The smaller.
+        /// The smaller of both.
         min = Min -> Int;
-        /// The larger.
+        /// The larger of both.
         max = Max -> Int;
         /// Quotient rounded down; 0 where `other` is 0.
         floor_div = FloorDiv -> Int;
