@@ -436,7 +436,7 @@ fn a_plan_of_packed_sequences_runs_with_other_totals() {
     // Causal: each sequence's first query sees its own key alone; rows beyond the total stay as they were.
     assert_eq!((&few[..row], &few[3 * row..4 * row]), (&x[..row], &x[3 * row..4 * row]));
     assert!(few[7 * row..].iter().all(|&bits| bits == 0));
-    // SAFETY: every pointer of the call is memory of the test, as large as the call says; totals without packing are refused.
+    // SAFETY: every pointer is memory of the test, as large as said; totals without packing are refused.
     let error = unsafe { plan.run(&FmhaCall { total_q: -1, ..later }) }.unwrap_err().to_string();
     assert!(error.contains("total_q -1"), "{error}");
 }
@@ -658,7 +658,7 @@ proptest! {
         });
         let same = same && matches!(bad.dropout_seeded, 0 | 1) && bad.reserved == 0;
         let plan = plan(&good).unwrap();
-        // SAFETY: every pointer of the call is memory of the test, as large as the call says; what disagrees is refused.
+        // SAFETY: every pointer is memory of the test, as large as said; what disagrees is refused.
         let result = unsafe { plan.run(&bad) };
         prop_assert_eq!(result.is_ok(), same, "{:?}", result);
         if let Err(error) = result {
@@ -757,7 +757,7 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     run_on_cpu(&forward);
     run_on_cpu(&backward);
     assert!(dk.iter().chain(&dv).all(|&bits| bits == 0));
-    // The same nulls are refused once there are queries.
+    // Null tensors are refused once there are queries.
     let text = plan(&FmhaCall { seqlen_q: ROWS as i64, ..backward }).map(|_| ()).unwrap_err().to_string();
     assert!(text.contains("dtype_bias 6 goes with bias.data, which is null"), "{text}");
 }

@@ -89,7 +89,7 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
     };
     if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) continue;
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
-    // The same lane has written these elements of O, so it needs no synchronisation to read them.
+    // This lane has written these elements of O itself, so it needs no synchronisation to read them.
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
