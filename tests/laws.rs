@@ -184,7 +184,29 @@ fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<St
 
 /// Whether a comment begins without its subject, as if the one before it had named it.
 fn names_no_subject(text: &str) -> bool {
-    ["Of ", "Else ", "That ", "Its ", "Whose ", "Who ", "The same "].iter().any(|word| text.starts_with(word))
+    const WORDS: &[&str] = &[
+        "Of ",
+        "Else ",
+        "That ",
+        "Its ",
+        "It ",
+        "It, ",
+        "Whose ",
+        "Who ",
+        "Whoever ",
+        "Nobody ",
+        "The same ",
+        "What ",
+        "As above",
+        "As before",
+        "Likewise",
+        "So ",
+        "They ",
+        "SAFETY: as above",
+        "SAFETY: likewise",
+        "SAFETY: passed on",
+    ];
+    WORDS.iter().any(|word| text.starts_with(word))
 }
 
 #[test]

@@ -11,7 +11,7 @@ use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 use crate::cache::CacheOptions;
 use crate::failure::Failure;
 
-/// What to compute.
+/// Options that describe a problem.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Problem")]
 pub(super) struct ProblemArgs {
@@ -88,7 +88,8 @@ pub(super) struct ProblemArgs {
     #[arg(long, value_name = "MASK|FILE", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskChoice,
 
-    /// What a scaled score becomes, as code over s, b, h, q, k, seqlen_q, seqlen_k: "s + 0.5*(k-q)"
+    /// Score function, code over s, b, h, q, k, seqlen_q, seqlen_k that replaces a scaled score: "s +
+    /// 0.5*(k-q)"
     #[arg(long, value_name = "CODE", value_parser = code("score"))]
     pub(super) score: Option<Function>,
 

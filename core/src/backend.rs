@@ -30,7 +30,7 @@ use crate::tune::Tune;
 /// nothing but the operands, whatever numbers are in them, and writes nothing but the outputs and the workspace: each
 /// of these within its extent. [`memory`](Self::memory) and [`queues`](Self::queues) are those of one device.
 ///
-/// So an implementation is a promise, and a safe one there is not:
+/// An implementation is therefore a promise, and a safe one does not compile:
 ///
 /// ```compile_fail,E0200
 /// # use fmha_core::*;

@@ -1,8 +1,8 @@
 //! Test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they are built.
 //!
-//! They are a workspace of their own, `tests/emulators`. A program that was built in a checkout of the repository
-//! builds the double that it opens, and says so; elsewhere the double lies beside the program or where
-//! `FMHA_EMULATOR_DIR` says.
+//! The emulators are a workspace of their own, `tests/emulators`. A program that was built in a checkout of
+//! the repository builds the double that it opens, and says so; elsewhere the double lies beside the program
+//! or where `FMHA_EMULATOR_DIR` says.
 
 use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};

@@ -362,7 +362,7 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
-    /// This tile as parts are launched, before a merge that starts while they end. Parts are equal in length,
+    /// Sets the tile of parts that are launched before a merge that starts while they end. Parts are equal in length,
     /// so no counter is cleared and asked; and of two launches in a row that both start early the host takes
     /// 5.3 us, of one 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
     /// burst.

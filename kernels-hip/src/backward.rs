@@ -1,5 +1,5 @@
-//! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what
-//! these read, and the recipe (the module `recipe`). Both are deterministic.
+//! Common parts of the backward kernels, `cdna_bwd` and `rdna_bwd`: what they take, their launches and
+//! parameters, and the recipe (the module `recipe`). Both are deterministic.
 //!
 //! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each
 //! workgroup the gradients of its own rows alone; one behind takes what the products cannot

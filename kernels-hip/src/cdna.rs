@@ -152,9 +152,10 @@ impl Asked {
     }
 }
 
-/// What the kernel is compiled for. Whatever leaves its main loop alone is a number at run time: exact head dims, O's
-/// type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for all modifiers, masks and sink
-/// columns, and rows of 64, 128, 192 (Q and K alone) and 256; and so has what no wide load can read.
+/// Spec for which the kernel is compiled. A fact that its main loop does not need is a number at run time:
+/// exact head dims, O's type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for
+/// all modifiers, masks and sink columns, and rows of 64, 128, 192 (Q and K alone) and 256; so have rows that
+/// no wide load can read.
 pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;

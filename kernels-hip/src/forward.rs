@@ -1,5 +1,5 @@
-//! What the forward kernels, `cdna_fwd` and `rdna_fwd`, have in common: what they take, what a launch reads,
-//! and the recipe ([`recipe`]).
+//! Common parts of the forward kernels, `cdna_fwd` and `rdna_fwd`: what they take, the parameters of a
+//! launch, and the recipe ([`recipe`]).
 
 pub(crate) mod recipe;
 

@@ -214,9 +214,10 @@ impl Cached<'_> {
         if self.in_codes { self.source.dtype() } else { self.taken_as() }
     }
 
-    /// It, and what widens each head's; read in codes where that can be done, and pays for so many rows of a head: with
-    /// sixteen registers two at once, and more would widen every code again. (AVX2, from memory, in place and by way of
-    /// scratch: a query 4.8 and 3.2 GB/s, four 1.9 and 2.9.)
+    /// Returns the cache with the tables that widen each head. Codes are read in place where the cache allows
+    /// it, for so few query rows of a head that it pays: each further pair of rows (with sixteen registers)
+    /// widens every code again. (AVX2, in place and by way of scratch, from memory: a query 4.8 and 3.2 GB/s,
+    /// four 1.9 and 2.9.)
     pub(crate) fn widened_by<S: Simd>(mut self, descales: &[f32], rows: u32) -> (Self, Vec<BytePlanes>) {
         let Some(wide) = self.widened else { return (self, Vec::new()) };
         let mut planes: Vec<BytePlanes> = Vec::new();

@@ -1,7 +1,7 @@
 //! Values over blocks of pairs at the speed of vectors: a register machine whose registers hold a block, so that one
 //! decision of the machine serves [`Program::BLOCK`] pairs and each operation is a loop that compilers vectorise.
 //!
-//! What depends on neither row, key nor score is computed once a head.
+//! Nodes that depend on neither row, key nor score are computed once a head.
 
 use super::eval::{
     Captured, HostTensor, Number, Pair, Rounding, Value, binary, compare, eval, floor_div, floor_mod, unary,

@@ -43,7 +43,7 @@ pub struct HeadBackward {
     pub ds: Vec<f64>,
     /// dSink.
     pub dsink: f64,
-    /// This head's share of each captured tensor's gradient, dense; empty where only a part of the rows is
+    /// Share of this head in each captured tensor's gradient, dense; empty where only a part of the rows is
     /// computed.
     pub dcaptured: Vec<Vec<f64>>,
     /// How far independent relative errors of the terms move each gradient, per unit of error. In

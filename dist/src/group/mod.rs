@@ -156,7 +156,7 @@ fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> R
 
 /// Ranks that compute together. Every rank makes the same calls in the same order.
 ///
-/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
+/// A call that fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
 /// succeeds. Nothing waits longer than the group's timeout.
 pub trait Group: Send + Sync {
     /// Index of this rank.

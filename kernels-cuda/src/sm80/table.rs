@@ -264,7 +264,7 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8);
     }
 
-    /// This tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory
+    /// Returns this tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory
     /// holds the barriers too. A CTA has a warp more, so one of eight warps takes the place of two of four,
     /// which would leave a thread 200 registers. Nine warps leave it 168, with which head dimensions above
     /// 192 spill.
@@ -393,7 +393,7 @@ impl Unlike {
 
 /// How keys of sequences of like lengths are cut: keys of a part, 0 for none; or whether equal shares are cheaper.
 ///
-/// What counts is the multiprocessor with the most keys, and that enough CTAs share it for their loads to
+/// The multiprocessor with the most keys counts, and that enough CTAs share it for their loads to
 /// fill memory's latency. An H200, one sequence over 8 kv heads: 32768 keys in parts of 512, 4 CTAs of 64
 /// parts each, 47.1 us, of 384, 6 at most and 5.2 on average, 49.2; 131072 keys in parts of 1344, 6 CTAs,
 /// 141.3, of 1536 142.6, of 1024, which are left for a second time, 158.8; 4096 in parts of 64, 128 and 256

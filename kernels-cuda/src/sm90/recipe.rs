@@ -68,7 +68,7 @@ impl ValuesPlan {
 /// kernel, both in parts: 14.9 and 16.6, 47.1 and 50.5, 141 and 140; of 16 sequences of 4096 keys 77 and
 /// 75.6. Eight and 16 queries over 32768 keys 58.7 and 53, 66 and 54.
 ///
-/// So are few rows over short sequences, whose tiles are small: 64 sequences of 1024 keys 74 us, this kernel
+/// Few rows over short sequences, whose tiles are small, are left too: 64 sequences of 1024 keys 74 us, this kernel
 /// 85; 137 of 128/8 heads and 56 keys 19.4 and 30.6.
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {

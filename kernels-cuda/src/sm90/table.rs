@@ -542,7 +542,7 @@ impl Sm90Tile {
         (self.lookahead, self.wait_anchor, self.skip_row_max) = (Lookahead::Off, 0, false);
     }
 
-    /// What a V of FP8 changes of a tile of 16-bit types.
+    /// Adjusts a tile of 16-bit types for a V of FP8.
     ///
     /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full
     /// 688, 628, 656, causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008,
@@ -607,8 +607,8 @@ impl Sm90Tile {
         self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
     }
 
-    /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
-    /// taken than without it.
+    /// Adjusts a tile for dropout as the only modifier: two bits a score are known before it, which takes few
+    /// registers more.
     ///
     /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178
     /// with two, 128 keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292

@@ -1,6 +1,6 @@
 //! Lists of keys: which keys a list names, how it and its keys lie, and what else happens to their scores.
 //!
-//! What no list names is NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
+//! Rows that no list names are NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
 
 use fmha_core::{
     Append, Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, KeyLists,

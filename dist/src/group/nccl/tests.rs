@@ -32,7 +32,7 @@ impl World {
     fn end(&self, rank: u32, how: &'static str) {
         self.ends.lock().unwrap().push((rank, how));
         self.ended.notify_all();
-        // Whoever looks at the ends with the letters in hand sees this one.
+        // A rank that looks at the ends while it holds the letters sees this one.
         drop(self.letters.lock().unwrap());
         self.come.notify_all();
     }

@@ -1,4 +1,4 @@
-// What a CTA of the backward owns, and the walk over the blocks of the other side: their loads, and what each adds to
+// Own rows of a CTA of the backward, and its walk over the blocks of the other side: their loads, and their shares in
 // the sums.
 //
 // The blocks have a ring of `stages`: with two or more, the next one is copied while this one is computed with, and one

@@ -1,5 +1,5 @@
-// What stands before and behind the products, a wave to a row: LSE and delta of each query before; behind, the rows
-// whose gradients the products cannot sum, dBias and dSink. All by the rules of fmha/row_bwd.h.
+// Launches before and behind the products, a wave to a row: LSE and delta of each query before; behind, the rows
+// whose gradients the products cannot sum, dBias and dSink. All follow the rules of fmha/row_bwd.h.
 //
 // Rows that are computed again, from memory, pair by pair:
 //   far     dQ of a query whose LSE is so large that P is to be measured from an origin of its own, and dK and dV of
