@@ -13,6 +13,7 @@ use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
 /// Backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names given to
 /// [`register`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Backend {
     /// The best device that is present; the CPU if there is no other.
     #[default]

@@ -40,6 +40,7 @@ impl Refusal {
 
 /// Every error, by who can mend it.
 #[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The problem or its arguments contradict themselves. Fix the call.
     #[error(transparent)]

@@ -22,6 +22,7 @@ pub struct Append {
 
 /// Pairs of a row's elements that the rotation combines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum RotaryPairs {
     /// 2i and 2i + 1 (GPT-J).
     Interleaved,

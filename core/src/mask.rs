@@ -18,6 +18,7 @@ pub enum MaskAlign {
 /// Shape of a mask, in the form that the user gives.
 #[doc(alias = "window_size")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum MaskShape {
     /// Every key is visible.
     None,

@@ -4,6 +4,7 @@ use super::{DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 
 /// K or V of a forward call.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum CacheSlice<'a> {
     /// Memory that the call reads.
     Read(DevSlice<'a>),

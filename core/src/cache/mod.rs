@@ -230,6 +230,7 @@ impl CompiledKernel {
 
 /// Source of a compiled kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Origin {
     /// A bundle, by its name.
     Bundle(String),

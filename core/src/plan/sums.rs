@@ -4,6 +4,7 @@ use num_traits::Float;
 
 /// Arithmetic that adds the products of a score, from which LSE follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ScoreSums {
     /// Sums in f32, in any order, each rounded.
     #[default]

@@ -9,6 +9,7 @@ use crate::score::Bias;
 /// Meaning of a list's entries. An entry outside the range that the meaning allows is absent: it names no
 /// key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ListEntries {
     /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
     Positions,
@@ -27,6 +28,7 @@ pub enum ListEntries {
 /// Meaning of `topk_length`, i32; entries at and past it are never read. A number below 0 counts as 0, one
 /// beyond `topk` as `topk`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ListLength {
     /// Every list has `topk` entries; there is no `topk_length`.
     Whole,
