@@ -13,7 +13,7 @@ pub(crate) struct Page {
     /// Arguments of `fmha run` for every problem.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
-    /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: knobs that no table
+    /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: fields that no table
     /// chooses, values that lie hidden.
     pub(crate) also_covered: &'static [&'static str],
 }
