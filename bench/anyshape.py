@@ -385,7 +385,7 @@ def row(w: Workload, kind: str, exactly: bool):
     return results
 
 
-# Before anything of CUDA is in this process, since a copy of it could not use that.
+# The pool starts before CUDA is initialised, since a forked process could not use it.
 pool = multiprocessing.get_context("fork").Pool(arguments.jobs) if arguments.jobs > 0 else None
 if arguments.compile:
     began = time.monotonic()

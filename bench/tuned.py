@@ -15,7 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 # The fields that decide most of a forward kernel's time; the others were within noise wherever they were tried.
-KNOBS = ["block_m", "block_n", "stages", "order"]
+FIELDS = ["block_m", "block_n", "stages", "order"]
 # Operations of the largest problem: a few milliseconds of an H200.
 MOST_OPERATIONS = 1.5e12
 
@@ -39,7 +39,7 @@ def problem(rng):
 def tune(command, options, *more):
     """Runs `fmha tune`; its output, or None and its words."""
     words = [command, "tune", "--backend", "cuda", *options, *more]
-    words += [word for knob in KNOBS for word in ("--knob", knob)]
+    words += [word for field in FIELDS for word in ("--field", field)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return (done.stdout, "") if done.returncode == 0 else (None, (done.stderr or done.stdout).strip())
 
@@ -53,7 +53,7 @@ def row(options, report):
     gain = confirmed["gain"] if confirmed and confirmed["is_gain"] else 0.0
     spread = f"{confirmed['spread'] * 100:.1f} %" if confirmed else ""
     tile = report["tile"]
-    best = " ".join(f"{knob}={tile[knob]}" for knob in KNOBS if knob in tile) if gain else "the built-in one"
+    best = " ".join(f"{field}={tile[field]}" for field in FIELDS if field in tile) if gain else "the built-in one"
     micros = f"{own * 1e6:.1f}" if own else "absent"
     return f"| `{' '.join(options)}` | {micros} | {gain * 100:.1f} % | {spread} | {len(measured)} | {best} |", gain
 

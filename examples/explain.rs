@@ -3,7 +3,7 @@
 use fmha::{Backend, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn main() -> Result<(), fmha::Error> {
-    // What there is to run on, and why the rest is absent.
+    // Every device, and for an absent one the reason.
     for found in fmha::devices() {
         match &found.device {
             Ok(device) => println!("{}: {}", found.backend, device.name()),
@@ -24,13 +24,13 @@ fn main() -> Result<(), fmha::Error> {
     let mask = "b:1024,0".parse::<MaskSpec>().expect("a window of 1024 keys before the diagonal");
     let problem = FwdProblem::batch(fmha::DType::Bf16, dims).mask(mask).write_lse(true);
 
-    // A contradiction is refused here, by field and number.
+    // An inconsistent problem is refused here, by field and number.
     let broken = problem.clone().dims(Dims { num_heads_kv: 5, ..dims });
     if let Err(error) = broken.validate() {
         println!("\nrefused: {error}");
     }
 
-    // What validates can be planned; the plan explains itself.
+    // A problem that validates can be planned, and the plan describes itself.
     let device = Device::open(Backend::Auto)?;
     let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("\n{plan}");

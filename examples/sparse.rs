@@ -83,7 +83,7 @@ impl Random {
         (self.next() >> 33) as usize % bound
     }
 
-    /// In -1 .. 1.
+    /// A random number in -1 .. 1.
     fn number(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -116,7 +116,7 @@ impl Task {
     }
 }
 
-/// What is learnt.
+/// The layer's weights, which training changes.
 struct Layer {
     q: Table,
     k: Table,
@@ -181,7 +181,7 @@ fn problem(topk: usize) -> FwdProblem {
     problem.lists(lists)
 }
 
-/// One step of every table; says how it went.
+/// Trains the layer by one step and returns its loss.
 fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result<String, Error> {
     let rows = BATCH * QUERIES;
     let (index_q, index_k) = (layer.index_q.gather(&task.asked), layer.index_k.gather(&task.names));

@@ -133,10 +133,10 @@ pub struct AttentionOutput<T> {
 /// head_dim_qk]`, K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, V `[batch, seqlen_k,
 /// num_heads_kv, head_dim_v]`.
 ///
-/// It works on every machine and is not the fast way: each call plans anew, copies the tensors to a device and back,
-/// and may run on the fallback kernel, which is correct and slow, where no fast kernel takes the problem
-/// ([`Attention::allow_fallback`]). A [plan](crate::FwdPlan) is made once, works on tensors where they lie, and
-/// takes a fallback only where [`PlanOptions::allow_fallback`] says so.
+/// The function works on every machine and is not the fast way: each call plans anew, copies the tensors to a
+/// device and back, and may run on the fallback kernel, which is correct and slow, where no fast kernel takes
+/// the problem ([`Attention::allow_fallback`]). A [plan](crate::FwdPlan) is made once, works on tensors where
+/// they lie, and takes a fallback only where [`PlanOptions::allow_fallback`] says so.
 ///
 /// # Errors
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;

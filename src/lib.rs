@@ -58,7 +58,7 @@ mod view;
 
 pub use half::{bf16, f16};
 
-// By name, each of them: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
+// Each item is named: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
 // modules that hide `core`'s.
 pub use fmha_core::{
     Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockList, BlockLists, BlockTable,

@@ -13,6 +13,7 @@ use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
 /// Backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names given to
 /// [`register`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Backend {
     /// The best device that is present; the CPU if there is no other.
     #[default]
@@ -119,12 +120,12 @@ impl FromStr for Backend {
     }
 }
 
-/// A backend that `auto` would have preferred, and why it is not there.
+/// A backend that `auto` would have preferred, and the reason why it is absent.
 #[derive(Clone, Debug)]
 pub struct PassedOver {
     /// Backend that was tried.
     pub backend: Backend,
-    /// Reason why it did not open.
+    /// Reason why the device did not open.
     pub reason: Error,
 }
 
@@ -157,7 +158,7 @@ impl Device {
         if let Some((_, device)) = kept().iter().find(|(name, _)| *name == choice) {
             return Ok(device.clone());
         }
-        // Nobody is kept waiting by a driver that takes its time, and a backend may open another one.
+        // The lock is free while a slow driver opens a device, since a backend may open another one.
         let device = Self::open_anew(&choice)?;
         let mut kept = kept();
         if let Some((_, first)) = kept.iter().find(|(name, _)| *name == choice) {
@@ -295,7 +296,7 @@ pub fn register(name: &str, open: impl Fn(u32) -> Result<Device> + Send + Sync +
     Ok(())
 }
 
-/// A device that there is, or that there could be.
+/// A device that exists here, or that could exist.
 pub struct Found {
     /// Backend that opens the device.
     pub backend: Backend,

@@ -104,7 +104,7 @@ impl<'a> TensorView<'a> {
         strides: Strides,
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `from_raw`.
         let data = unsafe { DevSlice::from_raw(space, ptr, bytes, dtype) };
         Self { data, dtype, shape, strides }
     }
@@ -146,7 +146,7 @@ impl<'a> TensorViewMut<'a> {
         strides: Strides,
     ) -> Self {
         let bytes = reach(strides, shape, dtype).unwrap_or(0);
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `from_raw`.
         let data = unsafe { DevSliceMut::from_raw(space, ptr, bytes, dtype) };
         Self { data, dtype, shape, strides }
     }
@@ -276,7 +276,8 @@ mod arrays {
         fn try_from(mut array: ArrayViewMut4<'a, T>) -> Result<Self, ProblemError> {
             let (shape, strides) = layout(array.shape(), array.strides())?;
             let ptr = array.as_mut_ptr().cast();
-            // SAFETY: as above, and exclusively.
+            // SAFETY: the elements, borrowed for 'a, lie in one piece from the first one on: `layout`, and
+            // exclusively.
             Ok(unsafe { Self::from_raw(MemorySpace::Host, ptr, T::DTYPE, shape, strides) })
         }
     }

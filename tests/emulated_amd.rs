@@ -23,7 +23,7 @@ const ARCHS: [&str; 3] = ["gfx90a", "gfx942", "gfx950"];
 
 /// Tile kernels of an architecture for each that runs; each architecture runs others.
 const PARTS: u64 = 90;
-/// What may be wrong on one architecture alone: its matrix instructions, its waits.
+/// Cases that may go wrong on one architecture alone, by its matrix instructions or its waits.
 const EVERYWHERE: [&str; 2] = ["edges/off_tile/bf16", "combine/bf16"];
 
 /// Laws of bits over more tiles than a real device has units; `bits/few` is for emulated ones.
@@ -58,7 +58,7 @@ fn what_is_beyond_the_hardware_has_subnormals() {
     }
 }
 
-/// What would be compiled for a case; `None` where it is refused, or merges.
+/// Text of the kernel that a case needs; `None` where it is refused, or merges.
 fn kernel(backend: &Device, case: &Case) -> Option<String> {
     let problem = case.problem()?.clone().validate().ok()?;
     let jobs = backend.precompiler()?.jobs(AnyProblem::Forward(&problem), &PlanOptions::default()).ok()?;
@@ -97,15 +97,15 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
     (card >> 20) % PARTS == arch as u64
 }
 
-/// They were 1259 when each fact of a call was compiled in; 310 and 9 that FP8 over several blocks asks for are few,
-/// and 86 that read short queries' caches, which differ in layout and type (FP8's four types on gfx90a and gfx942, by
-/// their bits).
+/// The number was 1259 when each fact of a call was compiled in. FP8 over several blocks asks for 310 and 9,
+/// and short queries' caches, which differ in layout and type, for 86 (FP8's four types on gfx90a and gfx942,
+/// by their bits).
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let cases = all();
-        // A function is a text of its own.
+        // Cases of functions are left out: each function is a text of its own.
         let left_out = ["backward/", "code/"];
         let forward =
             cases.iter().filter(|case| !left_out.iter().any(|family| case.name.starts_with(family)));
@@ -117,7 +117,7 @@ fn the_battery_asks_for_few_kernels() {
     }
 }
 
-/// What a backward case's products would be compiled from; empty where they are refused.
+/// Texts of the products that a backward case needs; empty where they are refused.
 fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
     let Body::Backward(backward) = &case.body else { return Vec::new() };
     let Ok(problem) = backward.problem.clone().validate() else { return Vec::new() };
@@ -136,7 +136,7 @@ fn the_batterys_backward_asks_for_few_products() {
     for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 350)]) {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let mut cases = all();
-        // A function is a text of its own.
+        // Cases of functions are left out: each function is a text of its own.
         cases.retain(|case| !case.name.starts_with("code/"));
         let taken: Vec<Vec<String>> = cases.iter().map(|case| products(&backend, kernel, case)).collect();
         let (cases, kernels) = (
@@ -238,9 +238,9 @@ fn the_tile_kernel_keeps_the_contract_on_every_emulated_architecture() {
     assert_eq!(failed, 0);
 }
 
-/// So few workgroups that each walks over several tiles. On AMD's devices of eight dies fewer than eight, and
-/// more. Of the cases of a kernel, which differ in what a tile computes rather than in how tiles are walked
-/// over, one in so many.
+/// One in this many of a kernel's cases runs with so few workgroups that each walks several tiles, fewer than
+/// the eight dies of AMD's devices and more. A kernel's cases differ in what a tile computes rather than in
+/// how tiles are walked.
 const OF_WALKS: u64 = 4;
 
 #[test]
@@ -288,7 +288,8 @@ fn walk_over_tiles(is_one: fn(&Case) -> bool) {
     assert_eq!(failed, 0);
 }
 
-/// What the tile kernel does not take and a few that it does: every type, every family.
+/// The slow kernel computes cases that the tile kernel refuses, and a few that it takes: every type, every
+/// family.
 #[test]
 fn the_fallback_takes_every_spec() {
     let Some(backend) = amd::open("gfx942", "the battery") else { return };

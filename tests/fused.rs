@@ -79,7 +79,8 @@ impl Memory<'_> {
     }
 
     fn write(&self, elems: usize, len: u64) -> DevSliceMut<'_> {
-        // SAFETY: as above; the call checks that what it writes is nothing that it reads.
+        // SAFETY: inside `buffer`, which outlives the call; nothing is written there meanwhile; the call
+        // checks that what it writes is nothing that it reads.
         unsafe {
             DevSliceMut::from_raw(
                 self.backend.memory().space(),

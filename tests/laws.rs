@@ -116,7 +116,7 @@ fn every_static_assert_says_what_it_means() {
     none(&broken);
 }
 
-/// What `](...)` of a line's prose names, pages of the web and marks within a page apart.
+/// Targets of the `](...)` in a line's prose, without web pages and marks within a page.
 fn linked(line: &str) -> impl Iterator<Item = &str> {
     let prose = line.split('`').step_by(2);
     prose
@@ -152,7 +152,7 @@ fn nothing_asks_to_be_kept_in_sync_and_nothing_is_left_to_do() {
 
 const COMMENTED: &[&str] = &[".rs", ".h", ".cuh", ".py"];
 
-/// What opens a comment on a line of its own, and the text behind it.
+/// Mark of a comment that stands on a line of its own, and the text behind it.
 fn comment(line: &str) -> Option<(&'static str, &str)> {
     let line = line.trim_start();
     let mark = ["///", "//!", "//"].into_iter().find(|mark| line.starts_with(mark));
@@ -184,7 +184,29 @@ fn openings(files: &[(String, String)], broken: impl Fn(&str) -> bool) -> Vec<St
 
 /// Whether a comment begins without its subject, as if the one before it had named it.
 fn names_no_subject(text: &str) -> bool {
-    ["Of ", "Else ", "That ", "Its ", "Whose ", "Who ", "The same "].iter().any(|word| text.starts_with(word))
+    const WORDS: &[&str] = &[
+        "Of ",
+        "Else ",
+        "That ",
+        "Its ",
+        "It ",
+        "It, ",
+        "Whose ",
+        "Who ",
+        "Whoever ",
+        "Nobody ",
+        "The same ",
+        "What ",
+        "As above",
+        "As before",
+        "Likewise",
+        "So ",
+        "They ",
+        "SAFETY: as above",
+        "SAFETY: likewise",
+        "SAFETY: passed on",
+    ];
+    WORDS.iter().any(|word| text.starts_with(word))
 }
 
 #[test]
@@ -247,6 +269,103 @@ fn every_environment_variable_is_in_the_table_and_the_readme() {
     none(&missing);
 }
 
+/// Names of a door's column in the table of docs/names.md.
+fn names_in_table(column: usize) -> BTreeSet<String> {
+    let page = fs::read_to_string(root().join("docs/names.md")).expect("docs/names.md");
+    let rows = page.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
+    rows.flat_map(|row| {
+        let cell = row.split('|').nth(column + 1).unwrap_or_default();
+        cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()
+    })
+    .collect()
+}
+
+/// Text between the first `from` of a file and the next `to`.
+fn stretch(name: &str, from: &str, to: &str) -> String {
+    let text = fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let (_, rest) = text.split_once(from).unwrap_or_else(|| panic!("{name}: no {from}"));
+    rest.split_once(to).unwrap_or_else(|| panic!("{name}: no {to} behind {from}")).0.to_owned()
+}
+
+/// Names before the colon of each field of a Rust struct, or of each parameter of a Python function.
+fn declared(text: &str, before: &str) -> BTreeSet<String> {
+    let fields = text.lines().filter_map(|line| line.trim().strip_prefix(before)?.split_once(':'));
+    let is_name = |name: &str| {
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c == '_' || c.is_ascii_digit())
+    };
+    fields.map(|(name, _)| name.to_owned()).filter(|name| is_name(name)).collect()
+}
+
+/// Options of the command, as they are typed: `long = "x"`, or the field's own name.
+fn typed_options(name: &str) -> BTreeSet<String> {
+    let text = fs::read_to_string(root().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let mut found = BTreeSet::new();
+    let mut lines = text.lines().map(str::trim);
+    while let Some(line) = lines.next() {
+        let Some(words) = line.strip_prefix("#[arg(").filter(|words| words.contains("long")) else {
+            continue;
+        };
+        let field = lines.next().unwrap_or_default().trim_start_matches("pub(super) ");
+        let own = field.split(':').next().unwrap_or_default().replace('_', "-");
+        let given = words.split_once("long = \"").and_then(|(_, rest)| rest.split('"').next());
+        found.insert(format!("--{}", given.unwrap_or(&own)));
+    }
+    found
+}
+
+/// A fact of a call has one name: docs/names.md has every name of every door, and no other.
+#[test]
+fn the_table_of_names_is_that_of_the_doors() {
+    let [rust, c, python, command, candle] = [0, 1, 2, 3, 4].map(names_in_table);
+    let mut broken = Vec::new();
+    let mut lacks = |what: &str, names: &BTreeSet<String>, all: &BTreeSet<String>| {
+        broken.extend(names.difference(all).map(|name| format!("{what}: {name}")));
+    };
+
+    let source =
+        |folder: &str| files(folder, &[".rs", ".py"]).into_iter().map(|(_, text)| text).collect::<String>();
+    let core: BTreeSet<String> =
+        source("core/src").split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect();
+    lacks("not in Rust", &rust, &core);
+
+    let structs = |names: &[&str]| -> BTreeSet<String> {
+        let fields = |name: &&str| {
+            declared(&stretch("bindings/c/src/structs.rs", &format!("pub struct {name} {{"), "\n}"), "pub ")
+        };
+        let own = names.iter().flat_map(fields);
+        own.filter(|name| name != "struct_bytes" && name != "reserved").collect()
+    };
+    lacks("not in the table, C", &structs(&["FmhaCall", "FmhaCache", "FmhaOptions", "FmhaCode"]), &c);
+    lacks("not in C", &c, &structs(&["FmhaCall", "FmhaCache", "FmhaOptions", "FmhaCode", "FmhaTensor"]));
+
+    let arguments = "bindings/python/fmha/_arguments.py";
+    let mut keywords = declared(&stretch(arguments, "def bind(", ") ->"), "");
+    let cache = stretch(arguments, "CACHE_TENSORS = (", ")");
+    keywords.extend(cache.split('"').skip(1).step_by(2).map(str::to_owned));
+    lacks("not in the table, Python", &keywords, &python);
+    for function in [
+        "def attention(\n    q: Tensor,",
+        "def attention_out(",
+        "def attention_with_kvcache(\n    q: Tensor,",
+    ] {
+        keywords.extend(declared(&stretch("bindings/python/fmha/__init__.py", function, ") ->"), ""));
+    }
+    keywords.insert("q".to_owned());
+    lacks("not in Python", &python, &keywords);
+
+    let options = &typed_options("cli/src/options.rs") | &typed_options("cli/src/cache.rs");
+    lacks("not in the table, the command", &options, &command);
+    lacks("not an option of the command", &command, &options);
+
+    let door = "bindings/candle/src/lib.rs";
+    let fields = declared(&stretch(door, "pub struct Options {", "\n}"), "pub ");
+    lacks("not in the table, candle", &fields, &candle);
+    let text = source("bindings/candle/src");
+    let words = text.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect();
+    lacks("not in candle's door", &candle, &words);
+    none(&broken);
+}
+
 #[test]
 fn the_arrows_between_crates_are_as_drawn() {
     let may_depend = |krate: &str| -> &[&str] {
@@ -261,11 +380,12 @@ fn the_arrows_between_crates_are_as_drawn() {
             "fmha-cli" => &["fmha", "fmha-core", "fmha-conformance", "fmha-dist"],
             "fmha-dist" => &["fmha"],
             "fmha-c" => &["fmha", "fmha-dist"],
-            // On the C structs, whose checks it would have to write again.
+            // fmha-py stands on the C structs, whose checks it would have to write again.
             "fmha-py" => &["fmha", "fmha-core", "fmha-c"],
             "fmha-emu-hip" | "fmha-emu-hiprtc" => &["fmha-emu-cdna"],
             "fmha-emu-libcuda" => &["fmha-emu-ptx"],
-            // It holds the interpreter to what a device gave for whole attention calls too.
+            // fmha-emu-silicon compares the interpreter with what a device gave for whole attention calls
+            // too.
             "fmha-emu-silicon" => &["fmha-core", "fmha-cuda", "fmha-conformance", "fmha-emu-ptx"],
             _ => &["fmha", "fmha-core"],
         }

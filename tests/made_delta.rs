@@ -1,5 +1,5 @@
-//! On Hopper delta that is made beside the products, by the main kernel, is as right as what a launch before
-//! them makes. Emulated.
+//! Delta that Hopper's main kernel makes beside the products is as right as what a launch before them makes.
+//! Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

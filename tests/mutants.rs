@@ -56,7 +56,7 @@ fn beside(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
 }
 
-/// Trial of a mutant: a case with its fields.
+/// A case that tries a mutant, with its tile fields.
 struct Trial {
     arch: String,
     case: String,
@@ -221,12 +221,12 @@ impl LastFinders {
     }
 }
 
-/// What the first case says that finds it, or the last one that the mutant changes something for; with that case.
+/// Verdict on a mutant, with its case: the first case that finds it, or the last one whose result it changes.
 fn judged(mutant: &Fault, trials: &[Trial], finders: &LastFinders) -> (Fate, String) {
     let (mut last, mut of) = (Fate::ChangesNothing, String::new());
     let mut order = finders.order(&mutant.header, trials.len());
     while let Some(first) = order.first().map(|&at| &trials[at]) {
-        // A process has one architecture's device.
+        // A process has a device of one architecture.
         let (mut same, elsewhere): (Vec<usize>, Vec<usize>) =
             order.into_iter().partition(|&at| trials[at].arch == first.arch);
         let others = same[1..].iter().map(|&at| (trials[at].case.clone(), trials[at].tile.clone())).collect();
@@ -318,7 +318,7 @@ fn every_case_that_is_to_find_a_mutant_passes_without_one() {
     let names: Vec<String> = fmha_conformance::case::all().into_iter().map(|case| case.name).collect();
     let mut unchanged = Vec::new();
     for target in &targets() {
-        // A process has one architecture's device.
+        // A process has a device of one architecture.
         let mut of_arch: BTreeMap<String, BTreeSet<(String, Option<String>)>> = BTreeMap::new();
         for text in target.nearer.values().flatten().chain(&target.cases) {
             let Trial { arch, case, tile } = Trial::of(text, &target.arch, &names);

@@ -41,8 +41,8 @@ fn each_planted_fault_has_its_text_once_in_its_header() {
     }
 }
 
-/// So many of the faults, from the whole list, however long it grows: most of a fault's seconds go into
-/// compiling its kernel twice.
+/// Number of faults in CI, drawn from the whole list, however long it grows: most of a fault's seconds go
+/// into compiling its kernel twice.
 const SAMPLE: usize = 22;
 
 /// Whether the fault at `at` of `count` is of the sample.
@@ -61,7 +61,7 @@ fn each_other_planted_fault_is_found_by_its_case_and_its_sound_twin_passes() {
     are_found(false);
 }
 
-/// Faults of the sample, or all others.
+/// Checks that the faults of the sample, or all others, are found.
 fn are_found(sampled: bool) {
     let all = faults();
     let count = all.len();

@@ -1,4 +1,5 @@
-//! On Hopper a V of FP8 that is prepared once has the bits of one that each tile prepares, block for block. Emulated.
+//! A V of FP8 that is prepared once on Hopper has the bits of one that each tile prepares, block for block.
+//! Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

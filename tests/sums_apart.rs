@@ -1,4 +1,4 @@
-//! On Hopper sums of dQ that each key block keeps apart have the bits of ordered additions, of every
+//! Sums of dQ that each key block on Hopper keeps apart have the bits of ordered additions, of every
 //! gradient. Emulated.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]

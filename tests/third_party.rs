@@ -110,10 +110,9 @@ impl DeviceMemory for Host {
         let layout = Layout::from_size_align(bytes.max(1) as usize, 256).unwrap();
         // SAFETY: the layout has a byte at least.
         let address = unsafe { alloc_zeroed(layout) };
-        // Not what a run wants cleared.
-        // SAFETY: allocated above, of this size.
+        // Content that a run has to clear where it wants zeros. SAFETY: allocated above, of this size.
         unsafe { address.write_bytes(0xA5, bytes as usize) };
-        // SAFETY: as above.
+        // SAFETY: the layout has a byte at least.
         let free = Box::new(move |address| unsafe { dealloc(address, layout) });
         // SAFETY: ours alone until `free` has run.
         Ok(unsafe { DevBuffer::from_raw(MemorySpace::Host, address, bytes, free) })

@@ -51,7 +51,7 @@ class Ours:
         return float(self.process.stdout.readline().split()[self.column])
 
     def close(self):
-        # Not communicate(): it reads past what readline() has buffered, and the tail is often there.
+        # communicate() is no use here: it reads past what readline() has buffered, which often holds the tail.
         self.process.stdin.close()
         tail = self.process.stdout.read().split()
         self.process.wait()

@@ -13,7 +13,7 @@ use crate::memory::reserve;
 use crate::score::{HeadScore, Panel};
 use crate::simd::{Op, Simd, exp, tanh};
 
-/// A program and what it captures.
+/// A compiled program and the tensors that it captures.
 struct Compiled<'a> {
     program: Program,
     captured: Vec<Captured<'a>>,
@@ -53,7 +53,7 @@ pub(crate) struct CodeLanes {
     mask: Option<Lanes>,
     slope: Option<Lanes>,
     reads: Option<Lanes>,
-    /// The head that they are set to.
+    /// The sequence and head for which the functions are set.
     head: Option<Pair>,
 }
 
@@ -125,7 +125,7 @@ impl<'a> Code<'a> {
         }
     }
 
-    /// What the mask shows of a tile.
+    /// Classifies the pairs of a tile by the mask function.
     pub(crate) fn seen(&self, head: &HeadScore, q: Range<u32>, k: Range<u32>) -> Seen {
         let masks = self.masks.as_ref();
         match masks.map(|masks| masks.head(&head.span, head.i_head).class(q.clone(), k.clone())) {
@@ -212,7 +212,7 @@ impl<'a> Code<'a> {
                 }
             }
         });
-        // SAFETY: as the caller promises.
+        // SAFETY: promised by the caller: `scores` and `hide` are panels of these rows.
         unsafe { self.hide_by_data::<S>(head, panel, hide) };
         for_blocks::<S>(panel, |block, at, count| {
             let (Some((_, compiled)), Some(lanes)) = (&self.score, &mut lanes.score) else { return };
@@ -396,7 +396,7 @@ fn everything(problem: &FwdProblem) -> Tile {
     Tile {
         b: 0..dims.batch,
         h: 0..dims.num_heads_q,
-        // Lanes beyond the live ones are computed, and thrown away.
+        // A row of 1024 queries more: lanes beyond the live ones are computed, and thrown away.
         q: 0..dims.seqlen_q.saturating_add(1024),
         k: 0..dims.seqlen_k.saturating_add(1024),
         seqlen_q: (0, dims.seqlen_q),

@@ -1,4 +1,4 @@
-//! Which instructions: what the processor has, capped by the configuration.
+//! The instruction set: the processor's best one, capped by the configuration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -91,7 +91,7 @@ impl FromStr for Isa {
     }
 }
 
-/// What every instruction set runs: each is compiled once, behind this one choice at run time.
+/// The operations of an instruction set. Each is compiled once per set, behind one choice at run time.
 #[enum_dispatch]
 pub(crate) trait Kernels {
     fn forward(&self, call: &Forward<'_>, threads: &Threads) -> Result<()>;
@@ -100,7 +100,7 @@ pub(crate) trait Kernels {
     fn index(&self, call: &Index<'_>, threads: &Threads) -> Result<()>;
     /// Runs a fixed number of FMAs in registers: how many operations.
     fn fma_loop(&self) -> f64;
-    /// Queries across a panel: what `block_m` is a multiple of.
+    /// Queries across a panel, of which `block_m` is a multiple.
     fn query_panel(&self) -> usize;
 }
 

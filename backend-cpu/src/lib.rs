@@ -94,7 +94,7 @@ pub struct CpuBackend {
 }
 
 impl CpuBackend {
-    /// With the environment's configuration.
+    /// Opens the backend with the environment's configuration.
     ///
     /// # Errors
     /// An environment variable that says nothing sensible, or threads that the system refuses.
@@ -102,7 +102,7 @@ impl CpuBackend {
         Self::with(Config::default())
     }
 
-    /// With this configuration; what it leaves open comes from the environment.
+    /// Opens the backend with this configuration; the environment gives what the configuration leaves open.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -88,7 +88,7 @@ struct Line([f32; 16]);
 #[derive(Default)]
 pub(crate) struct Floats(Vec<Line>);
 
-/// What dropped [`Floats`] leave for later ones, while it is below [`MAX_SPARE_BYTES`].
+/// Memory of dropped [`Floats`], kept for later ones up to [`MAX_SPARE_BYTES`].
 static SPARE: PerProcess<Mutex<Vec<Vec<Line>>>> = PerProcess::of_first(Mutex::new(Vec::new()));
 
 fn spare() -> Option<MutexGuard<'static, Vec<Vec<Line>>>> {
@@ -162,7 +162,7 @@ pub(crate) struct Bytes(*mut u8);
 
 // SAFETY: tasks write disjoint elements.
 unsafe impl Send for Bytes {}
-// SAFETY: as above.
+// SAFETY: tasks write disjoint elements.
 unsafe impl Sync for Bytes {}
 
 impl Bytes {
@@ -185,7 +185,7 @@ impl Bytes {
         Self(numbers.as_mut_ptr().cast())
     }
 
-    /// Those from f32 `index` on.
+    /// Address of f32 `index`.
     pub(crate) fn f32_from(self, index: usize) -> *mut f32 {
         self.0.cast::<f32>().wrapping_add(index)
     }
@@ -193,21 +193,21 @@ impl Bytes {
     /// # Safety
     /// f32 `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_f32(self, index: usize, value: f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: f32 `index` is inside, and no other thread writes it.
         unsafe { self.0.cast::<f32>().add(index).write_unaligned(value) }
     }
 
     /// # Safety
     /// i32 `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_i32(self, index: usize, value: i32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: i32 `index` is inside, and no other thread writes it.
         unsafe { self.0.cast::<i32>().add(index).write_unaligned(value) }
     }
 
     /// # Safety
     /// Byte `index` is inside, and no other thread writes it.
     pub(crate) unsafe fn write_u8(self, index: usize, value: u8) {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: byte `index` is inside, and no other thread writes it.
         unsafe { self.0.add(index).write(value) }
     }
 }
@@ -312,7 +312,7 @@ pub(crate) mod tests {
             assert_eq!((half.0.len(), kept(second)), (second, 0));
             let less = scratch(first / 2 - 1);
             assert_eq!((less.0.len(), kept(first)), (first / 2 - 1, 1));
-            // What is so large is of no use to other tests.
+            // Buffers of this size serve no other test, so they are freed.
             drop((half, less));
             spare().unwrap().retain(|spare| spare.len() < first / 4);
         });

@@ -1,4 +1,4 @@
-//! Plans: which kernel, how, and what it promises.
+//! Plans: the choice of a kernel and its tile, and what the plan promises.
 
 use std::sync::Arc;
 
@@ -38,7 +38,8 @@ pub(crate) fn takes(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_arrivals(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
-/// What is not computed beside a score or a mask as code, or masks as data.
+/// Refuses a problem that this backend does not compute together with a score or a mask as code, or with
+/// masks as data.
 ///
 /// # Errors
 /// A tree mask, and a part of a larger call, whose places neither would know; lists of keys.
@@ -94,7 +95,7 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     Ok(ready(backend, engine, planned))
 }
 
-/// What a plan over lists of keys says.
+/// The plan's description and tile for a problem over lists of keys.
 fn of_lists(
     backend: &CpuBackend,
     kernel: &'static str,
@@ -147,7 +148,8 @@ pub(crate) fn combine(backend: &CpuBackend, options: &PlanOptions) -> Result<Pla
     Ok(ready(backend, backend.engine, planned))
 }
 
-/// What a plan says, and its tile; `max_may_lag`: the running maximum does where the true one is not asked for.
+/// The plan's description and tile. `max_may_lag`: the running maximum may lag unless the caller asks for the
+/// true one.
 fn plan(
     backend: &CpuBackend,
     kernel: &'static str,
@@ -221,7 +223,7 @@ where
     Planned { parts, launch: Box::new(launch) }
 }
 
-/// What a plan runs: kernels, the threads for them, and the tile, which is one that these kernels take.
+/// The executable part of a plan: kernels, their threads, and a tile that these kernels take.
 struct Ready<E> {
     engine: E,
     threads: Arc<Pool>,

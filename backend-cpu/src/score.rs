@@ -88,7 +88,7 @@ pub(crate) struct HeadScore {
     pub(crate) softmax_scale: f32,
     pub(crate) softcap: Option<f32>,
     pub(crate) bias: Option<Matrix>,
-    /// Slope, and `diag` of its distance.
+    /// ALiBi's slope, and the diagonal from which its distances count.
     alibi: Option<(f32, i64)>,
     /// Whether any score can be dropped.
     pub(crate) drops: bool,
@@ -112,7 +112,7 @@ pub(crate) struct Panel {
     pub(crate) j: u32,
     /// First and one past the last row that any lane sees.
     pub(crate) rows: (usize, usize),
-    /// Whether some of it is hidden.
+    /// Whether the mask hides some pair of the panel.
     pub(crate) edge: bool,
 }
 
@@ -154,7 +154,7 @@ pub(crate) struct Visible {
 }
 
 impl Visible {
-    /// Whether query `i` sees key `j`, whose weight is this.
+    /// Whether query `i` sees key `j`, whose weight after a mask as code is `weight`.
     pub(crate) fn sees(self, i: u32, j: u32, weight: f32) -> bool {
         self.band.visible(i, j) && !(self.coded && weight == 0.0)
     }
@@ -305,7 +305,7 @@ impl<S: Simd> Op<S> for Adjust<'_> {
                     }
                     x = s.select_le(j, hi, x, hidden);
                 }
-                // SAFETY: as for the load.
+                // SAFETY: row and lane are inside the panel.
                 unsafe { s.store(scores.add(at), x) };
             }
         }

@@ -54,7 +54,7 @@ fn has(field: &'static str, given: usize, wanted: usize) -> Result<()> {
     Err(ProblemError::new(field, text).into())
 }
 
-/// What becomes of the scores.
+/// Destination of an indexer's scores.
 #[derive(Clone, Copy)]
 enum IndexTo {
     Scores(Bytes),
@@ -67,7 +67,7 @@ pub(crate) struct Index<'a> {
     to: IndexTo,
 }
 
-/// What a thread computes in.
+/// Buffers of one thread, reused from task to task.
 struct Scratch {
     /// q of a task's tokens, `[tokens][panels][head_dim][PANEL]`.
     queries: Floats,
@@ -175,7 +175,7 @@ impl Index<'_> {
         }
     }
 
-    /// Writes a token's scores, or its choice.
+    /// Writes the scores of a token, or the keys that it chooses.
     fn put(&self, scratch: &mut Scratch, row: usize, at: usize) {
         let keys = self.call.problem().seqlen_k as usize;
         let candidates = self.call.candidates(row);
@@ -239,7 +239,7 @@ impl<S: Simd> Op<S> for WeighHeads<'_> {
                 // SAFETY: rows of a panel; 32 lanes are the widest one.
                 unsafe {
                     let product = s.load(products.add(row * S::PANEL + v * S::LANES));
-                    // The second of two is taken where one is NaN.
+                    // `max` returns its second operand where one of them is NaN.
                     let relu = s.max(zero, product);
                     let is_live = s.load(live.as_ptr().add(v * S::LANES));
                     let relu = s.select_le(half, is_live, relu, zero);

@@ -8,7 +8,7 @@ use fmha_core::{Error, Result};
 
 /// A fixed number of threads, the caller's among them.
 pub(crate) struct Threads {
-    /// The others; `None` where there are none.
+    /// The threads beside the caller's; `None`: the caller's is the only one.
     pool: Option<rayon_core::ThreadPool>,
     count: usize,
 }

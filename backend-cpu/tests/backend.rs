@@ -53,7 +53,7 @@ fn a_backend_names_its_kind_its_kernels_its_threads_and_its_instructions() {
         name(&one)
     );
     assert!(name(&three).ends_with(", 3 threads, portable)"), "{}", name(&three));
-    // Linux says what the processor is called.
+    // Linux names the processor in /proc/cpuinfo.
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
         cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));

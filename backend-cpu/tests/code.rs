@@ -25,7 +25,7 @@ fn noise(count: u64, seed: u64) -> Vec<f32> {
     (0..count).map(|_| draw.unit() as f32 * 1.5).collect()
 }
 
-/// Memory of what functions capture.
+/// Memory of the tensors that functions capture.
 struct Memory {
     /// Tensors in wide words, so that every type is aligned.
     tensors: Vec<(CapturedTensor, Vec<u64>)>,

@@ -85,7 +85,7 @@ fn in_a_child(work: impl FnOnce() -> bool) -> bool {
     // SAFETY: a child of this process, waited for until it is gone.
     while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
         if start.elapsed() > Duration::from_secs(60) {
-            // SAFETY: as above.
+            // SAFETY: a child of this process, waited for until it is gone.
             unsafe {
                 libc::kill(child, libc::SIGKILL);
                 libc::waitpid(child, &raw mut status, 0);

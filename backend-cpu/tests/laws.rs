@@ -372,7 +372,7 @@ fn what_a_nan_does_not_touch_keeps_its_value() {
         clean.problem.mask = "t".parse().unwrap();
         let backward = BwdProblem::new(clean.problem.clone());
         let mut poisoned = clean.clone();
-        // Keys up to its own are touched.
+        // A query's NaN reaches the gradients of keys up to its own position.
         poisoned.q.set(0, 100, 0, 3, f64::NAN);
         let [wanted, found] = [&clean, &poisoned].map(|of| run_bwd(&backend, of, backward.clone(), None));
         for (name, wanted, found, strides, dim) in
@@ -592,7 +592,7 @@ fn a_product_beyond_f32_is_right_or_an_infinity_whatever_the_scale() {
             }
             inputs.k.set(0, far_key, 0, 0, sign * 2f64.powi(64));
             let ran = run_fwd(&backend(isa, 2), &inputs, &PlanOptions::default());
-            // The scale leaves nothing of all other products.
+            // The scale is so small that all other products vanish.
             let of = |far_weight: f64, d: u32| {
                 let weight = |j: u32| if j == far_key { far_weight } else { 1.0 };
                 let sum: f64 = (0..6).map(weight).sum();

@@ -56,7 +56,7 @@ mod tests;
 /// One GPU, with its primary context retained.
 #[derive(Debug)]
 pub(crate) struct Device {
-    /// Whether it is the test double's.
+    /// Whether the driver is the emulator's.
     pub(crate) emulated: bool,
     context: sys::Handle,
     handle: sys::DeviceHandle,
@@ -68,7 +68,7 @@ pub(crate) struct Device {
 
 // SAFETY: a primary context may be current in any thread; the driver locks inside.
 unsafe impl Send for Device {}
-// SAFETY: as above.
+// SAFETY: a primary context may be current in any thread; the driver locks inside.
 unsafe impl Sync for Device {}
 
 /// Opens the driver, the test double (`emulated`) or the real one, and device `ordinal`.
@@ -188,7 +188,7 @@ pub(crate) struct Kernel {
 
 // SAFETY: module and function handles may be used from any thread that has the context.
 unsafe impl Send for Kernel {}
-// SAFETY: as above.
+// SAFETY: module and function handles may be used from any thread that has the context.
 unsafe impl Sync for Kernel {}
 
 impl Drop for Kernel {

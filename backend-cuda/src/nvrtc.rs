@@ -134,7 +134,7 @@ fn open(path: &Path) -> std::result::Result<Nvrtc, libloading::Error> {
     /// # Safety
     /// `T` is the function's type in nvrtc.h.
     unsafe fn function<T: Copy>(library: &Library, name: &[u8]) -> std::result::Result<T, libloading::Error> {
-        // SAFETY: the caller's.
+        // SAFETY: promised by the caller: `T` is the function's type in nvrtc.h.
         unsafe { library.get::<T>(name) }.map(|symbol| *symbol)
     }
     // SAFETY: the types are those of nvrtc.h, unchanged since CUDA 11.1.
@@ -199,7 +199,7 @@ fn builtins_beside(path: &Path) -> Option<Library> {
         let name = entry.file_name().to_string_lossy().into_owned();
         name.starts_with("libnvrtc-builtins.so") && !name.contains("alt")
     })?;
-    // SAFETY: as for the library itself.
+    // SAFETY: the initialisers of NVRTC's own libraries may run in this process.
     unsafe { Library::new(beside.path()) }.ok()
 }
 
@@ -242,7 +242,7 @@ fn resources(log: &str) -> ResourceUsage {
         registers,
         spill_bytes: stores.max(loads),
         stack_bytes: before(" bytes stack frame"),
-        // Not mentioned where there is none.
+        // ptxas does not mention shared memory where there is none.
         shared_bytes: before(" bytes smem").or(registers.map(|_| 0)),
     }
 }

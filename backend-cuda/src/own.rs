@@ -138,7 +138,7 @@ impl OwnKernels {
         stream: &Stream,
     ) -> Result<()> {
         let _entered = self.device.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { kernel.kernel.launch(Grid::new(ctas, kernel.threads), arguments, stream.as_raw()) }
     }
 }

@@ -121,7 +121,7 @@ mod tests {
             ("PYTHONUSERBASE", "user", &format!("user/{wheel}")),
             ("PYTHONPATH", "none:vendored", "vendored/nvidia/cu13/lib/libnvrtc.so.13"),
             ("HOME", "home", &format!("home/.local/{wheel}")),
-            // The system's own; no variable leads there.
+            // The system's own NVRTC, without any environment variable.
             ("", "", "usr/lib/python3/dist-packages/nvidia/cu13/lib/libnvrtc.so.13"),
             ("", "", "usr/local/lib/python3.11/dist-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"),
             ("", "", "usr/local/cuda/lib64/libnvrtc.so.13"),

@@ -91,7 +91,7 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         assert_eq!(backward.is_ok_and(|knobs| knobs.contains(&"edges_apart")), arch == "sm_90a");
     }
 
-    // The kernel's own tile, whatever the options set of it.
+    // Measured tiles serve the kernel's own choice, whatever fields the options set.
     let hopper = pretend("sm_90a");
     let set = options.clone().tile([("block_m", "240")]);
     let of = |options| hopper.default_tile(AnyProblem::Backward(&bwd), options).unwrap();

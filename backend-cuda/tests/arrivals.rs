@@ -134,7 +134,7 @@ fn a_piece_that_does_not_come_is_named_within_the_timeout() {
     let Some(device) = device() else { return };
     let (_, after) = forward(&device, Some(([1, 0, 1, 0], 0)));
     assert_eq!(after, [1, 0, 1, 2]);
-    // Told so from outside, it waits for nothing.
+    // A call whose last word tells it to stop waiting waits for nothing.
     let (_, after) = forward(&device, Some(([0, 0, 0, 9], 0)));
     assert_eq!(after, [0, 0, 0, 9]);
 }

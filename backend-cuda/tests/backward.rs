@@ -153,7 +153,7 @@ impl Host {
             buffer
         };
         let tensor = |elems: &[bf16]| up(bytemuck::cast_slice(elems));
-        // Nothing that was there before may come through.
+        // Outputs hold NaN before the call, so that none of the old content can come through.
         let nan = |elems: usize| up(bytemuck::cast_slice(&vec![before; elems]));
         let (q, k, v, o, dout) =
             (tensor(&self.q), tensor(&self.k), tensor(&self.v), tensor(&self.o), tensor(&self.dout));

@@ -27,7 +27,7 @@ fn device() -> Option<&'static Device> {
     DEVICE.get_or_init(open).as_ref()
 }
 
-/// The kernel by name: nothing stands in for it.
+/// Options that name the kernel, so that no fallback runs.
 fn sm100() -> PlanOptions {
     PlanOptions::default().kernel("sm100")
 }
@@ -147,7 +147,7 @@ fn maxima_by_the_loads_are_refused_where_loads_have_none() {
     assert!(text.contains("load_max=1") && text.contains("sm_103a"), "{text}");
 }
 
-/// O of 8 bits, times `scale_o`; in parts too.
+/// O of 8 bits, times `scale_o`, also where keys are in parts.
 #[test]
 fn o_of_8_bits_is_scaled_and_rounded_once() {
     for (tokens, keys, dim) in [(140, 150, 128), (1, 600, 128), (40, 50, 64)] {

@@ -21,7 +21,7 @@ fn device() -> Device {
 /// # Safety
 /// `T` is its type in cuda.h.
 unsafe fn driver<T>(name: &str) -> Symbol<T> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `T` is its type in cuda.h.
     unsafe { Library::this().get(name.as_bytes()) }.unwrap()
 }
 

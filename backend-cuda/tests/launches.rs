@@ -123,10 +123,11 @@ fn count() -> usize {
 fn a_backward_launches_what_has_rows_to_work_on() {
     let Some((backend, _turn)) = device() else { return };
     for (what, problem, kernels, launched) in [
-        // Before, the main one, after it what finishes dQ, as so short a call has it; and of masked blocks the repair.
+        // The launches are: before the main one, the main one, the one that finishes dQ in so short a call,
+        // and for masked blocks the repair.
         ("all", BwdProblem::new(of_lengths([16, 16], 2, "b")), 4, 4),
         ("a bias", with_dbias(&of_lengths([16, 16], 2, "0")), 4, 4),
-        // Zeros of dK and dV from the main one, and nothing of dQ.
+        // Without queries the main kernel writes zeros of dK and dV, and dQ has no launch.
         ("no queries", BwdProblem::new(of_lengths([0, 16], 1, "b")), 4, 1),
         // Zeros for dQ alone.
         ("no keys", BwdProblem::new(of_lengths([16, 0], 1, "b")), 4, 3),

@@ -124,7 +124,7 @@ fn the_jobs_of_no_sequence_are_those_of_one_and_those_of_code_have_its_text() {
         assert!(jobs[0].source.headers().iter().any(|header| header.text.contains("bool visible(")));
         jobs[0].source.entry.clone()
     };
-    // What it captures is no part of it but for its kind.
+    // The name of a captured scalar is no part of a kernel's key; its type is.
     assert_eq!(of_mask("shift: int; q >= k + shift"), of_mask("other: int; q >= k + other"));
     assert_ne!(of_mask("q >= k"), of_mask("q > k"));
 }

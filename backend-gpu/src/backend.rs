@@ -59,16 +59,16 @@ impl<V: Vendor> Loader for DeviceLoader<V> {
     }
 }
 
-/// What takes operands wherever they lie, and how a plan tells it.
+/// A choice that takes operands at any address, and the words by which a plan reports it.
 type Other<P, V> = (Choice<Chosen<P, V>>, String);
 
-/// Steps, and what a plan says of each.
+/// Compiled steps, and the description of each for the plan.
 type Compiled<V> = (Vec<Step<<V as Vendor>::Driver>>, Vec<Explained>);
 
-/// A choice without its launches, and these compiled.
+/// A choice without its launches, and those launches compiled.
 type StandIn<P, V> = (Choice<Chosen<P, V>>, Result<(usize, Compiled<V>)>);
 
-/// Why a kernel of these is not there: no compiler.
+/// The reason why compilation failed, if it is a missing compiler.
 fn lacking<V: Vendor>(compiled: &Result<(usize, Compiled<V>)>) -> Option<String> {
     match compiled {
         Ok((_, (steps, _))) => steps.iter().find_map(|step| step.module.as_ref().err().cloned()),
@@ -223,9 +223,9 @@ impl<V: Vendor> Backend<V> {
         Ok((main, self.compiled(problem, &choice.kernel, launches)?))
     }
 
-    /// What serves where there is no compiler and no bundle has the chosen tile's kernels: of the tiles that
-    /// are compiled ahead for problems like this one but for their sizes, those of the nearest sizes whose
-    /// kernels are there.
+    /// Finds a fallback tile where there is no compiler and no bundle has the chosen tile's kernels. Among
+    /// the tiles that are compiled ahead for problems that differ in size alone, it takes the nearest size
+    /// whose kernels are there.
     fn stand_in<P: GpuProblem>(&self, problem: &P, options: &PlanOptions) -> Option<StandIn<P, V>> {
         // Nearest sizes are another batch's too: a tile by them would not be the sequence's own.
         if !options.tile.is_empty() || options.batch_invariant || !self.modules.has_bundles() {
@@ -258,8 +258,8 @@ impl<V: Vendor> Backend<V> {
         None
     }
 
-    /// What takes operands wherever they lie, and how a plan tells it; `None` where the chosen kernel does, or the
-    /// caller wants no other.
+    /// Finds a choice that takes operands at any address, and the words by which a plan reports it; `None`
+    /// where the chosen kernel takes any address, or the caller wants no other.
     fn for_any_address<P: GpuProblem>(
         &self,
         chosen: &Chosen<P, V>,

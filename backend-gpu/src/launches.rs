@@ -4,20 +4,20 @@ use std::ops::Deref;
 
 use fmha_core::source::KernelSource;
 
-/// What a launch does for the plan that it is part of.
+/// Role of a launch within its plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// Writes new keys and values to the cache, and turns queries.
     UpdateCache,
     /// Writes dropout's keep mask.
     KeepMask,
-    /// Brings the cache to where the kernel reads it.
+    /// Widens or gathers a cache to the layout that the kernel reads.
     Widen,
     /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
     Prepare,
     /// The kernel that bears the plan's name.
     Main,
-    /// Merges what the parts of each row's keys have given.
+    /// Merges the partial results of each row.
     Merge,
     /// Sums gradients that the kernel itself does not.
     Gradients,
@@ -40,12 +40,13 @@ pub struct Grid {
     pub groups: u32,
     /// Threads of a group.
     pub threads: u32,
-    /// It may start before the grid before it in the stream has ended, and waits for that itself.
+    /// Whether the grid may start before the previous one in the stream has ended; it then waits for that
+    /// itself.
     pub dependent: bool,
 }
 
 impl Grid {
-    /// One that starts when the grid before it has ended.
+    /// A grid that starts when the previous one in the stream has ended.
     #[must_use]
     pub const fn new(groups: u32, threads: u32) -> Self {
         Self { groups, threads, dependent: false }
@@ -55,13 +56,13 @@ impl Grid {
 /// One launch of a plan, its kernel not yet compiled.
 #[derive(Debug)]
 pub struct Launch {
-    /// What it does for the plan.
+    /// Role of the launch within its plan.
     pub stage: Stage,
     /// The kernel's name in the plan.
     pub kernel: &'static str,
-    /// What is compiled.
+    /// Source text of the kernel.
     pub source: KernelSource,
-    /// How it lies over the device.
+    /// Grid of the launch.
     pub grid: Grid,
     /// Dynamic shared memory of a group.
     pub shared_bytes: u32,
@@ -106,7 +107,7 @@ impl Launches {
         (std::mem::take(&mut self.all), self.main)
     }
 
-    /// All, and which of them is the kernel itself.
+    /// All launches, and the index of the kernel itself among them.
     pub(crate) fn into_parts(self) -> (Vec<Launch>, usize) {
         (self.all, self.main)
     }

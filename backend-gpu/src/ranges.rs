@@ -57,7 +57,7 @@ impl Ranges {
         Self(Some(Functions { push, pop }))
     }
 
-    /// Whether there are functions.
+    /// Whether the library of profiler ranges was found.
     #[must_use]
     pub const fn are_there(&self) -> bool {
         self.0.is_some()

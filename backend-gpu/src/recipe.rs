@@ -25,7 +25,7 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     type Driver: Driver;
     /// The vendor's compiler.
     type Toolchain: Toolchain;
-    /// What its recipes know of a device.
+    /// Facts of a device that recipes read.
     type Facts: Facts;
 
     /// The ranges of its profiler; none where they are not asked for, or where their library is absent.
@@ -48,7 +48,7 @@ pub trait GpuProblem: Problem {
     /// A vendor's recipes of the operation, best first.
     fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>>;
 
-    /// Where the operands of a call lie, those whose alignment may matter; 0 of one that is not there.
+    /// Addresses of the operands whose alignment may matter; 0 for an absent one.
     fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)>;
 }
 
@@ -138,18 +138,18 @@ impl GpuProblem for ValidCombine {
     }
 }
 
-/// What a choice depends on besides the problem.
+/// Facts of a device on which a choice depends, beside the problem.
 pub trait Facts: Send + Sync + 'static {
     /// The architecture, as the compiler spells it.
     fn arch(&self) -> &str;
 
-    /// What the device could reach at best.
+    /// Peak rates of the device for products of `dtype`.
     fn roofline(&self, dtype: DType) -> Roofline;
 
-    /// Tiles that were measured on it.
+    /// Measured tiles of the device.
     fn tuned(&self) -> &TunedTiles;
 
-    /// What takes a row of a kernel that every vendor has, in words, and its threads: `a warp`, 32.
+    /// Threads that a row kernel gives each row, in words and in number: `a warp`, 32.
     fn row_group(&self) -> (&'static str, u32);
 
     /// A launch of such a kernel, under a name, over so many rows of so many elements.
@@ -169,24 +169,24 @@ pub trait Facts: Send + Sync + 'static {
     fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}
 }
 
-/// What is known of a kernel before there is a problem.
+/// Facts of a kernel that do not depend on a problem.
 pub struct About<P> {
     /// The kernel's name in plans and refusals.
     pub name: &'static str,
-    /// The kernel that computes the rows: another one, whose bits they are, where this one only brings the operands to
-    /// it.
+    /// Name of the kernel that computes the rows, whose bits they have: another kernel where this one only
+    /// brings the operands to it.
     pub rows_of: &'static str,
     /// Correct for all, fast for none: chosen where the caller allows it or names it.
     pub is_fallback: bool,
     /// Whether it can wait for keys that come while it runs.
     pub waits_for_keys: bool,
-    /// Whether it computes lists of keys.
+    /// Whether the kernel computes attention over lists of keys.
     pub takes_lists: bool,
-    /// Whether it reads masks as data.
+    /// Whether the kernel reads masks as data.
     pub reads_masks: bool,
-    /// Whether it computes scores and masks as code.
+    /// Whether the kernel computes scores and masks as code.
     pub computes_code: bool,
-    /// What `fmha tune` measures of it.
+    /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
 
@@ -209,7 +209,7 @@ impl<P> About<P> {
 
 /// How the measured tiles of a kernel are kept.
 pub struct Tiles<P> {
-    /// What they are kept under.
+    /// Key under which measured tiles are kept.
     pub label: &'static str,
     /// The headers that the entries of its launches include: the tiles of another text say nothing.
     pub headers: &'static [&'static str],
@@ -258,7 +258,7 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// What is known of it before there is a problem.
+    /// Facts of the kernel that do not depend on a problem.
     fn about() -> About<P>
     where
         Self: Sized;
@@ -308,8 +308,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     where
         Self: Sized;
 
-    /// What is launched with what fits, and what that promises. Of a kernel whose tiles are measured the first detail
-    /// is its tile.
+    /// Makes the launches of a fitted kernel and states its promises. For a kernel whose tiles are measured,
+    /// the first detail is its tile.
     ///
     /// # Errors
     /// The fields whose numbers no grid or workspace has.
@@ -378,7 +378,8 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
         1
     }
 
-    /// What serves operands whose addresses this one does not take, where the caller allows that.
+    /// Names the alternative for operands whose addresses this kernel does not take, where the caller allows
+    /// one.
     fn for_any_address(&self, _problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> AnyAddress<P, V> {
         AnyAddress::Fallback
     }
@@ -402,7 +403,7 @@ pub struct Recipe<P: GpuProblem, V: Vendor> {
     choose: OfProblem<P, V, Choice<Planned<P, V>>>,
 }
 
-/// What a kernel has for a problem, or why it does not take it.
+/// Function that derives something from a problem, or refuses it with a reason.
 type OfProblem<P, V, T> = fn(&P, &<V as Vendor>::Facts, &PlanOptions) -> Result<T, Refusal>;
 
 impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
@@ -418,7 +419,8 @@ impl<P: GpuProblem, V: Vendor> Recipe<P, V> {
         }
     }
 
-    /// What its own tiles have in common, for a problem that it takes.
+    /// The fields and values that all tiles of a kernel's launches have in common, for a problem that it
+    /// takes.
     pub(crate) fn own_tile(
         &self,
         problem: &P,
@@ -470,7 +472,8 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
     /// The operand, its address and the alignment that it lacks.
     pub fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
         let About { name, rows_of, .. } = self.recipe.about;
-        // A kernel that brings K and V to another one looks at these first, and leaves the other operands to that one.
+        // A kernel that only brings K and V to another kernel asks for their addresses; all other operands
+        // are the reader's.
         let is_brought = |operand| name != rows_of && matches!(operand, Operand::K | Operand::V);
         for brought in [true, false] {
             for (operand, address) in P::addresses(call.args) {
@@ -487,20 +490,20 @@ impl<P: GpuProblem, V: Vendor> Planned<P, V> {
 
 /// A kernel that takes a problem: what is launched for it, and what that promises.
 pub struct Choice<K> {
-    /// The kernel, with what its launches need.
+    /// The kernel, with the numbers that its launches need.
     pub kernel: K,
-    /// In stages.
+    /// Launches in their stages.
     pub launches: Launches,
-    /// What they share.
+    /// Workspace that the launches share.
     pub workspace: Workspace,
-    /// What they hold to.
+    /// Promises that the launches keep.
     pub promises: Promises,
     /// How, for readers: tile, order, schedule.
     pub details: Vec<(&'static str, String)>,
 }
 
 impl<K> Choice<K> {
-    /// The choice, whichever kernel it is of.
+    /// The choice with its kernel boxed, so that choices of different kernels have one type.
     #[must_use]
     pub fn planned<P: GpuProblem, V: Vendor>(self) -> Choice<Planned<P, V>>
     where
@@ -517,11 +520,11 @@ impl<K> Choice<K> {
     }
 }
 
-/// What takes operands whose addresses a kernel does not.
+/// Alternative for operands whose addresses a kernel does not take.
 pub enum AnyAddress<P: GpuProblem, V: Vendor> {
-    /// The kernel takes them all.
+    /// The kernel takes operands at any address.
     Itself,
-    /// The slow kernel of its family.
+    /// The slow kernel of the family.
     Fallback,
     /// A kernel of the same name with loads and stores by elements.
     ByElement(Box<Choice<Planned<P, V>>>),

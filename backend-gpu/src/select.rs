@@ -5,7 +5,7 @@ use fmha_core::{PlanOptions, Refusal, Result};
 
 use crate::recipe::{Choice, GpuProblem, Planned, Recipe, Vendor};
 
-/// A choice, and why the recipes before it refused.
+/// A choice, and the refusals of the recipes before it.
 pub type Selected<P, V> = (Choice<Planned<P, V>>, Vec<Refusal>);
 
 /// The first recipe of a family that takes the problem, and why the ones before it did not.

@@ -38,7 +38,7 @@ impl<D: Driver> Step<D> {
             return Ok(());
         }
         let _range = self.range.open();
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { D::launch(module.loaded()?, self.grid, arguments, stream) }
     }
 }
@@ -69,7 +69,7 @@ impl<D: Driver> Steps<D> {
     /// # Errors
     /// What the driver said.
     pub unsafe fn launch_all(&self, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch_all`.
         self.all.iter().try_for_each(|step| unsafe { step.launch(arguments, stream) })
     }
 
@@ -118,8 +118,8 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
             _ => &self.chosen,
         };
         let _range = range.open();
-        // SAFETY: the caller's promise; the kernel takes these addresses, as `takes_addresses` saw before or
-        // just now, and the device is entered.
+        // SAFETY: the caller keeps the contract of `launch`; the kernel takes these addresses, as
+        // `takes_addresses` saw before or just now, and the device is entered.
         unsafe { planned.kernel.launch(steps, call) }
     }
 }

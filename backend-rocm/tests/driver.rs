@@ -80,7 +80,7 @@ fn two_devices_of_one_process_have_memory_streams_and_events_of_their_own() {
 fn the_threads_device_is_the_callers_again_after_each_call() {
     let Some(backend) = device("gfx942") else { return };
     let hip = library();
-    // Not the one that the backend opened, which is gfx942's.
+    // The current device of the caller is another one than the backend's, which is gfx942.
     for callers in [0, 2] {
         set_current(&hip, callers);
         let still = |what: &str| assert_eq!(current(&hip), callers, "after {what}");

@@ -38,7 +38,7 @@ fn slow_too() -> PlanOptions {
 }
 
 fn launch(groups: u64, threads: u32) -> LaunchShape {
-    // Nothing is known of the code: a compute unit of 304 is said to hold one group.
+    // The launch of a kernel whose code is not known: each of 304 compute units is taken to hold one group.
     LaunchShape { groups, threads, shared_bytes: 0, tiles: groups, tiles_at_once: 304 }
 }
 

@@ -88,13 +88,13 @@ typedef struct FmhaTensor {
   // The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
   // a tensor of 0 elements.
   void *data;
-  // From sequence to sequence; packed: not used.
+  // Stride from sequence to sequence; packed: not used.
   int64_t batch_stride;
-  // From row to row.
+  // Stride from row to row.
   int64_t seqlen_stride;
-  // From head to head.
+  // Stride from head to head.
   int64_t head_stride;
-  // From element to element of a row: 1, but for a column-major V.
+  // Stride from element to element of a row: 1, but for a column-major V.
   int64_t dim_stride;
 } FmhaTensor;
 
@@ -123,7 +123,8 @@ typedef struct FmhaGradients {
   int32_t dtype_dbias;
 } FmhaGradients;
 
-// What a call does with a KV cache besides reading it. Set everything to 0 first, then what is wanted.
+// Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
+// to 0 first, then the fields that you use.
 typedef struct FmhaCache {
   // sizeof(FmhaCache).
   uint64_t struct_bytes;
@@ -142,7 +143,7 @@ typedef struct FmhaCache {
   const int32_t *cu_seqlens_new;
   // Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
   const void *rotary_cos;
-  // Sines, likewise.
+  // Sines of the rotary embedding, as rotary_cos.
   const void *rotary_sin;
   // u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
   // shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
@@ -161,9 +162,9 @@ typedef struct FmhaCache {
   int32_t reserved;
 } FmhaCache;
 
-// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and
-// dropout see those of the whole, so a part computes what it would inside it; bias and keep mask are the
-// call's own.
+// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,
+// ALiBi and dropout see positions of the whole, so a part computes the same as inside of the whole; bias and
+// keep mask are the call's own.
 typedef struct FmhaPart {
   // sizeof(FmhaPart).
   uint64_t struct_bytes;
@@ -174,7 +175,7 @@ typedef struct FmhaPart {
   // Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
   // whole ends where the part does.
   int64_t seqlen_q;
-  // Keys of each whole sequence, likewise.
+  // Keys of each whole sequence, as seqlen_q has its queries.
   int64_t seqlen_k;
   // Index of the first sequence, for dropout.
   int64_t batch;
@@ -291,7 +292,7 @@ typedef struct FmhaCall {
   // K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
   // [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
   struct FmhaTensor k;
-  // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
+  // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged as K.
   struct FmhaTensor v;
   // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
   struct FmhaTensor o;
@@ -306,7 +307,7 @@ typedef struct FmhaCall {
   uint8_t *keep_mask;
   // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
   const int32_t *cu_seqlens_q;
-  // i32 [batch + 1], likewise for K and V.
+  // i32 [batch + 1], for K and V as cu_seqlens_q for Q.
   const int32_t *cu_seqlens_k;
   // i32 [batch], queries in use of each sequence; null: all.
   const int32_t *seqused_q;
@@ -320,9 +321,9 @@ typedef struct FmhaCall {
   const float *sink;
   // FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
   const float *descale_q;
-  // FP8 K's factor, likewise.
+  // FP8 K's factor, of the same shape as descale_q; null: 1.
   const float *descale_k;
-  // FP8 V's factor, likewise.
+  // FP8 V's factor, of the same shape as descale_q; null: 1.
   const float *descale_v;
   // FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
   const float *scale_o;
@@ -384,7 +385,7 @@ typedef struct FmhaOptions {
   uint64_t struct_bytes;
   // "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
   const char *backend;
-  // This kernel or a refusal; null: the backend's choice.
+  // Name of the kernel to use, or to be refused; null: the backend's choice.
   const char *kernel;
   // The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
   const char *tile;
@@ -437,13 +438,13 @@ typedef struct FmhaCombine {
   struct FmhaTensor o;
   // The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
   float *lse;
-  // As in FmhaCall.
+  // Stream of the call, as in FmhaCall.
   void *stream;
   // Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_part;
   // Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_o;
-  // How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+  // Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
   // 0.
   int32_t reserved;
@@ -455,7 +456,7 @@ typedef struct FmhaJoin {
   uint64_t struct_bytes;
   // Which rank this one is, from 0; 0 without an address.
   int64_t rank;
-  // How many there are; 0 without an address.
+  // Number of ranks; 0 without an address.
   int64_t size;
   // Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
   // every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port
@@ -500,13 +501,13 @@ typedef struct FmhaRanks {
   int64_t own_rows_q;
   // Rows of this rank's K and V, as partition_k gives them.
   int64_t own_rows_k;
-  // Host memory: FMHA_RUNS: who has which queries, a rank's runs ascending; else null.
+  // Host memory: with FMHA_RUNS the runs of queries of each rank, ascending for a rank; else null.
   const struct FmhaRun *runs_q;
-  // How many; else 0.
+  // Number of runs_q; else 0.
   int64_t num_runs_q;
-  // Likewise for keys.
+  // Host memory: with FMHA_RUNS the runs of keys of each rank, ascending for a rank; else null.
   const struct FmhaRun *runs_k;
-  // How many; else 0.
+  // Number of runs_k; else 0.
   int64_t num_runs_k;
   // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
   // fastest.
@@ -514,9 +515,9 @@ typedef struct FmhaRanks {
   // Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
   // own figures.
   const char *links;
-  // FMHA_CONTIGUOUS, ...
+  // Distribution of queries over ranks: FMHA_CONTIGUOUS, ...
   int32_t partition_q;
-  // Likewise for keys.
+  // Distribution of keys over ranks: FMHA_CONTIGUOUS, ...
   int32_t partition_k;
 } FmhaRanks;
 
@@ -548,7 +549,7 @@ int fmha_plan(const struct FmhaCall *call,
 int fmha_run(const struct FmhaPlan *plan,
              const struct FmhaCall *call);
 
-// As `fmha_plan`, for merging partial results.
+// Plans a merge of partial results; `fmha_plan` plans attention.
 //
 // # Safety
 // As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
@@ -556,7 +557,7 @@ int fmha_plan_combine(const struct FmhaCombine *call,
                       const struct FmhaOptions *options,
                       struct FmhaPlan **plan);
 
-// As `fmha_run`, for merging partial results.
+// Runs a merge of partial results; `fmha_run` runs attention.
 //
 // # Safety
 // As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
@@ -617,7 +618,7 @@ int fmha_download(const struct FmhaBuffer *buffer,
 // `buffer` is null or from `fmha_buffer`, and not dropped before.
 void fmha_drop_buffer(struct FmhaBuffer *buffer);
 
-// What the last call on this thread that did not return 0 had to say; valid until the next such.
+// Text of the last error on this thread; valid until the next call that fails.
 const char *fmha_last_error(void);
 
 // Joins a group, and waits for all of its ranks. Every rank then makes the same calls in the same order: what

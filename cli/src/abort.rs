@@ -16,6 +16,6 @@ pub(super) fn exits_with_an_error() {
     unsafe { libc::signal(libc::SIGABRT, handler) };
 }
 
-/// Aborts stay what they are.
+/// Elsewhere than on Unix an abort is not turned into an error.
 #[cfg(not(unix))]
 pub(super) fn exits_with_an_error() {}

@@ -44,7 +44,7 @@ pub(super) struct CacheOptions {
     tree: bool,
 }
 
-/// Lengths and places that come of it.
+/// Lengths and positions that follow from the cache's options.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CachePlaces {
     /// `[batch, max_pages]`, the last page first; empty where nothing is paged.
@@ -56,7 +56,7 @@ pub(super) struct CachePlaces {
 }
 
 impl CacheOptions {
-    /// Refuses what these options do not go with.
+    /// Refuses options that do not go with the cache's.
     pub(super) fn fit(&self, is_group: bool, is_given: bool, backward: bool) -> Result<(), Failure> {
         let number = |value: u32| (value > 0).then(|| value.to_string());
         let options = [

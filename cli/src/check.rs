@@ -22,7 +22,7 @@ pub(super) enum Verify {
 }
 
 impl Verify {
-    /// The word that is read as it.
+    /// The word by which the extent is named.
     pub(super) fn word(self) -> &'static str {
         match self {
             Self::None => "none",

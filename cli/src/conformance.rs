@@ -123,7 +123,7 @@ impl ConformanceArgs {
                     progress.at(done, total);
                     let text = (case.outcome == Outcome::Failed)
                         .then(|| format!("FAILED {}\n  {}\n  {}", case.name, case.text, case.repro));
-                    // After a failed write there is no reader left.
+                    // A failed write means that there is no reader left.
                     if tell.send(text).is_err() || !failure::is_read() {
                         return ControlFlow::Break(());
                     }

@@ -118,7 +118,7 @@ impl Archive {
     }
 }
 
-/// Refuses what [`stage_npy`] could not write, before anything is computed.
+/// Refuses a type that [`stage_npy`] could not write, before anything is computed.
 pub(super) fn check_npy_dtype(path: &Path, dtype: DType) -> Result<(), Failure> {
     match dtype {
         DType::F32 | DType::F16 => Ok(()),
@@ -139,7 +139,7 @@ pub(super) fn stage_npy(path: &Path, tensor: &Tensor) -> Result<Staged, Failure>
     })
 }
 
-/// A tensor as its crate wants to see it.
+/// A tensor in the form that its crate takes.
 struct Stored<'a> {
     tensor: &'a Tensor,
     extents: Vec<usize>,

@@ -28,7 +28,7 @@ pub(super) fn init(text: &str) -> Result<Init, String> {
     }
 }
 
-/// What the tensors hold.
+/// Source of the tensors' values.
 pub(super) struct Source {
     /// The user's tensors: all that the problem has, or none.
     pub(super) own: Option<OwnData>,
@@ -49,7 +49,7 @@ pub(super) struct Job<'a> {
     resident: Resident<'a>,
 }
 
-/// What is called.
+/// The operation to call, with its plan and arguments.
 pub(super) enum Call {
     Forward(Box<HostFwd>, Box<FwdPlan>),
     Backward(Box<HostBwd>, Box<BwdPlan>),
@@ -59,7 +59,7 @@ pub(super) enum Call {
 const NAN_BYTE: u8 = 0xFF;
 
 impl Call {
-    /// Plans it in another way.
+    /// Plans the problem again with other options.
     pub(super) fn replan(&mut self, backend: &Device, options: &PlanOptions) -> Result<(), fmha::Error> {
         match self {
             Self::Forward(host, plan) => **plan = backend.plan_fwd(&host.problem, options)?,
@@ -181,7 +181,7 @@ impl<'a> Job<'a> {
         Ok(&self.call)
     }
 
-    /// What is called, as it is on the host.
+    /// The call with its arguments in host memory.
     pub(super) fn call_mut(&mut self) -> &mut Call {
         &mut self.call
     }
@@ -197,7 +197,7 @@ impl<'a> Job<'a> {
         Ok(results.iter().filter_map(bytes).collect())
     }
 
-    /// What is called, as it is on the host.
+    /// The call with its arguments in host memory.
     pub(super) fn into_call(self) -> Call {
         self.call
     }
@@ -325,7 +325,7 @@ fn there_is_room(
         bytes += u128::from(ValidFwd::extent_bytes(bias.strides, shape, bias.dtype)) * u128::from(copies);
     }
     bytes += u128::from(extents.lse_elems) * 4 * u128::from(copies);
-    // What the check, the threads and the kernels need besides.
+    // An allowance for the check, the threads and the kernels.
     bytes += 32 << 20;
     let Dims { batch, seqlen_q, seqlen_k, num_heads_q, head_dim_qk, head_dim_v, .. } = valid.dims;
     let what = format!(

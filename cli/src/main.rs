@@ -118,7 +118,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(Ok(Verdict::Right)) => ExitCode::SUCCESS,
         Ok(Ok(Verdict::Wrong)) => ExitCode::from(1),
-        // What a shell reports of a program that a closed pipe stopped.
+        // 141 is the status that a shell reports for a program that SIGPIPE ended.
         Ok(Err(Failure::Pipe)) => ExitCode::from(141),
         Ok(Err(Failure::Wrong(line))) => {
             say(&line);
@@ -219,7 +219,7 @@ fn refuse(error: &clap::Error) -> Result<Verdict, Failure> {
     }
 }
 
-/// What `clap` says, without its usage, and which word of ours was meant.
+/// `clap`'s error without its usage, and the option of ours that was probably meant.
 fn one_line(error: &clap::Error) -> String {
     use std::error::Error;
     // A value's own parser names the field and the number: its sentence is the best there is.

@@ -178,7 +178,7 @@ pub(super) fn write(
     backend: &Device,
     options: &PlanOptions,
 ) -> Result<(), Failure> {
-    // What AMD's counts has no such units; `fmha bench` prints it.
+    // AMD's counters have no such units; `fmha bench` prints those counters.
     if setup.bwd.is_some() || backend.kind() != "cuda" || fmha::emulated_launches().is_none() {
         return Ok(());
     }

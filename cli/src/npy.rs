@@ -20,7 +20,7 @@ pub(super) fn decode(file: Vec<u8>, raw: Option<DType>) -> Result<Tensor, String
     Ok(Tensor { dtype, shape, bytes })
 }
 
-/// What a mask's elements are.
+/// Element type of a mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum MaskElem {
     I32,
@@ -137,7 +137,7 @@ pub(super) fn header(tensor: &Tensor) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// What the dict says: all three keys, once each, and no other.
+/// Content of the header's dict, which has all three keys once each and no other.
 #[derive(Debug, PartialEq)]
 struct Header<'a> {
     descr: &'a str,
@@ -199,7 +199,7 @@ fn dtype(descr: &str, raw: Option<DType>) -> Result<DType, String> {
         "<f4" => return Ok(DType::F32),
         "<f2" => return Ok(DType::F16),
         "<f8" => return Err("dtype f64 (<f8) is not taken: convert it, `a.astype(numpy.float32)`".into()),
-        // What numpy makes of the bfloat16 and FP8 of `ml_dtypes`.
+        // Numpy's spelling of the bfloat16 and FP8 types of `ml_dtypes`.
         "<V2" | "|V2" => 2,
         "<V1" | "|V1" => 1,
         other => {
@@ -221,7 +221,7 @@ fn dtype(descr: &str, raw: Option<DType>) -> Result<DType, String> {
     }
 }
 
-/// A text between quotes, and what follows it.
+/// A text between quotes, and the text behind it.
 fn quoted(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
     text[1..].split_once(quote)

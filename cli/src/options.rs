@@ -11,7 +11,7 @@ use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
 use crate::cache::CacheOptions;
 use crate::failure::Failure;
 
-/// What to compute.
+/// Options that describe a problem.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Problem")]
 pub(super) struct ProblemArgs {
@@ -88,7 +88,8 @@ pub(super) struct ProblemArgs {
     #[arg(long, value_name = "MASK|FILE", default_value = "0", value_parser = mask)]
     pub(super) mask: MaskChoice,
 
-    /// What a scaled score becomes, as code over s, b, h, q, k, seqlen_q, seqlen_k: "s + 0.5*(k-q)"
+    /// Score function, code over s, b, h, q, k, seqlen_q, seqlen_k that replaces a scaled score: "s +
+    /// 0.5*(k-q)"
     #[arg(long, value_name = "CODE", value_parser = code("score"))]
     pub(super) score: Option<Function>,
 
@@ -160,7 +161,7 @@ pub(super) struct ProblemArgs {
     pub(super) cache: CacheOptions,
 }
 
-/// Where, and by which kernel.
+/// Device and kernel of a command.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Device and kernel")]
 pub(super) struct BackendArgs {
@@ -207,7 +208,7 @@ impl BackendArgs {
         Ok(fmha::Device::open(self.choice()?)?)
     }
 
-    /// What a rank of this command computes on: the CPU, or the first GPU that it sees.
+    /// Device on which a rank of this command computes: the CPU, or the first GPU that it sees.
     pub(super) fn open_for_ranks(&self, ranks: u32) -> Result<fmha::Device, Failure> {
         match self.choice()? {
             Backend::Auto | Backend::Cpu => Ok(fmha::Device::open(Backend::Cpu)?),
@@ -231,7 +232,7 @@ impl BackendArgs {
         })
     }
 
-    /// What a command needs beside the backend's name to plan the same.
+    /// Options that repeat this choice of backend in another command, for a report.
     pub(super) fn words(&self) -> Vec<String> {
         let emulate = self.emulate.iter().map(|arch| format!("--emulate={arch}"));
         let kernel = self.kernel.iter().map(|kernel| format!("--kernel={kernel}"));
@@ -294,7 +295,7 @@ impl OrSame {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Lengths(pub(super) Vec<u32>);
 
-/// What bias, before there are extents.
+/// Kind of bias, before the extents are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BiasChoice {
     None,

@@ -402,7 +402,7 @@ impl Place<'_> {
     }
 }
 
-/// `None` of what every rank has whole.
+/// Place of an operand's rows in the whole; `None`: every rank has the operand whole.
 fn place<'a>(problem: &'a Problem, operands: &Operands, operand: Operand) -> Option<Place<'a>> {
     let tensor = operands.get(operand)?;
     let partition = match operand {

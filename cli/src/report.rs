@@ -1,4 +1,4 @@
-//! What a run tells: the problem, the speed.
+//! Report of a run: the problem, the speed.
 
 use std::fmt::Write as _;
 
@@ -100,7 +100,7 @@ pub(super) fn describe(setup: &Setup) -> String {
     text
 }
 
-/// What a time means for a problem.
+/// Speed that follows from a problem and its time.
 #[derive(Clone, Debug)]
 pub(super) struct Speed {
     /// Floating-point operations of the visible pairs.
@@ -111,7 +111,7 @@ pub(super) struct Speed {
     pub(super) gb_per_second: f64,
     /// Share of what the device could reach at best, where that is known: the nearer of its limits.
     pub(super) share: Option<f64>,
-    /// Where the limits come from.
+    /// Source of the limits.
     pub(super) source: String,
 }
 

@@ -1,4 +1,4 @@
-//! From options to a problem and its lengths.
+//! Conversion of options to a problem and its lengths.
 
 use fmha::{
     Bias, BiasBroadcast, BiasGrad, BlockTable, BwdProblem, DType, DevSlice, Dims, DropoutSeed,
@@ -16,11 +16,11 @@ use crate::mask_file;
 use crate::memory::room_for;
 use crate::options::{BiasChoice, Lengths, Mode, OrSame, ProblemArgs};
 
-/// A problem and what says how long its sequences are.
+/// A problem, and the lengths of its sequences.
 #[derive(Clone, Debug)]
 pub(super) struct Setup {
     pub(super) fwd: FwdProblem,
-    /// With `--backward`.
+    /// The backward problem, with `--backward`.
     pub(super) bwd: Option<BwdProblem>,
     pub(super) cu_seqlens_q: Option<Vec<i32>>,
     pub(super) cu_seqlens_k: Option<Vec<i32>>,
@@ -110,7 +110,7 @@ impl Setup {
             .seqused_k(host(&self.seqused_k))
     }
 
-    /// What the problem itself wishes of its plan, beside what the command does.
+    /// Options of a plan that the problem itself asks for, added to the command's.
     pub(super) fn options(&self, options: &PlanOptions) -> PlanOptions {
         options.clone().deterministic(options.deterministic || self.deterministic)
     }
@@ -404,7 +404,7 @@ impl ProblemArgs {
     fn backward_of(&self, fwd: &FwdProblem) -> BwdProblem {
         let dbias = match (self.dbias, fwd.score.bias) {
             (true, Bias::Elementwise(bias)) => Some(BiasGrad { dtype: bias.dtype, strides: bias.strides }),
-            // `validate` refuses it by name.
+            // A bias gradient without a bias, which `validate` refuses by name.
             (true, _) => Some(BiasGrad { dtype: DType::F32, strides: fwd.strides.o }),
             (false, _) => None,
         };
@@ -424,7 +424,8 @@ fn bias_strides(problem: &FwdProblem, broadcast: BiasBroadcast) -> Strides {
     Strides::bhsd(problem.shape_bias(broadcast))
 }
 
-/// What both the options and the user's tensors say, which must be one thing.
+/// Combines a number from the options with the same number from the user's tensors, and refuses two that
+/// differ.
 fn agree(field: &str, asked: Option<u32>, given: Option<u32>, otherwise: u32) -> Result<u32, Failure> {
     match (asked, given) {
         (Some(asked), Some(given)) if asked != given => {

@@ -2,7 +2,7 @@
 
 use clap::error::{ContextKind, ContextValue};
 
-/// Words of other libraries, and what says it here.
+/// Words of other libraries, each with the word of this command.
 const ELSEWHERE: &[(&str, &str)] = &[
     ("attn_bias", "--bias e"),
     ("attn_mask", "--mask, or --bias e"),

@@ -21,7 +21,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<u8>, Failure> {
     let mut bytes = Vec::new();
     // `room_for` has tried as much.
     bytes.reserve_exact(length as usize);
-    // One byte more shows a file that grows.
+    // Reading one byte more shows a file that grows.
     file.take(length + 1).read_to_end(&mut bytes).map_err(failed)?;
     Ok(bytes)
 }
@@ -102,7 +102,7 @@ impl Staged {
         Ok(Self { file, path: path.to_owned() })
     }
 
-    /// Makes it appear, in place of whatever was there.
+    /// Makes the file appear, in place of whatever was there.
     pub(super) fn publish(self) -> Result<PathBuf, Failure> {
         let Self { file, path } = self;
         file.persist(&path).map_err(|error| Failure::file(&path, &error.error))?;
@@ -129,7 +129,7 @@ pub(super) fn publish(all: Vec<Staged>) -> Result<Vec<PathBuf>, Failure> {
                         Some(before) => before.persist(&path).map_err(|error| error.error),
                         None => std::fs::remove_file(&path),
                     };
-                    // The first failure is the one to report.
+                    // The first failure is reported, and later ones are dropped.
                     drop(undone);
                 }
                 return Err(failure);

@@ -29,10 +29,10 @@ use crate::timing::duration;
 #[command(after_help = "\
 Examples:
   fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b
-      try the tile's knobs, keep what is faster
+      try the tile's fields, keep what is faster
   fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b --seconds 0
-      every knob, however long it takes
-  fmha tune -s 8192 -d 64 --knob block_m --knob block_n
+      every field, however long it takes
+  fmha tune -s 8192 -d 64 --field block_m --field block_n
       only these
   fmha tune -b 4 -h 32 -s 4096 -d 128 --mask b --backward
       the backward's; with --deterministic that of sums in one order, which is another
@@ -55,7 +55,7 @@ pub(super) struct TuneArgs {
 
     /// Only this tile field (may be given again)
     #[arg(long, value_name = "NAME")]
-    knob: Vec<String>,
+    field: Vec<String>,
 
     /// Rounds for each tile: a burst of it, and one of the best before it
     #[arg(long, value_name = "N", default_value = "7", value_parser = within("rounds", 3..=1000), allow_negative_numbers = true)]
@@ -95,10 +95,10 @@ impl TuneArgs {
         let bwd = setup.bwd.clone().map(BwdProblem::validate).transpose()?;
         let problem = bwd.as_ref().map_or(AnyProblem::Forward(&fwd), AnyProblem::Backward);
         let options = setup.options(&self.backend.plan_options());
-        let knobs = self.knobs(tuner, problem, &options)?;
+        let fields = self.fields(tuner, problem, &options)?;
         let own = tuner.default_tile(problem, &options)?;
         if self.compile {
-            return compile(backend, problem, &options, &own, &knobs, out);
+            return compile(backend, problem, &options, &own, &fields, out);
         }
         let stream = clock(backend)?;
         let mut job =
@@ -106,8 +106,8 @@ impl TuneArgs {
         // O and LSE, inputs of a backward call, are on the device after a forward call.
         job.read_back()?;
         let call = job.into_call();
-        let (changes, hopeless) = by_model(&knobs, |change| {
-            let tile = change.map_or_else(|| own.clone(), |(knob, value)| changed(&own, knob, value));
+        let (changes, hopeless) = by_model(&fields, |change| {
+            let tile = change.map_or_else(|| own.clone(), |(field, value)| changed(&own, field, value));
             tuner.modelled_micros(problem, &options, &tile)
         });
         let limit = (self.seconds > 0).then(|| Duration::from_secs(self.seconds.into()));
@@ -162,23 +162,23 @@ impl TuneArgs {
     }
 
     /// Tile fields to try: all, or those that the user has named.
-    fn knobs(
+    fn fields(
         &self,
         tuner: &dyn Tune,
         problem: AnyProblem<'_>,
         options: &PlanOptions,
     ) -> Result<Vec<(&'static str, Vec<String>)>, Failure> {
-        let knobs = tuner.knobs(problem, options)?;
-        if let Some(unknown) = self.knob.iter().find(|name| knobs.iter().all(|(knob, _)| knob != name)) {
-            let known: Vec<_> = knobs.iter().map(|(knob, _)| *knob).collect();
+        let fields = tuner.knobs(problem, options)?;
+        if let Some(unknown) = self.field.iter().find(|name| fields.iter().all(|(field, _)| field != name)) {
+            let known: Vec<_> = fields.iter().map(|(field, _)| *field).collect();
             let (known, operation) = (known.join(", "), problem.operation());
-            return Err(Failure::wrong(format!("knob {unknown} is none of the {operation}'s: {known}")));
+            return Err(Failure::wrong(format!("field {unknown} is none of the {operation}'s: {known}")));
         }
-        let wanted = |knob: &str| self.knob.is_empty() || self.knob.iter().any(|name| name == knob);
-        Ok(knobs.into_iter().filter(|(knob, _)| wanted(knob)).collect())
+        let wanted = |field: &str| self.field.is_empty() || self.field.iter().any(|name| name == field);
+        Ok(fields.into_iter().filter(|(field, _)| wanted(field)).collect())
     }
 
-    /// Keeps what was found and says where, or why not.
+    /// Keeps the fastest tile and says where, or why not.
     fn keep(
         &self,
         tuner: &dyn Tune,
@@ -207,9 +207,9 @@ fn with_tile(options: &PlanOptions, tile: &TileOptions) -> PlanOptions {
 }
 
 /// The tile with another value of a field, said last: what cannot go with it yields.
-fn changed(own: &TileOptions, knob: &str, value: &str) -> TileOptions {
-    let mut tile: TileOptions = own.iter().filter(|(name, _)| name != knob).cloned().collect();
-    tile.push((knob.to_owned(), value.to_owned()));
+fn changed(own: &TileOptions, field: &str, value: &str) -> TileOptions {
+    let mut tile: TileOptions = own.iter().filter(|(name, _)| name != field).cloned().collect();
+    tile.push((field.to_owned(), value.to_owned()));
     tile
 }
 
@@ -219,13 +219,13 @@ fn compile(
     problem: AnyProblem<'_>,
     options: &PlanOptions,
     own: &TileOptions,
-    knobs: &[(&str, Vec<String>)],
+    fields: &[(&str, Vec<String>)],
     out: &mut dyn Write,
 ) -> Result<Verdict, Failure> {
     let changes: Vec<_> =
-        knobs.iter().flat_map(|(knob, values)| values.iter().map(move |v| (knob, v))).collect();
-    let planned = changes.par_iter().map(|(knob, value)| {
-        let options = with_tile(options, &changed(own, knob, value));
+        fields.iter().flat_map(|(field, values)| values.iter().map(move |v| (field, v))).collect();
+    let planned = changes.par_iter().map(|(field, value)| {
+        let options = with_tile(options, &changed(own, field, value));
         match problem {
             AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
@@ -255,7 +255,7 @@ struct Ahead<'a> {
     changed: Condvar,
 }
 
-/// Ends the compiling ahead when it is dropped.
+/// Guard that ends the compiling ahead when it is dropped.
 struct Over<'a, 'b>(&'b Ahead<'a>);
 
 impl Drop for Over<'_, '_> {
@@ -284,7 +284,7 @@ impl<'a> Ahead<'a> {
             if let Some(compiler) = self.compiler {
                 (0..others).for_each(|_| drop(scope.spawn(|| self.compile(compiler))));
             }
-            // Also where the search panics: the scope waits for its threads.
+            // The guard ends the threads also where the search panics: the scope waits for them.
             let _over = Over(self);
             search()
         })
@@ -326,12 +326,12 @@ struct Tiles<'a> {
     stream: &'a Stream,
     options: &'a PlanOptions,
     call: Call,
-    /// When no tile is begun any more.
+    /// Time after which no further tile is begun.
     until: Option<Instant>,
     ahead: &'a Ahead<'a>,
 }
 
-/// A tile's calls, and what they compute with.
+/// Calls of a tile, and the operands that they compute with.
 struct Ready<'a> {
     burst: Burst,
     _resident: Resident<'a>,
@@ -391,7 +391,7 @@ impl<'a> Timer for Tiles<'a> {
 
 /// Prints the result of the search, and what was done with it.
 fn conclude(found: &Found, kept: &Result<String, String>, out: &mut dyn Write) -> std::io::Result<()> {
-    let tile: Vec<_> = found.tile.iter().map(|(knob, value)| format!("{knob}={value}")).collect();
+    let tile: Vec<_> = found.tile.iter().map(|(field, value)| format!("{field}={value}")).collect();
     writeln!(out, "{:<18} {}", "best", tile.join(" "))?;
     if let Some(confirmed) = &found.confirmed {
         writeln!(out, "{:<18} {}", "against the own", comparison(confirmed))?;

@@ -20,7 +20,7 @@ struct Planted {
 enum Change {
     /// Header in which the first text is replaced by the second.
     Header(&'static str, &'static str, &'static str),
-    /// The first such instruction of the assembly is left out.
+    /// The first instruction of this name is left out of the assembly.
     WithoutFirst(&'static str),
     /// Instruction of which all uses are removed.
     WithoutAny(&'static str),

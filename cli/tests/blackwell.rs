@@ -2,7 +2,7 @@
 
 use super::{fmha, fmha_in};
 
-/// Whether nothing compiles its kernels here.
+/// Whether no compiler of its kernels is here.
 fn is_absent(arch: &str) -> bool {
     let plan: serde_json::Value =
         serde_json::from_str(&fmha(&format!("explain --arch {arch} --json")).out).unwrap();

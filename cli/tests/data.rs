@@ -81,7 +81,7 @@ fn permuted_files_have_heads_first_however_few() {
         assert_eq!(inputs["q"]["shape"], serde_json::json!([2, heads, 3, 8]));
         assert_eq!(inputs["k"]["shape"], serde_json::json!([2, kv, 5, 8]));
         assert_eq!(outputs["o"]["shape"], serde_json::json!([2, heads, 3, 8]));
-        // Reads back what it has written.
+        // The command reads back the file that it has written.
         let line = "run --input in.safetensors --iperm --operm --repeat 1 --out again.safetensors";
         let ran = fmha_in(folder.path(), line);
         assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);

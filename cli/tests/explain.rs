@@ -1,4 +1,4 @@
-//! `fmha explain`: what it says of a device that is not there.
+//! `fmha explain` for a device that is absent.
 
 use super::fmha;
 
@@ -25,6 +25,6 @@ fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
     let special = lines.iter().find(|line| line.contains("special functions, ")).unwrap();
     let results = special.split("special functions, ").nth(1).unwrap().split(' ').next().unwrap();
     let results: f64 = results.parse().unwrap();
-    // A score's exponential each; beyond them a few a row.
+    // Each score has an exponential, and each row a few more.
     assert!((16384.0..16384.0 * 1.2).contains(&results), "{special}");
 }

@@ -40,7 +40,7 @@ fn stride() -> impl Strategy<Value = i64> {
     prop_oneof![4 => 0i64..200, 1 => select(vec![-1, 1 << 31, 1 << 40, i64::MAX, i64::MIN])]
 }
 
-/// `None`: the contiguous one.
+/// Random strides of a tensor; `None`: the contiguous ones.
 fn strides() -> impl Strategy<Value = Option<Strides>> {
     let odd = (stride(), stride(), stride(), prop_oneof![4 => Just(1), 1 => stride()])
         .prop_map(|(batch, seq, head, dim)| Some(Strides { batch, seq, head, dim }));
@@ -128,7 +128,7 @@ impl Tensors {
         let dims = problem.dims;
         let pairs = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let work = pairs.checked_mul(u64::from(dims.seqlen_k))?.checked_mul(64)?;
-        // A head of nothing is work too.
+        // A head without rows is work too.
         let heads = u64::from(dims.batch.max(1)) * u64::from(dims.num_heads_q);
         let work = work.max(heads);
         if work > 1 << 22 || problem.layout.q == QLayout::Packed || problem.layout.kv != KvLayout::Strided {
@@ -205,7 +205,8 @@ proptest! {
         };
         if let Some(mut tensors) = Tensors::of(&valid) {
             let ran = tensors.run(&plan, &backend);
-            // Buffers of bytes need not lie as a type wants them: that too is said.
+            // A buffer of bytes may lie at an address that a type does not allow; such a call is refused by
+            // its alignment.
             let refused = matches!(&ran, Err(Error::Problem(error)) if error.text.contains("align"));
             prop_assert!(ran.is_ok() || refused, "{:?} of {:?}", ran, valid);
         }

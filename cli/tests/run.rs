@@ -22,7 +22,7 @@ fn composable_kernels_spelling_is_taken() {
     );
 }
 
-/// As in the contract and in C: only a scale that is not given is the default.
+/// Only a scale that is not given is the default, in the contract and in C too.
 #[test]
 fn a_softmax_scale_of_zero_is_zero_and_not_the_default() {
     let said = |options: &str| {
@@ -300,7 +300,7 @@ fn too_little_memory_is_an_error_line() {
     // Wherever between too little and enough the limit falls, it is an error or a result.
     let binary = std::fs::metadata(env!("CARGO_BIN_EXE_fmha")).unwrap().len() / 1000;
     let mut refused = 0;
-    // From where the program itself can be loaded.
+    // Limits of memory from the least with which the program itself can be loaded.
     for kilobytes in (0..8).map(|step| binary + 4000 + step * 22_000) {
         refused += under(&kilobytes.to_string(), "run -b 1 -h 1 -s 64 -d 16 --repeat 1").status;
     }

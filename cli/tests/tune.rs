@@ -18,8 +18,8 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
         ("-d 64", &["emulated", "times"][..]),
         ("-d 64 --backward", &["emulated", "times"]),
         ("-d 64 --backward --deterministic", &["emulated", "times"]),
-        ("-d 64 --knob dq_path", &["knob dq_path", "forward", "ping_pong"]),
-        ("-d 64 --backward --knob ping_pong", &["knob ping_pong", "backward", "dq_path"]),
+        ("-d 64 --field dq_path", &["field dq_path", "forward", "ping_pong"]),
+        ("-d 64 --backward --field ping_pong", &["field ping_pong", "backward", "dq_path"]),
         ("-d 320 --backward", &["sm90", "head_dim_qk 320", "256"]),
         ("-d 64 --prec fp32 --backward", &["sm90", "dtype_qk f32"]),
     ] {
@@ -35,14 +35,14 @@ fn what_cannot_be_tuned_is_refused_by_its_name() {
 #[test]
 fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
     for (options, wanted) in [
-        ("--knob block_m", "1 tiles compiled, 3 refused"),
+        ("--field block_m", "1 tiles compiled, 3 refused"),
         // A short call finishes dQ with a launch, for which dQ may be added in every way. Separate sums are
         // for a fixed order alone.
-        ("--knob dq_path", "3 tiles compiled, 1 refused"),
+        ("--field dq_path", "3 tiles compiled, 1 refused"),
         // Consumers that add dQ themselves add in order too; the first to come is not the first in the order.
-        ("--knob dq_path --deterministic", "3 tiles compiled, 1 refused"),
+        ("--field dq_path --deterministic", "3 tiles compiled, 1 refused"),
         // A tile whose index is taken ahead would wait behind its own CTA's present one.
-        ("--knob persistent --deterministic", "1 tiles compiled, 1 refused"),
+        ("--field persistent --deterministic", "1 tiles compiled, 1 refused"),
     ] {
         let Some(ran) = emulated(&format!("-d 64 --backward --compile {options}")) else { return };
         assert_eq!((ran.status, ran.err.as_str(), ran.out.trim()), (0, "", wanted), "{options}");

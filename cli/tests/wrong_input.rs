@@ -149,7 +149,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -s 4 -d 16 --d_v=24 --v-in-k", &["v_in_k", "24", "16"]),
     ("run --q q.npy --k q.npy --v q.npy --page-size 4", &["page_size 4", "made-up"]),
     ("run -page_block_size=-16", &["page_size -16"]),
-    // Memory: refused before it is taken.
+    // A problem that would need too much memory is refused before the memory is taken.
     ("run -b 300000000 -h 1 -s 0 -d 1", &["batch 300000000", "bytes"]),
     ("explain -b 2000000000 -h 1 -s 0 -d 1", &["batch 2000000000", "bytes"]),
     ("run --mode 1 -b 2000000000 -h 1 -s 0 -d 1", &["batch 2000000000", "bytes"]),
@@ -240,7 +240,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run --input short.safetensors", &["input short.safetensors"]),
     ("run --input q.npy", &["q.npy"]),
     ("run --input .", &[".", "a folder"]),
-    // The other commands.
+    // Commands other than `run`.
     ("explain -h 10 --heads-kv 4", &["num_heads_q 10"]),
     ("explain --kernel no-such-kernel", &["none takes"]),
     ("bench absent.toml", &["absent.toml"]),

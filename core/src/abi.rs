@@ -1,4 +1,4 @@
-//! What host and device share, declared once in Rust and rendered to C++.
+//! Structs and constants that host and device share, declared once in Rust and rendered to C++.
 //!
 //! - [`abi_struct!`](crate::abi_struct): a `repr(C)` struct that a kernel takes as an argument. The
 //!   compiler of the kernel checks its size against Rust's; since there is no implicit padding
@@ -25,7 +25,7 @@ pub trait AbiStruct: AbiType {
     fn c_definition() -> String;
 }
 
-/// A type whose values cross as text.
+/// A type whose values are rendered as text of the kernel's source.
 pub trait AbiLiteral {
     /// The C++ type's name.
     fn c_type() -> &'static str;
@@ -33,7 +33,7 @@ pub trait AbiLiteral {
     fn c_definition() -> String {
         String::new()
     }
-    /// This value as a C++ expression.
+    /// Renders this value as a C++ expression.
     fn c_literal(&self) -> String;
 }
 
@@ -250,13 +250,13 @@ abi_struct! {
     pub struct View {
         /// The tensor's first element.
         pub data: DevPtr<Untyped>,
-        /// From sequence to sequence: 0 when packed, or when broadcast.
+        /// Stride from sequence to sequence: 0 when packed, or when broadcast.
         pub batch: i64,
-        /// From row to row.
+        /// Stride from row to row.
         pub row: i64,
-        /// From head to head.
+        /// Stride from head to head.
         pub head: i64,
-        /// From element to element: 1, but for a column-major V.
+        /// Stride from element to element of a row: 1, but for a column-major V.
         pub dim: i64,
     }
 }
@@ -279,15 +279,15 @@ abi_struct! {
     pub struct HeadScalars {
         /// The first.
         pub data: DevPtr<f32>,
-        /// From sequence to sequence.
+        /// Stride from sequence to sequence.
         pub batch: i32,
-        /// From head to head.
+        /// Stride from head to head.
         pub head: i32,
     }
 }
 
 impl HeadScalars {
-    /// None given.
+    /// Scalars that are not given.
     pub const NULL: Self = Self { data: DevPtr::NULL, batch: 0, head: 0 };
 }
 
@@ -298,7 +298,7 @@ abi_struct! {
         pub lo: i32,
         /// Largest visible `j - i - diag`; `i32::MAX` = unbounded.
         pub hi: i32,
-        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: it is 0.
+        /// 1: `diag` is `seqlen_k - seqlen_q`; 0: `diag` is 0.
         pub bottom_right: i32,
         /// Leading keys that `lo` does not hide.
         pub sink_columns: i32,
@@ -330,8 +330,8 @@ impl From<(MaskBounds, u32)> for MaskParams {
 pub const CODE_WORDS: usize = 48;
 
 abi_struct! {
-    /// What a forward kernel reads. Facts known at compile time are in
-    /// [`FwdSpec`](crate::spec::FwdSpec), not here.
+    /// Parameters of a forward kernel. Facts known at compile time are in [`FwdSpec`](crate::spec::FwdSpec),
+    /// not here.
     pub struct FwdParams {
         /// `[batch, seqlen_q, num_heads_q, head_dim_qk]`, or packed by `cu_seqlens_q`.
         pub q: View,
@@ -348,9 +348,9 @@ abi_struct! {
         pub bias: View,
         /// Natural log-sum-exp; null when not wanted.
         pub lse: DevPtr<f32>,
-        /// From sequence to sequence of `lse`; 0 when packed.
+        /// Stride of `lse` from sequence to sequence; 0 when packed.
         pub lse_batch: i64,
-        /// From head to head of `lse`; rows are adjacent.
+        /// Stride of `lse` from head to head; rows are adjacent.
         pub lse_head: i64,
         /// `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; null when not wanted.
         pub keep_mask: DevPtr<u8>,
@@ -364,19 +364,19 @@ abi_struct! {
         pub seqused_k: DevPtr<i32>,
         /// `[batch, max_pages]`, the pages of each sequence; null when K is not paged.
         pub block_table: DevPtr<i32>,
-        /// From sequence to sequence of `block_table`.
+        /// Stride of `block_table` from sequence to sequence.
         pub block_table_batch: i64,
         /// `ALiBi`'s slopes.
         pub alibi_slopes: HeadScalars,
         /// The learnable sinks.
         pub sink: HeadScalars,
-        /// What FP8 Q is multiplied by; null: nothing.
+        /// Factors of FP8 Q; null: 1.
         pub descale_q: HeadScalars,
-        /// What FP8 K is multiplied by; null: nothing.
+        /// Factors of FP8 K; null: 1.
         pub descale_k: HeadScalars,
-        /// What FP8 V is multiplied by; null: nothing.
+        /// Factors of FP8 V; null: 1.
         pub descale_v: HeadScalars,
-        /// What O is multiplied by before it is rounded to FP8; null: nothing.
+        /// Factor of O before it is rounded to FP8; null: 1.
         pub scale_o: DevPtr<f32>,
         /// Scratch of the kernel's own; null when it needs none.
         pub workspace: DevPtr<Untyped>,
@@ -430,30 +430,30 @@ abi_struct! {
         pub dropout_first_head: i32,
         /// Query heads of the whole.
         pub dropout_num_heads: i32,
-        /// What a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
+        /// Words that a score and a mask as code capture ([`CodeSource`](crate::code_source::CodeSource)).
         pub code: [u64; CODE_WORDS],
     }
 }
 
 abi_struct! {
-    /// When the keys of a call come, as [`Arrivals`](crate::Arrivals) has it.
+    /// Words that announce the keys of a call that come while it runs ([`Arrivals`](crate::Arrivals)).
     pub struct ArrivalParams {
         /// One past the last row of each piece.
         pub ends: DevPtr<u32>,
         /// A flag each, and the kernel's own word.
         pub flags: DevPtr<u32>,
-        /// Pieces that are there before the call.
+        /// Bits of the pieces that are there before the call.
         pub here: u64,
-        /// How long a thread waits for one.
+        /// Nanoseconds for which a thread waits for a piece.
         pub timeout_ns: u64,
-        /// How many there are.
+        /// Number of pieces.
         pub count: i64,
     }
 }
 
 abi_struct! {
-    /// What a backward kernel reads and writes. Facts known at compile time are in
-    /// [`BwdSpec`](crate::spec::BwdSpec), not here.
+    /// Parameters of a backward kernel. Facts known at compile time are in [`BwdSpec`](crate::spec::BwdSpec),
+    /// not here.
     pub struct BwdParams {
         /// The forward call: its operands, of which `o` and `lse` are inputs here, and its numbers.
         pub fwd: FwdParams,
@@ -472,25 +472,25 @@ abi_struct! {
         pub dlse: DevPtr<f32>,
         /// Gradient of the sinks, `[num_heads_q]`; null when not wanted.
         pub dsink: DevPtr<f32>,
-        /// In the workspace, of each query row (`fmha/bwd.h` says which): LSE less `score_origin` in log2,
-        /// +infinity for a row that adds nothing.
+        /// LSE less `score_origin` in log2 for each query row, in the workspace (`fmha/bwd.h` says which
+        /// row); +infinity for a row that adds nothing.
         pub lse_log2: DevPtr<f32>,
-        /// Likewise what the row's scores are measured from: 0, or where LSE is so large that its own rounding would
-        /// show in P, about LSE (`fmha/row_bwd.h`).
+        /// Origin of each query row's scores, in the workspace: 0, or where LSE is so large that its own
+        /// rounding would show in P, about LSE (`fmha/row_bwd.h`).
         pub score_origin: DevPtr<f32>,
-        /// Likewise `dO . O - dLSE`.
+        /// `dO . O - dLSE` for each query row, in the workspace.
         pub delta: DevPtr<f32>,
-        /// In the workspace: f32 sums of dQ, blocks of rows in the order of the kernel's accumulators; null where
-        /// dQ is not summed in memory.
+        /// f32 sums of dQ in the workspace, blocks of rows in the order of the kernel's accumulators; null
+        /// where dQ is not summed in memory.
         pub dq_sums: DevPtr<f32>,
-        /// In the workspace: a semaphore of each block of rows of `dq_sums`. Where sums have an order, how
-        /// many have added; where the first to come stores, whether one is about to (1) or has (2); else
-        /// null.
+        /// Semaphores in the workspace, one for each block of rows of `dq_sums`. Where sums have an order,
+        /// the number of key blocks that have added; where the first addition stores, 1 while one is about to
+        /// store and 2 once it has; else null.
         pub dq_semaphores: DevPtr<i32>,
-        /// In the workspace: the counters of the dynamic schedulers, the next tile's index first.
+        /// Counters of the dynamic schedulers in the workspace, the next tile's index first.
         pub schedulers: DevPtr<i32>,
-        /// In the workspace: of each warp of each tile, whether its dK or dV have a number that is not
-        /// finite; behind them the main kernel's other flags and counters.
+        /// Flags in the workspace for each warp of each tile: whether its dK or dV have a number that is not
+        /// finite. Behind them lie the main kernel's other flags and counters.
         pub non_finite: DevPtr<i32>,
         /// Rows of `lse_log2`, `score_origin` and `delta` from query head to query head.
         pub stats_head: i64,
@@ -500,10 +500,10 @@ abi_struct! {
         pub dbias_per_batch: i32,
         /// 1 where the bias' gradient has a head axis.
         pub dbias_per_head: i32,
-        /// In the workspace: f32 sums of the gradients of captured tensors, one gradient behind another, so
-        /// many times as rows are shared out.
+        /// f32 sums of the gradients of captured tensors in the workspace, one gradient behind another, once
+        /// for each part of the rows.
         pub captured_sums: DevPtr<f32>,
-        /// Elements of all those gradients.
+        /// Number of elements of all gradients in `captured_sums`.
         pub captured_elems: i64,
         /// How many times they are there: part n has the n-th of equal shares of all query rows.
         pub captured_parts: i64,
@@ -524,9 +524,9 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// What the combine kernel reads: partial results over the same rows.
+    /// Parameters of the combine kernel: partial results over the same rows.
     pub struct CombineParams {
-        /// The first `num_parts` are there.
+        /// The parts, of which the first `num_parts` are given.
         pub parts: [PartPointers; MAX_PARTS],
         /// Every part's strides; `data` is unused.
         pub part: View,

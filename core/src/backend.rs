@@ -1,4 +1,4 @@
-//! What a backend is: a trait without generics, so that it can be chosen at run time, and a device's memory.
+//! The trait of a backend, without generics, so that one can be chosen at run time; and a device's memory.
 
 use bytemuck::AnyBitPattern;
 
@@ -16,7 +16,8 @@ use crate::queues::Queues;
 use crate::roofline::Roofline;
 use crate::tune::Tune;
 
-/// What a vendor writes so that its devices run attention; a user has a [`Device`](crate::Device).
+/// The interface that a vendor implements so that its devices run attention; a user has a
+/// [`Device`](crate::Device).
 ///
 /// A backend plans: it chooses a kernel, or refuses with the number that it does not take, and returns what launches
 /// it. All else is core's. [`Plan::run`](crate::Plan::run) checks the operands and the lengths, returns at once from
@@ -29,7 +30,7 @@ use crate::tune::Tune;
 /// nothing but the operands, whatever numbers are in them, and writes nothing but the outputs and the workspace: each
 /// of these within its extent. [`memory`](Self::memory) and [`queues`](Self::queues) are those of one device.
 ///
-/// So an implementation is a promise, and a safe one there is not:
+/// An implementation is therefore a promise, and a safe one does not compile:
 ///
 /// ```compile_fail,E0200
 /// # use fmha_core::*;
@@ -54,13 +55,13 @@ use crate::tune::Tune;
 /// }
 /// ```
 pub unsafe trait FmhaBackend: Send + Sync {
-    /// The name that selects it: `cpu`.
+    /// The word that selects the backend: `cpu`.
     fn kind(&self) -> &'static str;
 
-    /// For people and logs: which device, how many cores, which instructions.
+    /// Description of the device for people and logs: its name, cores and instructions.
     fn name(&self) -> &str;
 
-    /// What the device could reach at best with products of `dtype`, for the share that a run reports.
+    /// Peak rates of the device for products of `dtype`, for the share of them that a run reports.
     fn roofline(&self, _dtype: DType) -> Roofline {
         Roofline::default()
     }
@@ -68,7 +69,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// Every kernel this backend has, best first.
     fn kernels(&self) -> Vec<&'static str>;
 
-    /// Itself as a compiler of kernels, if it compiles any.
+    /// The backend as a compiler of kernels, if it compiles any.
     fn precompiler(&self) -> Option<&dyn Precompile> {
         None
     }
@@ -84,7 +85,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
         None
     }
 
-    /// Where its memory is.
+    /// The device's memory.
     fn memory(&self) -> &dyn DeviceMemory;
 
     /// The backend's part in memory that processes of a host share, if it has one.
@@ -131,7 +132,7 @@ pub unsafe trait FmhaBackend: Send + Sync {
 
 /// Memory of a device, for callers who have no tensors of their own.
 pub trait DeviceMemory: Send + Sync {
-    /// Where a backend's arguments must lie.
+    /// Memory space in which arguments of this backend lie.
     fn space(&self) -> MemorySpace;
 
     /// New memory of bytes whose type is not told, all 0: safe code may read it. It is aligned to 256 bytes at least.
@@ -140,7 +141,7 @@ pub trait DeviceMemory: Send + Sync {
     /// [`Error::System`] or [`Error::Driver`] with the size that was asked for.
     fn alloc(&self, bytes: u64) -> Result<DevBuffer>;
 
-    /// As [`alloc`](Self::alloc), but with whatever the memory held, where that is less work.
+    /// Does what [`alloc`](Self::alloc) does without clearing, where that is less work.
     ///
     /// # Safety
     /// What it holds may be another process's: no safe code reads a byte of it that nobody has written.
@@ -282,7 +283,7 @@ pub struct DevBuffer {
 
 // SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
 unsafe impl Send for DevBuffer {}
-// SAFETY: as above.
+// SAFETY: it owns its memory alone; the pointer is only handed out for launches and copies.
 unsafe impl Sync for DevBuffer {}
 
 impl DevBuffer {
@@ -302,14 +303,15 @@ impl DevBuffer {
         Self { space, ptr, bytes, elem: Told::new(ElemType::Bytes), free: Some(free) }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(mut self, elem: impl Into<ElemType>) -> Self {
         self.elem = Told::new(self.elem().retyped(elem.into()));
         self
     }
 
-    /// The type of what was uploaded: a workspace stays one.
+    /// Sets the type of uploaded elements; a workspace stays a workspace.
     fn set_elem(&mut self, elem: ElemType) {
         if self.elem() != ElemType::Scratch {
             self.elem = Told::new(elem);
@@ -340,14 +342,14 @@ impl DevBuffer {
         self.ptr
     }
 
-    /// As an input.
+    /// Borrows the buffer as an input.
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow keeps it alive.
         unsafe { DevSlice::from_raw(self.space, self.ptr, self.bytes, self.elem()) }
     }
 
-    /// As an output.
+    /// Borrows the buffer as an output.
     #[must_use]
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         // SAFETY: `from_raw` promised the memory; the borrow is exclusive.

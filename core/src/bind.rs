@@ -88,7 +88,8 @@ fn broadcast_strides(broadcast: BiasBroadcast, strides: Strides) -> (i64, i64) {
     (if per_batch { strides.batch } else { 0 }, if per_head { strides.head } else { 0 })
 }
 
-/// What forward and backward read alike, Q, K and V first; O, LSE and what only forward has are null.
+/// Operands that forward and backward both read, Q, K and V first; O, LSE and forward's own operands are
+/// null.
 fn inputs(
     problem: &FwdProblem,
     [q, k, v]: [&DevSlice<'_>; 3],
@@ -168,14 +169,15 @@ fn inputs(
         dropout_first_query: part.position_q as i32,
         dropout_first_quad: (part.position_k / 4) as i32,
         dropout_key_of_quad: (part.position_k % 4) as i32,
-        // Below 2^32, which the problem has checked; the kernels count modulo 2^32.
+        // Head counts stay below 2^32, which the problem has checked; the kernels count modulo 2^32.
         dropout_first_head: part.batch.wrapping_mul(heads_of_whole).wrapping_add(part.head) as i32,
         dropout_num_heads: heads_of_whole as i32,
         code: CodeSource { code: &problem.code, gradients: &[] }.words(score),
     }
 }
 
-/// When the keys come, as a kernel that waits for them has it; `args` have passed the check of their call.
+/// Parameters of a kernel that waits for keys that come while it runs; `args` have passed the check of their
+/// call.
 #[must_use]
 pub fn arrival_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ArrivalParams {
     let (here, timeout_ns) = seq.arrivals.map_or((0, 0), |keys| (keys.here, keys.timeout_ns));

@@ -1,4 +1,4 @@
-//! What a backward call's launches are cut by: its rows, and where its numbers lie in its workspace.
+//! Rows of a backward call, by which its launches are cut, and the places of its numbers in the workspace.
 
 use crate::abi::{BwdParams, DevPtr};
 use crate::bwd::BwdProblem;
@@ -27,7 +27,7 @@ pub struct DqSums {
     pub dim: u32,
     /// How many there are of each row: one to which all blocks of keys add, or one of each of so many.
     pub parts: u32,
-    /// With a semaphore to each query block: how many have added to it, or whether one has stored it.
+    /// Whether each query block has a semaphore: how many have added to it, or whether one has stored it.
     pub has_semaphores: bool,
 }
 
@@ -40,8 +40,8 @@ struct CapturedSums {
 }
 
 impl BwdWorkspace {
-    /// For a kernel with query blocks of `block_m` rows, with these sums if it has any, and `flags` numbers
-    /// of the kernel's own. `None`: it would be 2^62 bytes or more.
+    /// Lays out the workspace of a kernel with query blocks of `block_m` rows, with these sums if it has any,
+    /// and `flags` numbers of the kernel's own. `None`: it would be 2^62 bytes or more.
     #[must_use]
     pub fn new(problem: &BwdProblem, block_m: u32, sums: Option<DqSums>, flags: u64) -> Option<Self> {
         let dq_elems = sums.map_or(0, |sums| u64::from(sums.dim) * u64::from(sums.parts));
@@ -52,7 +52,7 @@ impl BwdWorkspace {
         let elems = rows.checked_mul(dims.num_heads_q.into())?;
         let stats = elems.checked_mul(4)?.checked_next_multiple_of(256)?;
         let sum_bytes = elems.checked_mul(4)?.checked_mul(dq_elems)?;
-        // The schedulers' counters, then what has rows.
+        // Offset of the arrays with rows, behind the schedulers' counters.
         let first = 256;
         let all_stats = stats.checked_mul(3)?;
         let semaphores = all_stats.checked_add(sum_bytes)?.checked_add(first)?;
@@ -73,9 +73,9 @@ impl BwdWorkspace {
         })
     }
 
-    /// With f32 sums of the gradients of captured tensors behind all else, as many times as query rows are
-    /// shared out: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62
-    /// bytes or more.
+    /// Adds f32 sums of the gradients of captured tensors behind all else, one for each part of the query
+    /// rows: `most_parts` at most, and fewer where they would be too large. `None`: it would be 2^62 bytes or
+    /// more.
     #[must_use]
     pub fn with_captured(self, problem: &BwdProblem, most_parts: u64) -> Option<Self> {
         const MOST_BYTES: u64 = 256 << 20;
@@ -132,7 +132,7 @@ pub struct BwdRows {
 }
 
 impl BwdRows {
-    /// Those of a problem.
+    /// Row counts of a problem.
     #[must_use]
     pub fn of(problem: &BwdProblem) -> Self {
         let dims = problem.fwd.dims;
@@ -154,7 +154,7 @@ impl BwdRows {
         }
     }
 
-    /// All of them.
+    /// Number of all rows.
     #[must_use]
     pub fn all(&self) -> u64 {
         [self.keys, self.bias, self.sinks].into_iter().fold(self.queries, u64::saturating_add)

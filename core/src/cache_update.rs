@@ -36,7 +36,7 @@ abi_spec! {
         pub v_layout: VLayout,
         /// Whether there are new keys and values.
         pub appends: bool,
-        /// Whether they are packed.
+        /// Whether new keys and values are packed.
         pub packs_new: bool,
         /// Whether V lies in K's rows.
         pub v_in_k: bool,
@@ -44,7 +44,7 @@ abi_spec! {
         pub rotary_dim: i32,
         /// Whether elements 2i and 2i + 1 form a pair for the rotation, and not i and i + `rotary_dim` / 2.
         pub interleaved: bool,
-        /// Whether query i stands i rows after the first one.
+        /// Whether query i is rotated to i rows after the first one's position.
         pub positions_advance: bool,
     }
 }
@@ -72,7 +72,7 @@ abi_struct! {
         pub total_new: i32,
         /// Rows of cos and sin.
         pub max_pos: i32,
-        /// Nothing.
+        /// Padding; 0.
         pub reserved: i32,
     }
 }
@@ -112,7 +112,7 @@ fn turned_strides(problem: &FwdProblem) -> Strides {
     Strides { dim: 1, ..strides }
 }
 
-/// Bytes of the workspace: lengths, then queries that are turned.
+/// Bytes of the workspace: lengths, then rotated queries.
 #[must_use]
 pub fn workspace_bytes(problem: &FwdProblem) -> u64 {
     let shape = problem.shape_q();
@@ -202,7 +202,7 @@ impl CacheSpec {
     }
 }
 
-/// `fmha/cache_update.h`: what this file shares with the device.
+/// `fmha/cache_update.h`: the structs of this file, for the device.
 #[must_use]
 pub fn header() -> Header {
     let text = format!(

@@ -1,4 +1,4 @@
-//! What a vendor launches: a call that has been checked.
+//! Calls that core has checked, as a vendor launches them.
 
 use std::fmt::Debug;
 
@@ -33,7 +33,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`].
     type Args<'a>;
 
-    /// Which operation's problem it is.
+    /// Operation of the problem.
     const OPERATION: Operation;
 
     /// Whether the arguments fit: extents, alignment, memory, and no output over another operand.
@@ -65,7 +65,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
     #[doc(hidden)]
     fn workspace<'a>(args: &'a Self::Args<'_>) -> Option<&'a DevSliceMut<'a>>;
 
-    /// Whether there is nothing to write.
+    /// Whether the call has nothing to write.
     #[doc(hidden)]
     fn is_empty(&self) -> bool;
 
@@ -89,13 +89,13 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Ok(None)
     }
 
-    /// What a call without a sequence writes, all zeros: addresses and bytes of sums over the sequences.
+    /// Outputs that a call without a sequence sets to zero, as addresses and bytes: sums over all sequences.
     #[doc(hidden)]
     fn sums_of_no_sequence(&self, _args: &Self::Args<'_>) -> Vec<(*mut u8, u64)> {
         Vec::new()
     }
 
-    /// In how many pieces its keys come while it runs.
+    /// Number of pieces in which the keys come while the call runs; 0: they are there before.
     #[doc(hidden)]
     fn arrivals(&self) -> u32 {
         0
@@ -107,7 +107,7 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
-    /// For kernels that read K and V at once.
+    /// Refuses a problem for kernels that read K and V at once.
     ///
     /// # Errors
     /// Pieces of keys that come while the call runs.
@@ -152,13 +152,13 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Some(CodeSource { code, gradients: self.captured_gradients() })
     }
 
-    /// Wanted gradients of what a score as code captures.
+    /// Wanted gradients of the tensors that a score as code captures.
     #[doc(hidden)]
     fn captured_gradients(&self) -> &[CapturedGrad] {
         &[]
     }
 
-    /// For kernels that compute functions, or read masks as data.
+    /// Refuses a problem for kernels that compute functions, or read masks as data.
     ///
     /// # Errors
     /// What neither is computed beside: a tree mask, a part of a larger call, whose places code would not
@@ -426,7 +426,7 @@ fn stretches(first: *mut u8, strides: Strides, shape: Shape, dtype: DType) -> Ve
 /// One run's problem and operands, checked against each other.
 #[derive(Debug)]
 pub struct Call<'a, P: Problem> {
-    /// What was planned.
+    /// The problem that was planned.
     pub problem: &'a P,
     /// The operands: memory of the device, as large as the problem says, outputs disjoint from all else.
     pub args: &'a P::Args<'a>,
@@ -437,11 +437,11 @@ pub struct Call<'a, P: Problem> {
     pub stream: u64,
 }
 
-/// What a backend made of a problem: what the plan says, and what it launches.
+/// A backend's answer to a problem: what the plan reports, and what it launches.
 pub struct Planned<P: Problem> {
-    /// For readers, and what a caller must bring.
+    /// Description of the plan, and what a caller must bring.
     pub parts: PlanParts,
-    /// For runs.
+    /// Executable part of the plan.
     pub launch: Box<dyn Launch<P>>,
 }
 

@@ -37,7 +37,7 @@ impl CodeSource<'_> {
         self.word_of_tensor(self.code.captured.len())
     }
 
-    /// For all GPU kernels.
+    /// Refuses a problem whose captures do not fit a GPU kernel's arguments.
     ///
     /// # Errors
     /// More captures than a kernel's arguments hold.
@@ -99,7 +99,7 @@ impl CodeSource<'_> {
         Header::rendered(CODE_H, text)
     }
 
-    /// Where the captures of a function lie among the words.
+    /// Writes the places of a function's captures among the words.
     fn layout(&self, text: &mut String, function: &Function) {
         let (mut words, mut ranks, mut stored_as, mut gradients) = (vec![], vec![], vec![], vec![]);
         let numbers = self.code.numbers();
@@ -139,7 +139,7 @@ impl CodeSource<'_> {
         *text += "};\n";
     }
 
-    /// What functions capture, as words.
+    /// Words of the tensors and scalars that functions capture.
     #[must_use]
     pub fn words(&self, args: &ScoreArgs<'_>) -> [u64; CODE_WORDS] {
         let mut words = [0; CODE_WORDS];
@@ -152,7 +152,7 @@ impl CodeSource<'_> {
             let extents = tensor.shape.iter().map(|&extent| u64::from(extent));
             std::iter::once(slice.as_ptr() as u64).chain(strides).chain(extents)
         });
-        // As many as `refuse_words` has counted.
+        // `refuse_words` has checked that the words hold all of them.
         words.iter_mut().zip(numbers.chain(tensors)).for_each(|(word, value)| *word = value);
         words
     }
@@ -176,7 +176,7 @@ fn words_of(tensor: &CapturedTensor) -> usize {
 
 const BEGIN: &str = "// The functions of a call.\n#pragma once\n#include <fmha/code_pair.h>\n\n\
                      namespace fmha::code {\n\n";
-/// What stands where a call has no function: it compiles, and no kernel calls it.
+/// Placeholder text of a call without functions: it compiles, and no kernel calls it.
 const NO_LAYOUT: &str = "struct Layout {
   FMHA_DEVICE static constexpr int32_t word(int) { return 0; }
   FMHA_DEVICE static constexpr int32_t rank(int) { return 0; }
@@ -202,7 +202,7 @@ FMHA_DEVICE bool visible(const Pair&) {
 }
 ";
 
-/// `fmha/expr.h`: what printed expressions call.
+/// `fmha/expr.h`: functions that printed expressions call.
 #[must_use]
 pub(crate) fn expr_h() -> Header {
     let text = format!(

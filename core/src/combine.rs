@@ -14,6 +14,7 @@ use crate::setters::setters;
 
 /// Way in which parts are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Merge {
     /// Parts are weighted by their LSE.
     #[default]

@@ -1,4 +1,4 @@
-//! Number types: what a tensor's elements are.
+//! Number types of a tensor's elements.
 
 use std::fmt;
 use std::str::FromStr;
@@ -131,9 +131,9 @@ impl DType {
     }
 }
 
-/// To f32, an inexact result always with an odd last bit, so that a second rounding to a narrower
-/// type gives what one rounding from f64 would (Boldo and Melquiond, "Emulation of FMA and correctly
-/// rounded sums", 2008).
+/// Rounds to f32, an inexact result always to an odd last bit, so that a second rounding to a narrower type
+/// gives what one rounding from f64 would (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+/// sums", 2008).
 fn round_to_odd(value: f64) -> f32 {
     let nearest = value as f32;
     if f64::from(nearest) == value || value.is_nan() {

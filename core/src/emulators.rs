@@ -1,8 +1,8 @@
 //! Test doubles of the drivers' libraries, which `--emulate` opens: where they are, and how they are built.
 //!
-//! They are a workspace of their own, `tests/emulators`. A program that was built in a checkout of the repository
-//! builds the double that it opens, and says so; elsewhere the double lies beside the program or where
-//! `FMHA_EMULATOR_DIR` says.
+//! The emulators are a workspace of their own, `tests/emulators`. A program that was built in a checkout of
+//! the repository builds the double that it opens, and says so; elsewhere the double lies beside the program
+//! or where `FMHA_EMULATOR_DIR` says.
 
 use std::ffi::{CStr, c_char};
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub unsafe fn launches_of(
 ) -> String {
     // SAFETY: it takes nothing.
     let text = unsafe { launches() };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `launches_of`.
     let told = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
     // SAFETY: it came from there, and is not used again.
     unsafe { forget(text) };
@@ -69,7 +69,7 @@ impl Double {
             program.ancestors().skip(1).take(3).map(|folder| folder.join(self.file)).collect();
         let found = beside.iter().find(|path| path.exists()).cloned();
         match (tree, found) {
-            // The emulators' own tests: Cargo has built it for them.
+            // A test of the emulators finds the library that Cargo has built for it.
             (Some(tree), Some(found)) if program.starts_with(&tree) => Ok(found),
             (Some(tree), _) => self.built(&tree),
             (None, Some(found)) => Ok(found),
@@ -94,7 +94,7 @@ impl Double {
     fn built(self, tree: &Path) -> Result<PathBuf> {
         let target = tree.join("target");
         let path = target.join("release").join(self.file);
-        // When the last build of it began: an edit made meanwhile counts as newer.
+        // File whose time is the start of the last build: an edit made meanwhile counts as newer.
         let stamp = target.join(format!("{}.built", self.package));
         let began = modified(&stamp).filter(|_| path.exists());
         if began.is_some_and(|began| newest(tree) <= began) {
@@ -124,7 +124,7 @@ fn modified(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|file| file.modified()).ok()
 }
 
-/// When the newest source or manifest below `folder` was written, build output apart.
+/// Time of the last change of a source or manifest below `folder`, build output apart.
 fn newest(folder: &Path) -> SystemTime {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries

@@ -1,4 +1,4 @@
-//! The environment variables, all of them.
+//! The table of all environment variables.
 
 use crate::error::{Error, Result};
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 pub struct EnvVar {
     /// The variable's name.
     pub name: &'static str,
-    /// What it sets.
+    /// Meaning of the variable's value.
     pub meaning: &'static str,
 }
 
@@ -41,11 +41,11 @@ pub const CPU_ISA: EnvVar = EnvVar {
     meaning: "highest instruction set of the CPU backend: amx, avx512bf16, avx512vbmi, avx512, avx2, neon, portable",
 };
 
-/// Where NVRTC is.
+/// Path of NVRTC.
 pub const NVRTC: EnvVar =
     EnvVar { name: "FMHA_NVRTC", meaning: "path of the NVRTC library (default: searched for)" };
 
-/// Where compiled kernels are kept.
+/// Folder of compiled kernels.
 pub const CACHE_DIR: EnvVar = EnvVar {
     name: "FMHA_CACHE_DIR",
     meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
@@ -55,7 +55,7 @@ pub const CACHE_DIR: EnvVar = EnvVar {
 pub const BUNDLE: EnvVar =
     EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
 
-/// Where kernels are written for a reader.
+/// Folder to which kernels are written for a reader.
 pub const DUMP: EnvVar =
     EnvVar { name: "FMHA_DUMP", meaning: "folder for each kernel's source, log, resources and metadata" };
 
@@ -71,19 +71,19 @@ pub const HIP_CLANG: EnvVar = EnvVar {
     meaning: "clang that compiles kernels for AMD (default: clang-22, clang, ROCm's, then hipRTC)",
 };
 
-/// Where the emulator's driver library lies.
+/// Folder of the emulator's driver library.
 pub const EMULATOR_DIR: EnvVar = EnvVar {
     name: "FMHA_EMULATOR_DIR",
     meaning: "folder of the emulators' driver libraries (default: the source tree's, built when asked for, or beside the program)",
 };
 
-/// What the ranks of a job know.
+/// Secret that the ranks of a job share.
 pub const DIST_SECRET: EnvVar = EnvVar {
     name: "FMHA_DIST_SECRET",
     meaning: "secret that the ranks of a job prove to each other, at least 16 bytes, the same on all (default: none)",
 };
 
-/// Where a rank listens.
+/// Address at which a rank listens.
 pub const DIST_LISTEN: EnvVar = EnvVar {
     name: "FMHA_DIST_LISTEN",
     meaning: "address of this host at which a rank listens (default: that by which it reaches rank 0)",

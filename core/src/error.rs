@@ -1,4 +1,4 @@
-//! Errors, and whose fault they are.
+//! Errors, by who can mend them: the caller, the machine, or this library.
 
 use std::path::PathBuf;
 
@@ -38,8 +38,9 @@ impl Refusal {
     }
 }
 
-/// Everything that can go wrong, by whose fault it is.
+/// Every error, by who can mend it.
 #[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The problem or its arguments contradict themselves. Fix the call.
     #[error(transparent)]
@@ -49,7 +50,7 @@ pub enum Error {
     Unsupported {
         /// Name of the backend.
         backend: String,
-        /// One for each kernel that was considered.
+        /// One refusal for each kernel that was considered.
         refusals: Vec<Refusal>,
     },
     /// The kernel compiler said no: our bug.
@@ -80,7 +81,7 @@ pub enum Error {
         /// The system's words.
         text: String,
     },
-    /// No such device or library.
+    /// A device or library that does not exist here.
     #[error("{0}")]
     NoDevice(String),
 }

@@ -78,7 +78,7 @@ pub struct Takes {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Range {
-    /// Whatever its type has.
+    /// Every value of the field's type.
     All,
     /// No value: the field follows from the problem.
     Nothing,
@@ -98,13 +98,13 @@ enum Tries {
 }
 
 impl Takes {
-    /// Whatever its type has.
+    /// Takes every value of the field's type.
     #[must_use]
     pub const fn all() -> Self {
         Self { range: Range::All, tries: Tries::Nothing }
     }
 
-    /// No value: it follows from the problem.
+    /// Takes no value: the field follows from the problem.
     #[must_use]
     pub const fn nothing() -> Self {
         Self { range: Range::Nothing, tries: Tries::Nothing }
@@ -134,7 +134,7 @@ impl Takes {
         Self { tries: Tries::All, ..self }
     }
 
-    /// Tuning tries these.
+    /// Lets tuning try these numbers.
     #[must_use]
     pub const fn tuned_over(self, numbers: &'static [i32]) -> Self {
         Self { tries: Tries::These(numbers), ..self }
@@ -166,7 +166,7 @@ impl Takes {
     }
 }
 
-/// One field.
+/// A field of a tile.
 #[derive(Clone, Copy, Debug)]
 pub struct Field {
     /// Name of the field, in Rust, in C++ and for the user.
@@ -284,7 +284,7 @@ mod tests {
     abi_spec! {
         /// Has a field of each kind.
         pub struct Tile {
-            /// One of some.
+            /// A field that takes one of three numbers.
             pub rows: i32 = Takes::among(&[64, 128, 192]).tuned(),
             /// A range with steps.
             pub keys: i32 = Takes::multiples(16, 16, 64).tuned(),
@@ -296,7 +296,7 @@ mod tests {
             pub flag: bool,
             /// A number without bounds.
             pub number: i32,
-            /// Follows from the problem.
+            /// A field that follows from the problem.
             pub layout: VLayout = Takes::nothing(),
         }
     }

@@ -36,7 +36,7 @@ fn watch() {
 /// both are dropped. Holds no lock that a fork could leave locked.
 pub struct PerProcess<T> {
     value: ManuallyDrop<T>,
-    /// [`FORKS`] of the process that made it.
+    /// [`FORKS`] of the process that made the value.
     forks: u64,
     of_child: OnceBox<PerProcess<T>>,
 }
@@ -84,7 +84,7 @@ impl<T> PerProcess<T> {
 
 impl<T> Drop for PerProcess<T> {
     fn drop(&mut self) {
-        // To drop a parent's pool of threads in a child would wait for threads that are not there.
+        // A child that dropped its parent's pool of threads would wait for threads that do not exist in it.
         if self.forks == FORKS.load(Ordering::Relaxed) {
             // SAFETY: dropped here, once.
             unsafe { ManuallyDrop::drop(&mut self.value) };

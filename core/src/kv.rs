@@ -22,6 +22,7 @@ pub struct Append {
 
 /// Pairs of a row's elements that the rotation combines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum RotaryPairs {
     /// 2i and 2i + 1 (GPT-J).
     Interleaved,
@@ -38,7 +39,7 @@ pub enum RotaryPairs {
 pub struct Rotary {
     /// Number of leading elements of a row that are rotated: even, at most `head_dim_qk`.
     pub dim: u32,
-    /// Pairs of these elements.
+    /// Way in which elements are paired for a rotation.
     pub pairs: RotaryPairs,
     /// Rows of cos and sin.
     pub max_pos: u32,

@@ -44,7 +44,7 @@ pub fn check_lengths(
         seqused_k: seqused_k.as_deref().map(DevSlice::host),
         block_table: pages.as_deref().map(|pages| BlockTable { pages: DevSlice::host(pages), max_pages }),
         totals: seq.totals,
-        // What lists name beyond their keys is absent: no entry is wrong.
+        // An index beyond the keys is absent by contract, so no entry can be wrong.
         indices: None,
         topk_length: None,
         arrivals: None,
@@ -107,7 +107,7 @@ mod tests {
     fn what_is_read_back_is_checked_as_on_the_host_and_no_more_is_read_than_is_used() {
         let problem = FwdProblem::new(QLayout::Packed, KvLayout::Paged { page_size: 2 }, DType::F16, DIMS);
         let problem = problem.clone().seqused_k(true);
-        // Beyond what is used lies what is wrong.
+        // Entries beyond the used ones are wrong, and not read.
         let (cu, used, pages) = (&[0, 3, 7, -1, -1], &[5, 6, -1], &[0, 1, 2, 3, 3, 0, -1]);
         let (checked, read) = check(&problem, &lengths(cu, used, pages));
         checked.unwrap();

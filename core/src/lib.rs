@@ -1,4 +1,4 @@
-//! What attention means in `fmha`: one contract for every backend, no vendor's code in it.
+//! The meaning of attention in `fmha`: one contract for every backend, with no vendor's code in it.
 //!
 //! # The life of a call
 //!
@@ -29,8 +29,8 @@
 //!
 //! Words are those of the glossary in `ARCHITECTURE.md`.
 //!
-//! What a user needs is at the root, and in `fmha` under the same names. The modules that are not shown here are public
-//! for the crates of this workspace alone: they change as those need.
+//! Items that a user needs are at the root, and in `fmha` under the same names. The modules that are not
+//! shown here are public for the crates of this workspace alone: they change as those need.
 
 #[doc(hidden)]
 pub mod abi;

@@ -60,17 +60,17 @@ impl<'a> HostLists<'a> {
 }
 
 abi_struct! {
-    /// What a kernel reads of lists of keys, besides its [`FwdParams`](crate::abi::FwdParams).
+    /// Parameters of a kernel over lists of keys, beside its [`FwdParams`](crate::abi::FwdParams).
     pub struct ListParams {
         /// Entry e of the list of row i and kv head h of sequence b at `b * batch + i * row + h * head + e`.
         pub indices: DevPtr<i32>,
         /// Entries in use of each sequence or row; null: all of them.
         pub topk_length: DevPtr<i32>,
-        /// From sequence to sequence; 0 where rows are packed.
+        /// Stride from sequence to sequence; 0 where rows are packed.
         pub batch: i64,
-        /// From row to row.
+        /// Stride from row to row.
         pub row: i64,
-        /// From kv head to kv head.
+        /// Stride from kv head to kv head.
         pub head: i64,
         /// Entries of a list.
         pub topk: i32,

@@ -18,6 +18,7 @@ pub enum MaskAlign {
 /// Shape of a mask, in the form that the user gives.
 #[doc(alias = "window_size")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum MaskShape {
     /// Every key is visible.
     None,
@@ -231,7 +232,7 @@ impl fmt::Display for MaskSpec {
         let bound = |b: Option<u32>| b.map_or("-1".to_owned(), |b| b.to_string());
         let letter = |align| if align == MaskAlign::TopLeft { "t" } else { "b" };
         match (self.shape, self.sink_columns) {
-            // Nothing is hidden, so sink columns change nothing.
+            // A mask that hides nothing is not changed by sink columns.
             (MaskShape::None, _) => write!(f, "0"),
             (MaskShape::Causal(align), 0) => write!(f, "{}", letter(align)),
             (MaskShape::Causal(align), sink) => write!(f, "{}:-1,0,{sink}", letter(align)),

@@ -13,6 +13,7 @@ use crate::problem::ValidFwd;
 /// One of the three things that a backend computes: part of the key of tuned tiles, bundles and
 /// precompiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Operation {
     /// O and LSE of Q, K and V.
     Forward,

@@ -26,7 +26,7 @@ macro_rules! record {
 
 pub(crate) use record;
 
-/// Items with these words between them; `none` of nothing.
+/// A list of items with a separator between them; `none` if it is empty.
 pub(crate) struct Listed<I>(pub(crate) I, pub(crate) &'static str);
 
 impl<I: Iterator<Item: fmt::Display> + Clone> fmt::Display for Listed<I> {

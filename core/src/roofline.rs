@@ -12,7 +12,7 @@ pub struct Roofline {
 }
 
 impl std::fmt::Display for Roofline {
-    /// `989.50 TFLOP/s, 4.80 TB/s (where they come from)`.
+    /// Prints as `989.50 TFLOP/s, 4.80 TB/s (source)`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let tera =
             |rate: Option<f64>| rate.map_or("unknown".to_owned(), |rate| format!("{:.2}", rate / 1e12));

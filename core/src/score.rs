@@ -6,7 +6,7 @@ use crate::layout::{Shape, Strides};
 /// Term that is added to a score after the soft-cap.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bias {
-    /// Nothing.
+    /// No bias.
     None,
     /// `bias[b, h, i, j]`.
     Elementwise(ElementwiseBias),
@@ -36,7 +36,7 @@ pub struct ElementwiseBias {
 /// The extents of a bias over batch and head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasBroadcast {
-    /// One matrix for all.
+    /// One matrix for all sequences and heads.
     OneOne,
     /// One matrix per query head.
     OneHead,
@@ -62,7 +62,7 @@ impl BiasBroadcast {
         }
     }
 
-    /// The kind with these axes.
+    /// The kind of bias with these axes.
     #[must_use]
     pub fn of_axes(per_batch: bool, per_head: bool) -> Self {
         match (per_batch, per_head) {
@@ -93,9 +93,9 @@ impl BiasBroadcast {
 #[doc(alias = "scale_inv")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Descale {
-    /// Nothing: the stored value is the value.
+    /// No factor: the stored value is the value.
     None,
-    /// One number, `[1]`.
+    /// One number for the tensor, `[1]`.
     PerTensor,
     /// `[batch, num_heads_kv]`.
     PerKvHead,

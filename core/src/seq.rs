@@ -42,10 +42,10 @@ impl SeqSpan {
     }
 }
 
-/// What becomes of a `seqused_q`, a `seqused_k` or rows that are appended, where the sequence has not so many rows.
+/// Treatment of a length or of appended rows that exceed the sequence's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lying {
-    /// As many as there are, as kernels take them (`fmha/seq.h`, `fmha/update_cache.h`).
+    /// The length is clamped to the rows that there are, as kernels do (`fmha/seq.h`, `fmha/update_cache.h`).
     Clamped,
     Refused,
 }
@@ -60,7 +60,7 @@ pub fn spans(problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<Vec<SeqSpan>, Pr
     resolve(problem, seq, Lying::Clamped)
 }
 
-/// As [`spans`], of lengths that are all what they say.
+/// Spans as [`spans`] gives them, where every length has to be right.
 ///
 /// # Errors
 /// As [`spans`], and the first length that is negative or too large, with its index.
@@ -133,7 +133,7 @@ fn resolve(problem: &FwdProblem, seq: &SeqArgs<'_>, lying: Lying) -> Result<Vec<
     Ok(spans)
 }
 
-/// Where keys lie, for code that runs on the host.
+/// Places of keys, for code that runs on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct KvRows<'a> {
     /// `page_size`, the block table's bytes, and its `max_pages`.
@@ -278,7 +278,7 @@ fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Res
     Ok(())
 }
 
-/// How many rows each sequence appends, and where they are.
+/// Number of appended rows of each sequence, and their places.
 struct NewRows {
     /// `cu_seqlens_new`, where they are packed.
     cu: Option<Vec<i32>>,

@@ -21,7 +21,7 @@ use crate::spec::{BiasKind, BwdSpec, CodeKind, CombineSpec, FwdSpec, KvKind};
 /// One header: the name that `#include <...>` uses, and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Such as `fmha/mask.h`.
+    /// Path by which the header is included, such as `fmha/mask.h`.
     pub name: Cow<'static, str>,
     /// The header's text.
     pub text: Cow<'static, str>,
@@ -41,7 +41,7 @@ impl Header {
     }
 }
 
-/// What one kernel is compiled from.
+/// Source text from which one kernel is compiled.
 ///
 /// The entry spells out all that decides the rest: the kernel, its spec and its tile. So a device that has loaded the
 /// kernel of an entry finds it by that text, and its headers, some 200 KB to render and to hash, are gathered only
@@ -52,7 +52,7 @@ pub struct KernelSource {
     pub entry: String,
     /// Everything it includes, directly or not, and nothing else: these are part of the kernel's key.
     headers: OnceLock<Vec<Header>>,
-    /// What the headers are among, while nobody has asked for them.
+    /// Function that renders all headers, called when one is first needed.
     all: Arc<dyn Fn() -> Vec<Header> + Send + Sync>,
 }
 
@@ -243,7 +243,7 @@ pub struct Entry<'a> {
     pub include: &'a str,
     /// Named compile-time constants: `("kSpec", &spec)`.
     pub constants: &'a [(&'a str, &'a dyn Literal)],
-    /// What stands between `extern "C" __global__ void` and the name: launch bounds.
+    /// Text between `extern "C" __global__ void` and the kernel's name: launch bounds.
     pub bounds: &'a str,
     /// The kernel's parameters.
     pub params: &'a str,

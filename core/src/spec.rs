@@ -1,4 +1,4 @@
-//! What a kernel is compiled for: the facts of a problem that change instructions or registers.
+//! Facts of a problem for which a kernel is compiled: those that change instructions or registers.
 
 use crate::abi_enum;
 use crate::abi_spec;
@@ -18,7 +18,7 @@ pub enum KvKind {
     Strided,
     /// Packed, by `cu_seqlens_k`.
     Packed,
-    /// In pages, by a block table.
+    /// Keys lie in pages, found by a block table.
     Paged,
 }
 
@@ -32,10 +32,10 @@ impl From<KvLayout> for KvKind {
     }
 }
 
-/// What is added to a score.
+/// Kind of bias that is added to a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasKind {
-    /// Nothing.
+    /// No bias.
     None,
     /// A tensor.
     Elementwise,
@@ -46,13 +46,13 @@ pub enum BiasKind {
 /// Which functions a call has as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CodeKind {
-    /// None.
+    /// No function.
     None,
     /// A score.
     Score,
     /// A mask.
     Mask,
-    /// Both.
+    /// Functions of the score and of the mask.
     Both,
 }
 
@@ -74,7 +74,7 @@ abi_enum!(Merge { ByLse, Sum, AddTo });
 abi_enum!(BiasKind { None, Elementwise, Alibi });
 
 abi_spec! {
-    /// What a forward kernel computes. Numbers (lengths, strides, scale, bounds) are in
+    /// Facts for which a forward kernel is compiled. Numbers (lengths, strides, scale, bounds) are in
     /// [`FwdParams`](crate::abi::FwdParams); how it computes is a kernel's own tile.
     pub struct FwdSpec {
         /// Q and K.
@@ -99,7 +99,7 @@ abi_spec! {
         pub mask: MaskKind,
         /// Whether some leading keys stay visible below the band.
         pub sink_columns: bool,
-        /// What is added to a score.
+        /// Kind of bias that is added to a score.
         pub bias: BiasKind,
         /// Score and mask as code: the text is `fmha/code.h`.
         pub code: CodeKind,
@@ -180,7 +180,7 @@ impl FwdSpec {
     }
 }
 
-/// As a field of another spec: its own fields are set, not it.
+/// A spec within another spec: its own fields are set, not it.
 impl FieldValue for FwdSpec {
     fn names() -> Vec<String> {
         Vec::new()
@@ -200,9 +200,9 @@ impl FieldValue for FwdSpec {
 }
 
 abi_spec! {
-    /// What a backward kernel computes. Numbers are in [`BwdParams`](crate::abi::BwdParams).
+    /// Facts for which a backward kernel is compiled. Numbers are in [`BwdParams`](crate::abi::BwdParams).
     pub struct BwdSpec {
-        /// The forward call. What it writes plays no part and is set alike in all.
+        /// The forward call. Its outputs are of no interest to a backward kernel and have fixed values here.
         pub fwd: FwdSpec,
         /// dQ, dK and dV.
         pub dtype_grad: DType,
@@ -255,7 +255,7 @@ impl BwdSpec {
 }
 
 abi_spec! {
-    /// What a combine kernel computes.
+    /// Facts for which a combine kernel is compiled.
     pub struct CombineSpec {
         /// The parts' O.
         pub dtype_part: DType,
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!([None, Some(0.5), Some(0.0), Some(-0.5)].map(negative), [false, false, false, true]);
     }
 
-    /// So that one backward kernel serves forward calls of either kind.
+    /// One backward kernel serves forward calls of either kind, so their specs are equal here.
     #[test]
     fn what_a_forward_call_writes_is_alike_in_every_backward_spec() {
         let spec = |write_lse, write_keep_mask| {

@@ -51,7 +51,7 @@ pub(crate) struct Toy {
     pub(crate) seconds: f64,
     pub(crate) workspace: Workspace,
     pub(crate) deterministic: bool,
-    /// The address of Q that it does not take.
+    /// The address of Q that the toy backend refuses.
     pub(crate) refused: Option<u64>,
     /// Whether a stream is captured at the moment.
     pub(crate) captures: AtomicBool,
@@ -221,14 +221,14 @@ impl Queues for Toy {
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
         self.log.add(format!("zero {bytes} on {stream}"));
-        // SAFETY: the caller's promise; it is the host's memory.
+        // SAFETY: the caller keeps the contract of `zero`; it is the host's memory.
         unsafe { address.write_bytes(0, bytes as usize) };
         Ok(())
     }
 
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         self.log.add(format!("read {}", to.len()));
-        // SAFETY: the caller's promise; it is the host's memory.
+        // SAFETY: the caller keeps the contract of `read`; it is the host's memory.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
         Ok(())
     }

@@ -595,7 +595,7 @@ fn a_workspace_is_there_where_it_is_wanted_and_shares_no_byte() {
     assert_eq!(check(&short, wanted).unwrap_err().field, "workspace");
     let over_q = args().workspace(output(0x10000, 64));
     assert!(check(&over_q, wanted).unwrap_err().text.contains("overlaps"));
-    // One allocation serves plans with and without.
+    // Scratch may be brought to a plan that needs none.
     assert_eq!(check(&over_q, Workspace::NONE), Ok(()));
 }
 

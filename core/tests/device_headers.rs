@@ -192,7 +192,7 @@ int main() {
           const bool b = t.seqlen_q >= 0 && t.seqlen_q <= 4 && t.seqlen_k >= 0 && t.seqlen_k <= 5;
           if (!q || !k || !b) printf("%d %d %d %d\n", begin, end, used, limited);
         }
-  // Those that do not lie are taken as they are.
+  // Lengths and offsets that are right are taken as they are.
   cu_q[0] = 2, cu_q[1] = 5, cu_k[0] = 1, cu_k[1] = 6, used_q[0] = 2, used_k[0] = 4;
   p.seqused_q = used_q, p.seqused_k = used_k;
   const SeqSpan s = resolve_seq(p, QLayout::Packed, KvKind::Packed, 0);
@@ -375,7 +375,7 @@ int main() {
     }
 }
 
-/// What a kernel that knows its mask's kind is told agrees with `visible`, pair by pair.
+/// A kernel that knows its mask's kind at compile time agrees with `visible`, pair by pair.
 #[test]
 fn known_masks_say_what_the_band_says() {
     let mut program = String::from(
@@ -507,7 +507,7 @@ int main() {
             }
         }
     }
-    // 42 and its key 12, with a diagonal of 3.
+    // The pair of query 42 and key 12, with a diagonal of 3.
     let t = (8.0f64 * 0.75 / 30.0).tanh();
     let expected = 30.0 * t - 0.25 * 33.0;
     for (found, expected) in lines.zip([expected, expected * std::f64::consts::LOG2_E - 2.0]) {

@@ -16,7 +16,7 @@ fn element(at: i64) -> f32 {
     (at * 7 % 11) as f32 / 4.0 - 1.25
 }
 
-/// The pair as a kernel would write it.
+/// A pair's code as a kernel would write it.
 const PAIR: &str = r"
 struct Pair {
   int b, h, q, k, seqlen_q, seqlen_k;
@@ -117,7 +117,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
         }
         calls.push_str("  }\n");
         if !slopes.captures.is_empty() {
-            // Compiled, too; the sums that they make are the battery's.
+            // The program compiles; the sums that it computes are the battery's business.
             writeln!(
                 calls,
                 "  {{ const int stored[] = {{{}}}; const Pair pair = {{0, 0, 0, 0, 1, 1, stored}}; \

@@ -1,4 +1,4 @@
-//! The environment as a process finds it.
+//! Tests of the environment at a process's start.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)]

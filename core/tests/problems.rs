@@ -519,7 +519,7 @@ fn every_wrong_combine_problem_is_refused_by_field_and_number() {
     }
 }
 
-/// Sizes whose products are 0 modulo 2^64.
+/// Sizes are such that their products are 0 modulo 2^64.
 #[test]
 fn a_count_that_would_wrap_is_refused_by_its_field() {
     let dims = Dims {

@@ -71,7 +71,7 @@ fn keys_lie_where_the_block_table_says_and_new_ones_behind_the_cached() {
     let rows = KvRows::of(&appended(), &seq).unwrap();
     let places: Vec<_> = (0..4).map(|j| rows.at(&spans[1], j)).collect();
     assert_eq!(places, [(3, 0), (3, 1), (1, 0), (1, 1)]);
-    // To the end of a page, or of the sequence.
+    // A run of rows ends with a page or with the sequence.
     assert_eq!((0..6).map(|j| rows.run(&spans[0], j)).collect::<Vec<_>>(), [2, 1, 2, 1, 2, 1]);
     let whole = fmha_core::SeqSpan { seqlen_k: 3, ..spans[1] };
     assert_eq!((rows.run(&whole, 2), KvRows::UNPAGED.run(&whole, 1)), (1, 2));

@@ -1,4 +1,4 @@
-//! Whether all ranks mean the same.
+//! Agreement of all ranks on one plan and one call.
 
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ impl Said {
         Self { calls: number, fields: Ok(planned.to_vec()) }
     }
 
-    /// Whether the message has these fields.
+    /// Whether the message is of a plan with these fields.
     pub(crate) fn is_of(&self, planned: &Fields) -> bool {
         self.fields.as_deref() == Ok(planned)
     }
@@ -89,7 +89,7 @@ impl Said {
     }
 }
 
-/// The fault of a rank that plans a problem where another one runs a call that was planned before.
+/// Error for a rank that plans a problem while another rank runs a planned call.
 fn plans_another(rank: u32, other: u32) -> Error {
     let text = format!(
         "rank {rank} plans a problem where rank {other} runs a call that was planned before: \

@@ -29,6 +29,8 @@ impl Error {
             fmha::Error::Driver { call, .. } => call,
             fmha::Error::System { .. } => "system",
             fmha::Error::NoDevice(_) => "device",
+            // A kind of error that a later version of the library adds; its text says what is wrong.
+            _ => "library",
         };
         Self::new(rank, field, error.to_string())
     }

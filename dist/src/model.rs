@@ -365,7 +365,7 @@ pub(crate) fn estimate(scheme: Scheme, whole: &Whole, backward: bool, links: &Li
 struct Moved {
     /// Bytes to ranks of its host.
     near: f64,
-    /// Bytes to others.
+    /// Bytes to ranks of other hosts.
     far: f64,
     /// Number of times that ranks wait for each other.
     exchanges: f64,

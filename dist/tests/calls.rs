@@ -28,7 +28,7 @@ struct Call {
     problem: Problem,
     backward: bool,
     seed: u64,
-    /// Each of the sinks and slopes, where it has some.
+    /// Value of every sink and slope, where the call has some.
     each: f32,
 }
 
@@ -109,7 +109,7 @@ impl Plan {
         })
     }
 
-    /// Whether it wrote anything, too.
+    /// Runs a call and returns its error, and whether it wrote anything.
     fn run(&mut self, call: &Call, rank: u32, device: &Device) -> (Result<(), Error>, bool) {
         let rows = |partition: &Partition| partition.rows_of(rank) as usize * HEADS;
         let (queries, keys) = (rows(&call.problem.q), rows(&call.problem.k));

@@ -18,7 +18,7 @@ use support::{End, Ends};
 const RANKS: u32 = 4;
 /// Rank that ends.
 const RANK: u32 = 1;
-/// More calls of the group than any of these makes.
+/// More calls of the group than any test here makes.
 const MOST_CALLS: u32 = 40;
 const DATA: Data =
     Data { init: Init::Normal, seed: 5, room: Room { placement: Placement::Margins, shift: 0 } };

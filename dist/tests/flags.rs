@@ -221,7 +221,7 @@ fn keys_that_come_while_kernels_wait_give_the_bits_of_one_device() {
             let mut plan = BwdPlan::new(&problem, wanted, group.clone(), &device, &options).unwrap();
             let text = plan.explain();
             assert!(!flags || text.contains("of dK and dV home by copy engines"), "{text}");
-            // Twice: the second run's slots are the first one's.
+            // The call runs twice: the second run reuses the first one's slots.
             [(); 2].map(|()| {
                 let mut grads = [HEADS[0], HEADS[1], HEADS[1]].map(|heads| {
                     uploaded(&device, &vec![0u8; (2 * row(heads) * u64::from(rows.rows_of(rank))) as usize])

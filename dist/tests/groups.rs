@@ -72,7 +72,7 @@ fn a_rank_that_means_another_problem_is_named_on_every_rank() {
     let mut wrong = right.clone();
     wrong.whole.dims.num_heads_kv = 1;
     all_say(run(&wrong), 2, "num_heads_kv", "but most say 2");
-    // Wrong by itself too.
+    // A call that is wrong by itself too.
     let mut wrong = right.clone();
     wrong.whole.dims.num_heads_kv = 3;
     all_say(run(&wrong), 2, "num_heads_q", "num_heads_q 4 is not a multiple of num_heads_kv 3");
@@ -243,7 +243,7 @@ fn a_rank_that_plans_where_the_others_run_again_is_named_on_every_rank() {
     all_say(of_these_plan(&[0, 1, 3]), 2, "seqlen_k", text);
 }
 
-/// Both calls were planned before, on all ranks.
+/// Both calls are planned on all ranks before.
 #[test]
 fn a_rank_that_runs_another_call_than_the_others_is_named_on_every_rank() {
     let of_keys = |keys: u32| {
@@ -306,7 +306,7 @@ fn a_rank_that_is_late_is_named_on_every_rank_within_the_timeout() {
             let start = Instant::now();
             let rank = group.rank();
             if rank == late {
-                // The rank comes after the others have given up.
+                // The rank comes after the others have timed out.
                 std::thread::sleep(3 * SHORT);
             }
             let result = support::forward_rank(&host, &problem, group, &ring(), 1);
@@ -517,7 +517,7 @@ fn a_timeout_may_be_longer_than_the_clock_runs() {
     assert_eq!(said, [[[0], [1]], [[0], [1]]]);
 }
 
-/// Groups that meet by files of one folder write to nothing that is another one's.
+/// Groups that meet by files of one folder write to no file of another group.
 #[test]
 fn files_where_groups_meet_may_differ_in_their_ending_alone() {
     let folder = tempfile::tempdir().unwrap();

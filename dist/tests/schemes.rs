@@ -58,7 +58,7 @@ fn cases() -> Vec<Case> {
         "f32",
         FwdProblem::batch(DType::F32, dims((40, 40), (8, 4))).mask("t".parse().unwrap()).write_lse(true),
     ));
-    // Bytes travel, whatever they hold.
+    // Exchanges move bytes, those of FP8 too.
     all.push(case("fp8", {
         FwdProblem::batch(DType::E4m3Fn, dims((61, 90), (4, 2))).dtype_o(DType::Bf16).write_lse(true)
     }));
@@ -177,7 +177,7 @@ impl Case {
         !self.whole.dtypes.qk.is_fp8()
     }
 
-    /// Whether a scheme takes it.
+    /// Whether a scheme takes the case.
     fn takes(&self, scheme: Scheme, ranks: u32) -> bool {
         if scheme == Scheme::Mixed {
             return ranks > 2 && ranks.is_multiple_of(2);
@@ -426,8 +426,8 @@ fn processes_give_the_bits_of_threads_in_every_case_and_scheme() {
     }
 }
 
-/// With slow links between hosts, the mixed scheme sends an eighth of a ring's bytes over them, and hides the
-/// time sooner.
+/// The mixed scheme sends an eighth of a ring's bytes over slow links between hosts, and hides the time
+/// sooner.
 #[test]
 fn the_model_prefers_the_mix_where_links_between_hosts_are_slow() {
     let sizes = Dims { batch: 1, ..dims((1 << 17, 1 << 17), (32, 32)) };
@@ -438,7 +438,7 @@ fn the_model_prefers_the_mix_where_links_between_hosts_are_slow() {
         "ranks_per_host = 8\nhost_bytes_per_second = 2e10 # slow\nmemory = 1.5e9".parse().unwrap();
     let choice = fmha_dist::choose(&problem, 64, false, &Options::default().links(links)).unwrap();
     assert_eq!(choice.scheme, Scheme::Mixed, "{choice}");
-    // On one host there is no other to mix with.
+    // One host has no other to mix with.
     let choice = fmha_dist::choose(&problem, 64, false, &Options::default()).unwrap();
     let mixed = choice.considered.iter().find(|(scheme, _)| *scheme == Scheme::Mixed).unwrap();
     let refusal = mixed.1.as_ref().unwrap_err();

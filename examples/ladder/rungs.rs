@@ -18,7 +18,7 @@ pub(crate) enum Wants {
 /// One step of the ladder.
 pub(crate) struct Rung {
     pub(crate) name: &'static str,
-    /// Below `rungs/`.
+    /// Name of the file below `rungs/`.
     pub(crate) file: &'static str,
     /// Threads and queries of a CTA.
     pub(crate) threads: u32,

@@ -34,7 +34,7 @@ fn run_with(example: &str, emulate: Option<&str>, words: &[&str]) -> Result<Stri
 fn all_run_on(arch: &str, kind: &str) {
     for example in EXAMPLES {
         match run(example, Some(arch)) {
-            // This one says where it plans: the emulated device is what it found.
+            // The example `explain` prints the device on which it plans: the emulated one.
             Ok(said) if example == "explain" && !said.is_empty() => {
                 assert!(said.contains(kind) && said.contains(arch), "{said}");
             }
@@ -119,7 +119,7 @@ fn every_rung_of_the_ladder_is_right_on_an_emulated_hopper() {
     let rows: Vec<&str> = said.lines().filter(|line| line.contains("warp instructions")).collect();
     // Eleven steps of two problems, each with its error and its bound.
     assert!(rows.len() == 22 && rows.iter().all(|row| row.contains(" of ")), "{said}");
-    // From the swizzle on no access to shared memory waits for a bank.
+    // No access to shared memory waits for a bank, from the rung with the swizzle on.
     for row in rows {
         let plain =
             ["tiled", "tensor cores", "cp.async", "P in registers"].iter().any(|name| row.starts_with(name));

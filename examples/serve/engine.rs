@@ -16,14 +16,14 @@ pub(crate) struct Request {
     pub(crate) prompt: Vec<usize>,
     /// Tokens to answer with.
     pub(crate) answer: usize,
-    /// The step before which it comes.
+    /// Number of the step before which the request comes.
     pub(crate) arrival: usize,
 }
 
 /// A request on its way.
 pub(crate) struct Sequence {
     pub(crate) request: Request,
-    /// Prompt and answer so far.
+    /// Tokens of the prompt and of the answer so far.
     pub(crate) tokens: Vec<usize>,
     /// The logits from which each token of the answer was chosen.
     pub(crate) logits: Vec<Vec<f32>>,
@@ -59,7 +59,7 @@ pub(crate) struct Engine<'a> {
     room: Room,
     pub(crate) pages: Pages,
     waiting: VecDeque<Sequence>,
-    /// One for each slot at most, the first come first.
+    /// Running requests, at most one for each slot, in the order in which they came.
     running: Vec<Sequence>,
     pub(crate) answered: Vec<Sequence>,
     pub(crate) counts: Counts,
@@ -149,7 +149,7 @@ impl<'a> Engine<'a> {
         let mut order: Vec<usize> = (0..self.running.len()).collect();
         order.sort_by_key(|&at| (self.running[at].missing() > 1, at));
         for at in order {
-            // One that was preempted for another has left its slot.
+            // A request that was preempted for another one has left its slot.
             if at < self.running.len() {
                 taken[at] = self.reserve(at, self.running[at].missing().min(left));
                 left -= taken[at];

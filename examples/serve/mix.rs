@@ -11,7 +11,7 @@ const RECORDED: &str = include_str!("lengths.txt");
 /// Qwen 2.5 7B has 28 query heads on 4; of a quarter of them a step on a CPU takes some milliseconds.
 const HEADS: (u32, u32) = (7, 1);
 const HEAD_DIM: u32 = 64;
-/// Steps that are timed, behind one that is not.
+/// Timed steps, after one that is not timed.
 const STEPS: u32 = 5;
 /// Largest distance of a row from the reference, which uses equal operands: O is f16.
 const TOLERANCE: f64 = 1e-3;

@@ -9,7 +9,7 @@ use crate::attention::PAGE;
 pub(crate) type PageId = usize;
 
 struct Page {
-    /// Requests whose block tables name it.
+    /// Number of requests whose block tables name the page.
     users: u32,
     /// Tokens from the sequence's first to this page's last, if the page is full and may be shared.
     prefix: Option<Vec<usize>>,
@@ -67,7 +67,7 @@ impl Pages {
         Some(page)
     }
 
-    /// One request uses the page no more.
+    /// Releases the page for one of its requests.
     pub(crate) fn release(&mut self, page: PageId) {
         let state = &mut self.pages[page];
         state.users -= 1;

@@ -21,7 +21,7 @@ impl Draw {
 /// `count` requests, by arrival. None is longer than [`MAX_LEN`], its answer included.
 pub(crate) fn requests(seed: u64, count: usize) -> Vec<Request> {
     let mut draw = Draw(seed ^ 0x9e37_79b9_7f4a_7c15);
-    // To the page's end, a token past it, and some pages.
+    // Prompts of a whole page, of a token more, and of some pages.
     let page = PAGE as usize;
     let prefixes = [page, page + 1, 3 * page + 5].map(|length| draw.tokens(length));
     let mut arrival = 0;

@@ -104,7 +104,7 @@ class Kernel:
         def view(x, strides, dim=1):
             return (x, *strides, dim)
 
-        # What claims tiles counts them here, from 0 in each launch.
+        # Kernels with a dynamic order count their tiles here, from 0 in each launch.
         claims = m["order"] == "Dynamic"
         workspace = torch.zeros(1, dtype=torch.int32, device=q.device)
         bias_strides = (0, 0, 0) if bias is None else (bias.stride(0), bias.stride(2), bias.stride(1))

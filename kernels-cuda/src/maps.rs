@@ -28,7 +28,7 @@ pub struct Boxes {
     pub v: [i32; 4],
     /// (key, query, head, batch) of an elementwise bias, where TMA brings it.
     pub bias: Option<[i32; 4]>,
-    /// Place of V, if not where the caller has it.
+    /// Place of a prepared V; `None`: V is read where the caller has it.
     pub prepared_v: Option<BlocksOfV>,
 }
 

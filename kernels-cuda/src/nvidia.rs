@@ -74,7 +74,7 @@ pub struct DeviceFacts {
     pub roofline: Roofline,
     /// Sums of the tensor cores over the products of a score.
     pub score_sums: MatrixSums,
-    /// `NVIDIA H200, sm_90a, 132 SMs`: what tiles are kept for.
+    /// Key of measured tiles: `NVIDIA H200, sm_90a, 132 SMs`.
     pub device: String,
     /// Tiles that were measured on this device.
     pub tuned: TunedTiles,
@@ -147,7 +147,7 @@ impl MatrixSums {
         }
     }
 
-    /// Sums of products of one type.
+    /// How the tensor cores sum products of one type.
     #[must_use]
     pub fn of(self, dtype: DType) -> ScoreSums {
         if dtype.is_fp8() { self.of_fp8 } else { self.of_16_bits }

@@ -16,7 +16,7 @@ const LISTS_BWD: &str = "fmha/simt/lists_bwd.cuh";
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.cuh";
 
-/// What is compiled.
+/// Source text of a row kernel for a spec.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
@@ -77,7 +77,7 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
     })
 }
 
-/// A launch over so many rows.
+/// Launch of a row kernel over `rows` rows.
 pub(crate) fn launch(
     at: (Stage, &'static str),
     source: KernelSource,

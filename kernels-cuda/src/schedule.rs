@@ -25,7 +25,7 @@ abi_struct! {
         pub num_tiles: i32,
         /// Row blocks of the longest sequence; pairs of them where a cluster has two.
         pub num_m_blocks: i32,
-        /// The first of them, where a launch has only some.
+        /// First row block of the launch, where it has only some.
         pub first_m_block: i32,
         /// Sequences times heads, times the parts of their keys: query heads (pairs of them where a cluster
         /// has two), or kv heads when they are packed.
@@ -55,7 +55,7 @@ pub(crate) struct UnitOfWork {
 /// Tiles that a CTA knows at a time: the one at work, its predecessor whose O is being stored, its successor.
 /// With two, a tile of one block could wait for itself.
 pub(crate) const WORK_SLOTS: i32 = 3;
-/// Bytes of what it knows of each, the device's `Work`.
+/// Bytes of the scheduler's record of a tile, the device's `Work`.
 pub(crate) const WORK_BYTES: i32 = 19 * 4;
 
 /// Word of the workspace where a launch in shares leaves for the merge how they were dealt

@@ -19,13 +19,13 @@ pub use crate::sm90::MAX_SMEM_BYTES;
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm100";
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
 /// Architectures that the kernel is compiled for.
 pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
 
-/// The one of them whose `tcgen05.ld` reduces.
+/// The architecture whose `tcgen05.ld` reduces.
 pub const REDUCING_ARCH: &str = "sm_103a";
 
 /// Columns of tensor memory, which one CTA takes whole.
@@ -377,7 +377,7 @@ const fn polynomial_pairs(widest: i32, fp8: bool) -> i32 {
     }
 }
 
-/// This tile with as many stages as shared memory holds, up to 8.
+/// The most stages that shared memory holds with this tile, up to 8.
 fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
     let fits = |stages: &i32| Sm100Tile { stages: *stages, ..*tile }.smem_bytes(spec) <= MAX_SMEM_BYTES;
     (2..=8).rev().find(fits).unwrap_or(1)

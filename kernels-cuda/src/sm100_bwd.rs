@@ -39,12 +39,12 @@ abi_spec! {
     }
 }
 
-/// A head dimension as the tiles have it.
+/// A head dimension padded to the tiles in shared memory.
 const fn tile_dim(dim: i32) -> i32 {
     round_up(dim, 64)
 }
 
-/// A head dimension as products have it.
+/// A head dimension padded to the products' step.
 const fn product_dim(dim: i32) -> i32 {
     round_up(dim, 32)
 }

@@ -38,11 +38,11 @@ const MOST_SHARES: i32 = 1 << 16;
 /// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
 const MOST_RAW_OUTPUT: i32 = 32 * 128;
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
-/// The one whose K and V come by TMA.
+/// Header of the kernel that brings K and V by TMA.
 pub const TMA_HEADER: &str = "fmha/sm80/fwd/tma.cuh";
-/// The one under a tree mask.
+/// Header of the kernel under a tree mask.
 const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 /// The text under masks as data.
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
@@ -89,13 +89,13 @@ abi_spec! {
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 64, 256, 512, 1024]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
-        /// follow the longest one.
+        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
+        /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: equal shares of all tiles' blocks, `split_keys` keys each at least, that CTAs walk; 0: a
-        /// CTA a tile, or a tile's part.
+        /// Number of equal shares of all tiles' blocks that CTAs walk, with `split_keys` keys each at least;
+        /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
-        /// With `shares`: how many of them a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
+        /// Number of shares that a CTA walks, one after another, where a multiprocessor holds fewer CTAs.
         pub shares_a_cta: i32 = Takes::within(1, 64),
         /// The device converts from e4m3, in which a cache may be stored.
         pub converts_fp8: bool = Takes::nothing(),
@@ -173,7 +173,7 @@ impl Sm80Tile {
         )
     }
 
-    /// How it cuts the keys of sequences.
+    /// How the tile cuts the keys of sequences.
     #[must_use]
     pub const fn cut(&self) -> Cut {
         let shares = Shares {
@@ -253,7 +253,7 @@ impl Sm80Tile {
         Ok(())
     }
 
-    /// What follows of a tile's fields from where a problem's keys lie.
+    /// Sets the fields that depend on where a problem's keys lie.
     pub fn place_blocks(&mut self, problem: &FwdProblem) {
         self.block_in_page = blocks_in_pages(problem, self.block_n);
         self.stored = problem.stored_k();

@@ -25,7 +25,7 @@ pub const DSINK_THREADS: u32 = 256;
 /// Threads of a CTA that finishes a block of dQ.
 pub const FINISH_THREADS: u32 = 128;
 
-/// What a launch sums.
+/// Sums that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdSums {
     /// dQ of a block of queries.
@@ -85,7 +85,7 @@ abi_spec! {
         pub vector_store: bool,
         /// dQ is summed in memory, in no order, while dK and dV are; else by a launch of its own.
         pub one_pass: bool = Takes::all(),
-        /// What the launch sums.
+        /// Sums that the launch computes.
         pub sums: BwdSums = Takes::nothing(),
     }
 }
@@ -182,8 +182,9 @@ pub fn takes_one_pass(spec: &BwdSpec) -> Result<(), String> {
     Ok(())
 }
 
-/// Operations that a multiprocessor has done, by both ways, and what sums in memory cost besides: cleared,
-/// added to, read again. Of an H200's rows in docs/kernels/sm80.md; other devices are given its proportions.
+/// Operations a microsecond of one multiprocessor in two passes and in one, and microseconds that a megabyte of dQ's
+/// sums costs one pass (cleared, added to, read again). Fitted to an H200's rows in docs/measured/sm80-h200.md; other
+/// devices have the same proportions.
 struct Rates {
     two_passes: f64,
     one_pass: f64,
@@ -200,8 +201,8 @@ const fn rates(widest: i32) -> Rates {
 /// The model's own error.
 pub const LEAST_GAIN_OF_ONE_PASS: f64 = 0.03;
 
-/// Both ways to sum dQ, whether in one pass, with the microseconds that the model has for them; the two
-/// passes alone where they are the only one.
+/// Candidates for summing dQ, in one pass or not, with the microseconds that the model has for them; two
+/// passes alone where one pass is impossible.
 #[must_use]
 pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candidates<bool> {
     let dims = problem.fwd.dims;
@@ -312,7 +313,7 @@ pub fn choose_tiles(problem: &BwdProblem, spec: &BwdSpec, room: Room, one_pass: 
 fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, sums: BwdSums) -> Sm80BwdTile {
     let fwd = &problem.fwd;
     let widest = padded_dim(spec.fwd.head_dim_qk).max(padded_dim(spec.fwd.head_dim_v));
-    // What modifies scores takes registers.
+    // Modified scores need more registers.
     let modifies = spec.fwd.softcap
         || spec.fwd.bias != BiasKind::None
         || spec.fwd.dropout

@@ -34,13 +34,13 @@ pub use values::{PREPARE_NAME, PREPARE_THREADS, PrepareV, PreparedValues, prepar
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90";
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
 
 /// Whether consumer warpgroups issue their products in turn, one's under another's exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PingPong {
-    /// Each when it can.
+    /// Each warpgroup issues its products as soon as it can.
     Off,
     /// The next warpgroup may issue when this one's products are issued.
     AtIssue,
@@ -104,16 +104,17 @@ abi_spec! {
         /// Blocks that no mask cuts skip the row-max reduction and reuse the running maximum; their row sums tell
         /// afterwards whether it was high enough.
         pub skip_row_max: bool = Takes::all().tuned(),
-        /// With `skip_row_max`: where a row's maximum is above that of a quarter of its keys by more than this, in
-        /// log2, before the first block that would skip, the warpgroup takes exact maxima throughout the tile.
+        /// Distance in log2 of a row's maximum above that of a quarter of its keys beyond which, with
+        /// `skip_row_max`, the warpgroup takes exact maxima throughout the tile. Tested before the first
+        /// block that would skip.
         pub exact_max_spread_log2: i32 = Takes::within(1, 126).tuned_over(&[8, 11]),
-        /// With `skip_row_max`: after so many blocks, then three times as many as before, the warpgroup votes again
-        /// whether the rest of the tile takes exact maxima, since running maxima had to be raised.
+        /// Blocks after which, with `skip_row_max`, the warpgroup votes again whether the rest of the tile
+        /// takes exact maxima, since running maxima had to be raised; then three times as many as before.
         pub vote_after: i32 = Takes::within(1, 1 << 20).tuned_over(&[2, 4, 16]),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
-        /// With `pack_gqa`: a group's heads do not divide `block_m`. A tile has whole groups, and rows that
-        /// are left over.
+        /// Whether, with `pack_gqa`, a group's heads do not divide `block_m`: a tile then has whole groups,
+        /// and rows that are left over.
         pub whole_groups: bool = Takes::nothing(),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy at
         /// any cap.
@@ -147,11 +148,11 @@ abi_spec! {
         /// Split-KV: keys of a part, a multiple of `block_n`; a second kernel merges the parts. 0: a tile
         /// sees all keys.
         pub split_keys: i32 = Takes::multiples(16, 0, 1 << 24).tuned_over(&[0, 512, 1024, 2048, 4096]),
-        /// With `split_keys`: parts of so many keys of every sequence, counted from its first; else parts
-        /// follow the longest one.
+        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
+        /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// With `split_keys`: CTAs of the launch, which walk equal shares of all tiles' blocks, `split_keys`
-        /// keys each at least; 0: a tile, or its part, at a time.
+        /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
+        /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
     }
 }
@@ -352,9 +353,9 @@ impl Sm90Tile {
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
     }
 
-    /// So that a row's bits depend on its own sequence alone, in a call of any lengths: the blocks of keys that the
-    /// spec's table has, and no decision that rows share. What remains (rows of a CTA, clusters, packed heads, the
-    /// order) changes no row's arithmetic.
+    /// Makes a row's bits depend on its own sequence alone, in a call of any lengths: the tile has the blocks
+    /// of keys of the spec's table, and no decision that rows share. What remains (rows of a CTA, clusters,
+    /// packed heads, the order) changes no row's arithmetic.
     pub fn make_batch_invariant(&mut self, spec: &FwdSpec) {
         let table = default_tile(spec);
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
@@ -362,7 +363,7 @@ impl Sm90Tile {
         (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
     }
 
-    /// This tile as parts are launched, before a merge that starts while they end. Parts are equal in length,
+    /// Sets the tile of parts that are launched before a merge that starts while they end. Parts are equal in length,
     /// so no counter is cleared and asked; and of two launches in a row that both start early the host takes
     /// 5.3 us, of one 4.3 (an H200 with its host, the least of 4000 calls), at 14.1 and 13.9 us a call in a
     /// burst.

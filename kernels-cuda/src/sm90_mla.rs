@@ -16,7 +16,7 @@ use crate::{schedule, split};
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_mla";
 
-/// The header that its entry includes.
+/// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm90/mla/fwd.cuh";
 
 /// Rows of a CTA: (query, head) pairs.
@@ -170,7 +170,7 @@ fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
 }
 
-/// K and V as they lie in memory.
+/// Type of K and V in memory.
 fn stored(problem: &FwdProblem) -> DType {
     problem.cache.dtype.unwrap_or(problem.dtypes.qk)
 }

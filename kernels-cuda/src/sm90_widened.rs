@@ -25,7 +25,7 @@ pub const WIDEN_NAME: &str = "widen_cache";
 /// Threads of a CTA of that launch.
 pub const NUM_THREADS: u32 = 256;
 
-/// Keys of a sequence that such a CTA widens.
+/// Keys of a sequence that one CTA widens.
 const KEYS: u32 = 64;
 
 /// Elements of a key, and of a value, up to which `sm90` reads them.
@@ -37,7 +37,7 @@ const MOST_BYTES: u64 = 4 << 30;
 abi_spec! {
     /// Spec that the widening launch is compiled for.
     pub struct WidenSpec {
-        /// K and V as they lie in memory.
+        /// Type of K and V in memory.
         pub stored: DType,
         /// Type of the widened elements: Q's type.
         pub dtype: DType,
@@ -81,7 +81,7 @@ pub struct Places {
     pub cu_seqlens_k: u64,
     /// K.
     pub k: u64,
-    /// V; its end, where it lies in K.
+    /// Offset of V in the workspace; where V lies in K, that of its end.
     pub v: u64,
     /// Bytes of the whole workspace.
     pub bytes: u64,
@@ -155,7 +155,7 @@ fn strides(problem: &FwdProblem) -> [Strides; 2] {
     shapes(problem).map(Strides::bshd)
 }
 
-/// Bytes of K and of V there.
+/// Bytes of K and of V in the workspace.
 fn bytes(problem: &FwdProblem) -> [u64; 2] {
     let [k, v] = shapes(problem).map(|shape| {
         let rows = u64::from(shape.batch) * u64::from(shape.seq);
@@ -254,7 +254,7 @@ const DIRECT_NANOS_FP8: f64 = 20.0;
 /// kernel that reads it as it lies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// Brought into the workspace, then read there in 16 bits.
+    /// Cost of bringing the cache to the workspace and reading it there in 16 bits.
     pub staged: f64,
     /// Read as it lies, and widened, by each tile of rows.
     pub direct: f64,

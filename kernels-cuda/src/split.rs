@@ -45,9 +45,9 @@ abi_struct! {
         pub block_n: i32,
         /// Keys of a part, whatever the sequence's length; 0: by `count`.
         pub keys: i32,
-        /// The first query whose parts these are.
+        /// First query whose parts a launch has.
         pub first_row: i32,
-        /// Queries of every sequence and head whose parts these are.
+        /// Queries of every sequence and head whose parts a launch has.
         pub num_rows: i32,
         /// Query heads of a tile's rows. This field and those below are for parts that end where CTAs' shares
         /// do.
@@ -105,7 +105,7 @@ impl Shares {
         problem.dims.seqlen_k.div_ceil(block_n).max(1).min(parts.min(u32::MAX.into()) as u32)
     }
 
-    /// Whether the device counts so many blocks.
+    /// Whether the device's counters hold so many blocks.
     #[must_use]
     pub fn takes(self, problem: &FwdProblem, block_n: u32) -> bool {
         let blocks = u64::from(problem.dims.seqlen_k.div_ceil(block_n).max(1));
@@ -257,7 +257,7 @@ impl KvParts {
     #[must_use]
     pub fn params(&self, whole: &FwdParams) -> FwdParams {
         let (rows, row) = (i64::from(self.num_rows), i64::from(self.row));
-        // A part of a share is of one tile.
+        // Heads of a part: in shares a part is of one tile.
         let heads = i64::from(if self.heads > 0 { self.heads } else { whole.num_heads_q });
         // Queries count from the sequence's first: where that one's would lie.
         let first = i64::from(self.first_row);
@@ -418,7 +418,7 @@ impl Merging {
             None => cut.num_parts(problem),
         };
         let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
-        // Where many rows have few parts each, one that has all is to cost the others no wave of warps without work.
+        // A row that has all parts is not to cost the many rows with few parts a wave of idle warps.
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
             warps /= 2;

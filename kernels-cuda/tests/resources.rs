@@ -79,7 +79,7 @@ fn compile(nvrtc: &Library, source: &KernelSource, arch: &str) -> Result<String,
     }
 }
 
-/// The number before `after`, in the log's last such line.
+/// The number before `after` in the log's last line that has it.
 fn number_before(log: &str, after: &str) -> u32 {
     let before = &log[..log.rfind(after).unwrap_or_else(|| panic!("no `{after}` in {log}"))];
     before.split_whitespace().next_back().unwrap().parse().unwrap()
@@ -380,7 +380,7 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         ("192_128_deterministic", narrow_v(modified(192, |spec| spec.deterministic = true))),
         ("192_deterministic", modified(192, |spec| spec.deterministic = true)),
         ("256_deterministic", modified(256, |spec| spec.deterministic = true)),
-        // By split dimensions: of clusters ptxas serialises the products.
+        // A tile of split dimensions: ptxas serialises the products of clusters here.
         ("232_dropout_in_order", {
             let mut spec = plain(232, MaskKind::Full);
             (spec.fwd.dropout, spec.deterministic) = (true, true);
@@ -681,7 +681,7 @@ fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>
     for (name, source) in kernels.into_iter().step_by(every) {
         let log =
             compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
-        // Serialised wgmma has these codes, without the word.
+        // ptxas reports a serialised wgmma by these codes, without the word "warning".
         for warning in ["warning", "C7508", "C7510", "C7512", "C7514", "C7520"] {
             assert!(!log.contains(warning), "{name}: {log}");
         }

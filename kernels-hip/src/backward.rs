@@ -1,5 +1,5 @@
-//! What the backward kernels, `cdna_bwd` and `rdna_bwd`, have in common: what they take, their launches, what
-//! these read, and the recipe (the module `recipe`). Both are deterministic.
+//! Common parts of the backward kernels, `cdna_bwd` and `rdna_bwd`: what they take, their launches and
+//! parameters, and the recipe (the module `recipe`). Both are deterministic.
 //!
 //! A launch before computes LSE and delta of each query; one sums dQ, one (of wide rows two) dK and dV, each
 //! workgroup the gradients of its own rows alone; one behind takes what the products cannot
@@ -35,7 +35,7 @@ const WAVES_OF_A_ROW_WORKGROUP: u64 = 4;
 const DWORD: i64 = 4;
 pub(crate) const ELEM_BYTES: i64 = 2;
 
-/// What a launch sums.
+/// Sums that a launch computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum BwdSums {
     /// dQ of a block of queries.
@@ -61,8 +61,8 @@ impl BwdSums {
 }
 
 abi_spec! {
-    /// What the products of a backward call are compiled for: what changes the instructions of the main loops. All else
-    /// of a problem is a number that they read.
+    /// Spec for which the products of a backward call are compiled: the facts that change the main loops'
+    /// instructions. Everything else of a problem is a parameter.
     pub struct MatrixBwdSpec {
         /// Q, K, V and dO; P and dS as operands.
         pub dtype: DType,
@@ -70,7 +70,7 @@ abi_spec! {
         pub dtype_grad: DType,
         /// Elements of a query's or key's row, padded to whole lines of the unit: 64 of MFMA, 32 of WMMA.
         pub head_dim_qk: i32,
-        /// Elements of a value's or output's row, padded likewise.
+        /// Elements of a row of V or O, padded as Q's and K's.
         pub head_dim_v: i32,
         /// `Full`: no band. Any other: the band of the call, bounded or not, and its sink columns.
         pub mask: MaskKind,
@@ -96,7 +96,7 @@ abi_spec! {
         pub load: LoadPath = Takes::nothing(),
         /// How gradients are written.
         pub store: StorePath = Takes::nothing(),
-        /// What is summed.
+        /// Sums that the launch computes.
         pub sums: BwdSums = Takes::nothing(),
         /// Bytes of LDS of a workgroup; the device's text asserts the number.
         pub lds_bytes: i32 = Takes::nothing(),
@@ -104,9 +104,9 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What the launches of products read.
+    /// Parameters of the launches of products.
     pub struct MatrixBwdParams {
-        /// What all backward kernels read.
+        /// Parameters that all backward kernels read.
         pub bwd: BwdParams,
         /// Elements of a query's or key's row.
         pub head_dim_qk: i32,
@@ -127,7 +127,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const STATS: &'static str;
     /// The launch behind.
     const REST: &'static str;
-    /// What the entries of products include.
+    /// Header that the entries of products include.
     const HEADER: &'static str;
     /// The products' class in that header.
     const CLASS: &'static str;
@@ -135,7 +135,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     const WAVE_ROWS: u32;
     /// Threads of a wave.
     const WAVE_THREADS: u32;
-    /// Rows are padded to these many elements.
+    /// Number of elements to whose multiples rows are padded.
     const LINE: u32;
 
     /// Checks that an architecture has the unit.
@@ -162,7 +162,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
         lengths: (u32, u32),
     ) -> MatrixBwdTile;
 
-    /// What of a tile follows from what was asked for.
+    /// Sets the fields of a tile that follow from the others.
     ///
     /// # Errors
     /// A field, its number, and why the kernel has no such tile.
@@ -171,7 +171,7 @@ pub(crate) trait Unit: Clone + Copy + Default + std::fmt::Debug + Send + Sync + 
     /// Bytes of LDS of so many walked rows of so many elements: as they are, and transposed.
     fn form_bytes(rows: i32, elems: i32) -> (i32, i32);
 
-    /// What the compiler is told of a tile's registers: attributes.
+    /// Attributes that limit a tile's registers for the compiler.
     fn registers(tile: &MatrixBwdTile) -> String;
 }
 
@@ -284,7 +284,7 @@ pub(crate) fn accept<U: Unit>(
     })
 }
 
-/// What the products are compiled for. Modified scores have one kernel for all modifiers and masks.
+/// Spec of the products. Modified scores have one kernel for all modifiers and masks.
 fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
@@ -397,7 +397,7 @@ impl<U: Unit> Backward<U> {
         (self.far_bytes + self.workspace.bytes, self.far_bytes)
     }
 
-    /// What the launches read, with the workspace at `address`.
+    /// Parameters of the launches, with the workspace at `address`.
     #[must_use]
     pub(crate) fn params(&self, problem: &BwdProblem, params: &BwdParams, address: u64) -> MatrixBwdParams {
         let bwd = self.workspace.bind(*params, address + self.far_bytes);
@@ -429,7 +429,7 @@ impl<U: Unit> Backward<U> {
         }
     }
 
-    /// The kernel that takes any address, where it is another one.
+    /// The kernel that takes any address; `None` where this one does.
     #[must_use]
     pub(crate) fn for_any_address(&self) -> Option<Self> {
         let LoadsAndStores { load, store } = LoadsAndStores::BY_ELEMENT;

@@ -18,7 +18,7 @@ use crate::paths::{LoadPath, StorePath};
 
 /// The kernel's name in plans and refusals.
 pub(crate) const NAME: &str = "cdna_fwd";
-/// What its entry includes.
+/// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/cdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
@@ -62,7 +62,7 @@ abi_spec! {
 }
 
 impl CdnaTile {
-    /// None of a kernel: where names are read into.
+    /// A tile of no kernel, into which named fields are read.
     const UNSET: Self = Self {
         block_m: 0,
         block_n: 0,
@@ -77,7 +77,7 @@ impl CdnaTile {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cdna {
     spec: CdnaSpec,
-    /// How it computes.
+    /// Tile of the kernel.
     pub(crate) tile: CdnaTile,
     /// Why this order of tiles.
     why: Why,
@@ -152,9 +152,10 @@ impl Asked {
     }
 }
 
-/// What the kernel is compiled for. Whatever leaves its main loop alone is a number at run time: exact head dims, O's
-/// type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for all modifiers, masks and sink
-/// columns, and rows of 64, 128, 192 (Q and K alone) and 256; and so has what no wide load can read.
+/// Spec for which the kernel is compiled. A fact that its main loop does not need is a number at run time:
+/// exact head dims, O's type, the mode, LSE, sinks, the bounds of a band. Modified scores have one kernel for
+/// all modifiers, masks and sink columns, and rows of 64, 128, 192 (Q and K alone) and 256; so have rows that
+/// no wide load can read.
 pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
@@ -185,7 +186,7 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
 
 fn tile(problem: &FwdProblem, arch: Arch, asked: &Asked) -> Result<CdnaTile, Refusal> {
     let block_m = asked.block_m.unwrap_or(MIN_BLOCK_M);
-    // As wide a row as any kernel of the problem has; which of them it is depends on the tile.
+    // The widest row that any kernel of the problem has; the kernel itself depends on the tile.
     let widest = spec(problem, LoadPath::Element);
     let block_n = asked.block_n.unwrap_or_else(|| default_block_n(&widest, arch));
     let mut tile = CdnaTile {
@@ -218,7 +219,7 @@ fn default_block_m(spec: &CdnaSpec, problem: &FwdProblem) -> i32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    // They take registers that eight waves do not have.
+    // Modified scores and a column-major V take registers that eight waves do not have.
     let busy = spec.modifies || spec.v_layout == VLayout::ColMajor;
     if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
@@ -235,7 +236,7 @@ fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
     i64::from(block_n) * (row(spec.head_dim_qk, spec.dtype_qk) + row(spec.head_dim_v, spec.dtype_v))
 }
 
-/// What a workgroup has of LDS.
+/// Bytes of LDS of a workgroup.
 fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
     let stages = if spec.dropout { 1 } else { STAGES };
     let block_of_o = WAVE_ROWS * WAVE_ROWS * 4;

@@ -35,7 +35,7 @@ const WAVE_THREADS: u32 = 64;
 const EDGE: u32 = 32;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
-/// Latent attention's keys and the values in them.
+/// Head dimensions of latent attention: of its keys, and of the values in them.
 const LATENT: (u32, u32) = (576, 512);
 /// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
 /// KB, of which the partial results of eight rows, written and read, are 12 %.
@@ -51,7 +51,7 @@ const SHARED_GROUPS_OF_A_UNIT: u32 = WAVES_OF_A_SIMD * SIMDS / COLUMN_WAVES;
 abi_spec! {
     /// Spec that a decode kernel is compiled for.
     pub struct CdnaDecodeSpec {
-        /// Q, and K and V as they are multiplied.
+        /// Type of Q, and of K and V when they are multiplied.
         pub dtype: DType,
         /// K and V in memory.
         pub stored: DType,

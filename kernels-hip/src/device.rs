@@ -41,7 +41,7 @@ impl<V: Vendor<Facts = DeviceFacts>> Amd for V {}
 pub struct DeviceFacts {
     /// The device.
     pub(crate) device: Device,
-    /// Tiles that were measured on it.
+    /// Measured tiles of the device.
     pub(crate) tuned: TunedTiles,
 }
 

@@ -1,5 +1,5 @@
-//! What the forward kernels, `cdna_fwd` and `rdna_fwd`, have in common: what they take, what a launch reads,
-//! and the recipe ([`recipe`]).
+//! Common parts of the forward kernels, `cdna_fwd` and `rdna_fwd`: what they take, the parameters of a
+//! launch, and the recipe ([`recipe`]).
 
 pub(crate) mod recipe;
 
@@ -20,15 +20,15 @@ pub(crate) enum OutputKind {
     Wide,
     /// The FP8 types of the architecture.
     Fp8,
-    /// All of these.
+    /// Any of these types.
     Any,
 }
 
 abi_enum!(OutputKind { Wide, Fp8, Any });
 
 abi_spec! {
-    /// What a forward kernel is compiled for, on either unit: what changes the instructions of its main loop.
-    /// All else of a problem is a number that it reads.
+    /// Spec for which a forward kernel is compiled, on MFMA or WMMA: the facts that change its main loop's
+    /// instructions. Everything else of a problem is a parameter.
     pub struct CdnaSpec {
         /// Q and K.
         pub dtype_qk: DType,
@@ -54,9 +54,9 @@ abi_spec! {
 }
 
 abi_struct! {
-    /// What a forward kernel reads, on either unit.
+    /// Parameters of a forward kernel, on MFMA or WMMA.
     pub struct CdnaParams {
-        /// What all forward kernels read.
+        /// Parameters that all forward kernels read.
         pub fwd: FwdParams,
         /// Elements of a query's or key's row.
         pub head_dim_qk: i32,
@@ -103,7 +103,7 @@ pub(crate) fn takes(problem: &FwdProblem, arch: Arch, kernel: &'static str) -> R
     Ok(())
 }
 
-/// What a launch reads.
+/// Parameters of a launch.
 pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
     let dtype_bias = match problem.score.bias {
         Bias::Elementwise(bias) => bias.dtype,
@@ -119,7 +119,8 @@ pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
     }
 }
 
-/// What a tile kernel, forward, asks of an operand's address, with loads of so many bytes and its stores.
+/// Required alignment of an operand's address for a forward tile kernel, in bytes, from the bytes of its
+/// loads and the kind of its stores.
 pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (u64, StorePath)) -> u64 {
     // A quantised cache is read where it was widened, in the workspace.
     let as_it_lies = problem.cache.dtype.is_none();

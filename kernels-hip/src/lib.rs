@@ -109,11 +109,11 @@ pub fn headers() -> Vec<Header> {
     headers
 }
 
-/// What entries on MFMA use beside `fmha`'s names, and what those on WMMA do, which have CDNA's scalar text.
+/// Namespace beside `fmha` that entries on MFMA use, and those on WMMA too, which share CDNA's scalar text.
 const CDNA: &str = "using namespace fmha::cdna;";
 const RDNA: &str = "using namespace fmha::cdna;\nusing fmha::rdna::RdnaTile;";
 
-/// An entry that uses such names.
+/// An entry that uses these namespaces.
 fn source(entry: &Entry<'_>, names: &str) -> KernelSource {
     let text = entry.render().replace("using namespace fmha;", &format!("using namespace fmha;\n{names}"));
     KernelSource::new(text, headers)

@@ -23,10 +23,10 @@ const LAUNCH: u64 = 1;
 /// Gain by which the stride has to be ahead of a dispatcher that knows what the model does not: clocks, the
 /// other tenants of a device, what memory did.
 const WORTH_PERCENT: u64 = 2;
-/// Rounds that are simulated. More are like these.
+/// Most rounds that are simulated; more rounds behave alike.
 const MOST_ROUNDS: u64 = 64;
 
-/// Why tiles are dealt out as they are.
+/// Reason for the order in which tiles are dealt out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     Asked,
@@ -114,7 +114,8 @@ impl Tiles<'_> {
         (if wins { TileOrder::Static } else { TileOrder::Single }, Why::Modelled { single, strided })
     }
 
-    /// When the last tile of a die's run ends, each given to the place that is free first, `between` after that.
+    /// Time at which the last tile of a die's run ends, each given to the place that is free first, `between`
+    /// after that.
     fn dispatched(&self, run: Range<u64>, places: u64, between: u64) -> u64 {
         let mut free: BinaryHeap<Reverse<u64>> = (0..places).map(|_| Reverse(0)).collect();
         let mut last = 0;
@@ -127,7 +128,7 @@ impl Tiles<'_> {
         last
     }
 
-    /// When the last tile of a die's run ends, dealt out in rounds, every second one backwards.
+    /// Time at which the last tile of a die's run ends, dealt out in rounds, every second one backwards.
     fn strided(&self, run: Range<u64>, places: u64) -> u64 {
         let end_of = |place: u64| {
             let mut rounds = (0..).map(|round| {

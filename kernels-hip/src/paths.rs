@@ -18,7 +18,7 @@ pub(crate) enum LoadPath {
 pub(crate) enum StorePath {
     /// Four elements at once.
     Vector,
-    /// One element, by way of LDS.
+    /// Element by element, by way of LDS.
     Element,
 }
 

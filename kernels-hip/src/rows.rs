@@ -20,7 +20,7 @@ const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.h";
 
-/// What is compiled.
+/// Source text of a row kernel for a spec.
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
         RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),

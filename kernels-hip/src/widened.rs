@@ -13,15 +13,15 @@ use crate::device::refuse;
 
 /// The launch that widens.
 pub(crate) const WIDEN: &str = "widen_cache";
-/// Threads of a workgroup of it.
+/// Threads of a workgroup that widens.
 pub(crate) const NUM_THREADS: u32 = 256;
-/// Keys of a sequence that such a workgroup has.
+/// Keys of a sequence that one workgroup widens.
 const KEYS: u32 = 64;
 
 abi_spec! {
     /// Spec that the widening launch is compiled for.
     pub struct WidenSpec {
-        /// K and V as they lie in memory.
+        /// Type of K and V in memory.
         pub stored: DType,
         /// Type of the widened elements: Q's type.
         pub dtype: DType,

@@ -48,7 +48,7 @@ pub type Hidden = (fn(usize) -> bool, fn(usize) -> bool);
 /// One call forward and one backward.
 #[derive(Clone, Debug)]
 pub struct Check {
-    /// What is computed; its extents of captures are drawn.
+    /// The problem of the case; the extents of its captures are drawn.
     pub problem: FwdProblem,
     /// Decides all numbers.
     pub seed: u64,
@@ -58,10 +58,10 @@ pub struct Check {
     pub gradients: Gradients,
 }
 
-/// What the backward computes.
+/// Gradients that the backward computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
-    /// Nothing: there is no backward.
+    /// The case has no backward.
     None,
     /// dQ, dK and dV.
     Operands,
@@ -69,7 +69,7 @@ pub enum Gradients {
     Captured,
 }
 
-/// Memory of what functions capture.
+/// Memory of the tensors that functions capture.
 struct Memory {
     tensors: Vec<(CapturedTensor, Vec<u64>)>,
     numbers: Vec<Number>,

@@ -82,12 +82,12 @@ pub struct Combine {
 /// A number written over the inputs before the call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Plant {
-    /// None.
+    /// No planted value.
     #[default]
     Nothing,
     /// NaN in every row of K and V that no query sees.
     HiddenKeys,
-    /// This number at `[storage batch, row, head, dim]`.
+    /// A number at `[storage batch, row, head, dim]`.
     At(Operand, [u32; 4], f64),
     /// No value is written: this operand alone lies so many elements beyond an aligned address.
     Shifted(Operand, u32),
@@ -111,9 +111,9 @@ pub enum Plant {
     LastKeys,
     /// Scores far below all others in keys `begin..end` of every sequence: `key` in K, taken by a negative Q.
     FarBelow {
-        /// The first such key.
+        /// The first key of the range.
         begin: u32,
-        /// Behind the last.
+        /// The key behind the last of the range.
         end: u32,
         /// Infinity, or a large number.
         key: f64,

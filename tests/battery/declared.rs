@@ -7,15 +7,15 @@ use crate::law::LawKind;
 
 /// A refusal that a backend declares.
 pub struct Declared {
-    /// Backends that refuse so, by [`fmha_core::Device::kind`].
+    /// Backends with this refusal, by [`fmha_core::Device::kind`].
     pub backends: &'static [&'static str],
     /// Which of its kernels refuse, each where it was asked for; none: any.
     pub kernels: &'static [&'static str],
     /// Whether a slow kernel takes it: it is refused then only where none may serve, or one kernel is asked for.
     pub slowly: bool,
-    /// What it does not take, for the report.
+    /// Description of the refusal, for the report.
     pub what: &'static str,
-    /// The cases it may refuse for it.
+    /// Whether a case may be refused for this reason.
     pub applies: fn(&Case, Option<&FwdProblem>) -> bool,
 }
 
@@ -243,8 +243,8 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Not a cache that another kernel's rows are made of: of FP8, or lying otherwise than Q, in whole words of
-/// 16 elements up to 256.
+/// Whether a cache is none that is widened for another kernel: such a cache is FP8, or lies otherwise than Q,
+/// in whole words of 16 elements up to 256.
 fn is_no_cache_to_widen(case: &Case, problem: Option<&FwdProblem>) -> bool {
     let is_one = problem.is_some_and(|problem| {
         let own = if problem.layout.q == QLayout::Packed { KvLayout::Packed } else { KvLayout::Strided };
@@ -279,7 +279,8 @@ pub fn why(backend: &str, options: &PlanOptions, case: &Case) -> Option<&'static
 mod tests {
     use super::*;
 
-    /// What a kernel need not take where it was asked for is no promise less of the others, or of the backend.
+    /// A refusal that is declared for a kernel that is asked for by name excuses neither the others nor the
+    /// backend.
     #[test]
     fn a_kernel_that_was_asked_for_may_refuse_what_another_one_reads_as_it_lies() {
         let declared = |kernel: Option<&str>, name: &str| {

@@ -116,7 +116,7 @@ impl<'a> Resident<'a> {
         let dirty = vec![1u8; workspace.zeroed_bytes as usize];
         let mut workspace = memory.workspace(workspace)?;
         if let Some(workspace) = &mut workspace {
-            // What the run is to clear is not clear before it.
+            // Memory that the run has to clear holds garbage before it.
             memory.upload(&dirty, workspace)?;
         }
         let mut buffers = BTreeMap::new();
@@ -316,9 +316,10 @@ impl<'a> Resident<'a> {
 /// How long a call took, and by which clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CallTime {
-    /// From the start of its work to its end.
+    /// Seconds from the start of the run's work to its end.
     pub seconds: f64,
-    /// By a device's clock; else by the host's, from the call to the end of its work.
+    /// Whether the seconds are of a device's clock; else they are of the host's, from the call to the end of
+    /// its work.
     pub on_device: bool,
 }
 
@@ -334,7 +335,7 @@ fn timed(stream: &Stream, queue: impl FnOnce() -> Result<()>) -> Result<CallTime
     Ok(CallTime { seconds: start.elapsed().as_secs_f64(), on_device: false })
 }
 
-/// The operands where the backend wants them.
+/// Operands in the memory that the backend reads.
 struct Views<'a> {
     inputs: BTreeMap<Operand, DevSlice<'a>>,
     outputs: BTreeMap<Operand, DevSliceMut<'a>>,

@@ -21,7 +21,7 @@ pub enum Init {
     Integers,
     /// Q and K normal, every V 0.625: O is that number wherever a row sees a key.
     ConstantV,
-    /// Normal, one element in 64 sixteen times as large.
+    /// Normal numbers, one element in 64 sixteen times as large.
     Outliers,
     /// Q and K eight times the standard normal: the softmax is nearly one-hot, and an unshifted
     /// `exp` overflows.
@@ -220,7 +220,7 @@ mod tests {
             sums[1] += row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
         }
         let count = 500.0 * 101.0;
-        // Four standard deviations of each over so many numbers.
+        // The tolerance is four standard deviations of each mean.
         assert_abs_diff_eq!(sums[0] / count, 0.0, epsilon = 0.02);
         assert_abs_diff_eq!(sums[1] / count, 1.0, epsilon = 0.03);
     }

@@ -16,12 +16,12 @@ use crate::verdict::Verdict;
 
 mod bits;
 
-/// A forward call, and what it must agree with.
+/// A forward call, and another one with which it must agree.
 #[derive(Clone, Debug)]
 pub struct Law {
     /// The call.
     pub forward: Forward,
-    /// The other one.
+    /// Kind of the other call.
     pub kind: LawKind,
 }
 
@@ -59,9 +59,9 @@ pub enum LawKind {
     SplitsCombine(u32),
     /// Itself, so many times more; where the plan promises to be deterministic.
     Repeated(u32),
-    /// Each of its sequences alone.
+    /// Calls of each of its sequences alone.
     AloneIsInBatch,
-    /// Each of its packed sequences alone, both planned with `batch_invariant`.
+    /// Calls of each of its packed sequences alone, all planned with `batch_invariant`.
     AloneIsInPack,
     /// The pair of calls that this seed draws, of which it is the first; where plans promise rows of equal bits.
     RowsOfCalls(u64),
@@ -85,7 +85,7 @@ impl Law {
         }
         let mut wishes = options.plan.clone();
         if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {
-            // Where no kernel can promise it, both calls are held to the reference.
+            // Both calls are compared with the reference where no kernel can promise equal bits.
             wishes.batch_invariant = true;
             let valid = problem.clone().validate()?;
             wishes.batch_invariant = backend.plan_fwd(&valid, &wishes).is_ok();

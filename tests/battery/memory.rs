@@ -129,7 +129,7 @@ mod mapped {
 
     // SAFETY: the mapping is private to its owner, as a Vec's memory is.
     unsafe impl Send for Mapped {}
-    // SAFETY: as above; shared access only reads.
+    // SAFETY: the mapping is private to its owner, as a Vec's memory is; shared access only reads.
     unsafe impl Sync for Mapped {}
 
     impl Mapped {
@@ -173,7 +173,8 @@ mod mapped {
         }
 
         pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-            // SAFETY: as above, and writable; the borrow is exclusive.
+            // SAFETY: `first .. first + len` is mapped readable and zero-initialised, and writable; the
+            // borrow is exclusive.
             unsafe { std::slice::from_raw_parts_mut(self.map.cast::<u8>().add(self.first), self.len) }
         }
     }
@@ -211,7 +212,7 @@ mod mapped {
 
     // SAFETY: the pages are private to their owner, as a Vec's memory is.
     unsafe impl Send for Mapped {}
-    // SAFETY: as above; shared access only reads.
+    // SAFETY: the pages are private to their owner, as a Vec's memory is; shared access only reads.
     unsafe impl Sync for Mapped {}
 
     impl Mapped {
@@ -242,7 +243,8 @@ mod mapped {
         }
 
         pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-            // SAFETY: as above, and writable; the borrow is exclusive.
+            // SAFETY: `first .. first + len` is readable, and zeros at first, and writable; the borrow is
+            // exclusive.
             unsafe { std::slice::from_raw_parts_mut(self.map.cast::<u8>().add(self.first), self.len) }
         }
     }

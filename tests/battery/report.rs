@@ -1,4 +1,4 @@
-//! Running many cases, and what is said of them.
+//! Runs of many cases, and their report.
 
 use std::fmt;
 use std::io::Write;
@@ -29,7 +29,7 @@ pub struct CaseReport {
     pub kernel: String,
     /// The verdict, the refusal or the reason.
     pub text: String,
-    /// The command that repeats it.
+    /// The command that repeats the case.
     pub repro: String,
     /// Seconds that the case took, the reference included.
     pub seconds: f64,
@@ -44,7 +44,7 @@ pub struct Summary {
     pub failed: u64,
     /// Refused as declared.
     pub refused: u64,
-    /// Could not run here.
+    /// Number of cases that could not run here.
     pub absent: u64,
 }
 

@@ -18,17 +18,17 @@ use crate::tensor::{Operand, Tensor};
 use crate::tensors::{HostBwd, HostCombine, HostFwd};
 use crate::verdict::Verdict;
 
-/// What became of a case.
+/// Outcome of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// It ran, and everything holds.
+    /// The case ran, and everything holds.
     Passed,
-    /// It ran and something does not hold, or it could not run for a reason nobody declared.
+    /// The case ran and something does not hold, or it could not run for a reason that is not declared.
     Failed,
-    /// The backend refused it, as declared.
+    /// The backend refused the case, as declared.
     Refused,
-    /// It needs what is not here.
+    /// The case needs something that this machine lacks.
     Absent,
 }
 
@@ -39,7 +39,7 @@ pub struct Options {
     pub plan: PlanOptions,
     /// Whether cases that reserve gigabytes run on a device too; on the host they cost nothing.
     pub huge_on_device: bool,
-    /// What `fmha conformance` needs beside the backend's name to repeat a case: `--emulate gfx942`.
+    /// Options of `fmha conformance` that repeat a case, beside the backend's name: `--emulate gfx942`.
     pub repro_words: String,
 }
 
@@ -60,7 +60,7 @@ pub fn tile_fields(words: &str) -> TileOptions {
     fields.map(|(field, value)| (field.to_owned(), value.to_owned())).collect()
 }
 
-/// A case's outcome and the sentence that goes with it.
+/// A case's outcome and the sentence that describes it.
 pub type Ended = (Outcome, String);
 
 impl Case {
@@ -210,7 +210,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
             }
             for head in 0..problem.dims.num_heads_q {
                 let got = o.get(span.q_batch, span.q_row + i, head, 0);
-                // Not `>`: a NaN is a fault too.
+                // `<=` and not its inverse `>`, so that a NaN is a fault too.
                 if (got - crate::init::CONSTANT_V).abs() <= most {
                     continue;
                 }
@@ -225,7 +225,7 @@ fn constant_v_fault(case: &Forward, host: &HostFwd) -> Option<String> {
     None
 }
 
-/// Writes what the case plants.
+/// Writes the values that the case plants.
 fn plant(host: &mut HostFwd, plant: Plant) -> Result<()> {
     let dims = host.problem.dims;
     let spans = host.spans.clone();

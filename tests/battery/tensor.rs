@@ -59,7 +59,7 @@ pub enum Operand {
 }
 
 impl Operand {
-    /// Sets one operand's random numbers apart from another's.
+    /// A number that makes one operand's random numbers differ from another's.
     pub(crate) fn salt(self) -> u64 {
         match self {
             Operand::Q => 1,
@@ -89,7 +89,7 @@ pub struct Tensor {
     extent: usize,
     poison: u8,
     placement: Placement,
-    /// What host slices of it say that their elements are.
+    /// Element type that host slices of the tensor name.
     elem: ElemType,
     /// The elements' type; meaningless for lengths and the keep mask.
     pub dtype: DType,
@@ -102,7 +102,7 @@ pub struct Tensor {
 /// How tensors are laid into memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Room {
-    /// Beside what.
+    /// The tensor's neighbours in memory.
     pub placement: Placement,
     /// Elements by which the first one lies beyond an aligned address.
     pub shift: u32,
@@ -162,14 +162,14 @@ impl Tensor {
         Self::with_extent(dtype, shape, Strides::bshd(shape), room, extent, 0xff)
     }
 
-    /// These numbers in a row of f32.
+    /// Makes a row of f32 with these numbers.
     pub(crate) fn f32s(values: &[f32], room: Room) -> Result<Self> {
         let mut tensor = Self::row(DType::F32, values.len() as u64, room)?;
         tensor.elems_mut().copy_from_slice(bytemuck::cast_slice(values));
         Ok(tensor)
     }
 
-    /// These lengths or entries of a mask in a row of i32, or words of bits in one of u32.
+    /// Makes a row of i32 with these lengths or entries of a mask, or a row of u32 with words of bits.
     pub(crate) fn words(values: &[i32], elem: ElemType, room: Room) -> Result<Self> {
         let row = Self::row(DType::F32, values.len() as u64, room)?;
         let mut tensor = Self { elem, ..row };
@@ -182,13 +182,13 @@ impl Tensor {
         Ok(Self { elem: ElemType::Bytes, ..Self::row(DType::E4m3Fn, count, room)? })
     }
 
-    /// From the first element to the last, gaps included.
+    /// Bytes from the first element to the last, gaps included.
     #[must_use]
     pub fn elems(&self) -> &[u8] {
         &self.bytes[self.first..][..self.extent]
     }
 
-    /// From the first element to the last, gaps included.
+    /// Bytes from the first element to the last, gaps included.
     pub fn elems_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[self.first..][..self.extent]
     }
@@ -204,8 +204,8 @@ impl Tensor {
         (&self.bytes, self.first)
     }
 
-    /// What of [`raw`](Self::raw) lies in a device's memory: all of it, or, where that checks bounds, the elements
-    /// and as much before them as sets their alignment.
+    /// Range of [`raw`](Self::raw) that is copied to a device's memory: all of it, or, where that memory
+    /// checks bounds, the elements and the bytes before them that set their alignment.
     pub(crate) fn placed(&self, memory: &dyn DeviceMemory) -> Range<usize> {
         if memory.checks_bounds() {
             self.first - self.first % 256..self.first + self.extent
@@ -241,7 +241,7 @@ impl Tensor {
         &mut self.bytes
     }
 
-    /// What fills the bytes that belong to no element; `None` where nothing does.
+    /// Byte that fills the places of no element.
     pub(crate) fn poison(&self) -> u8 {
         self.poison
     }
@@ -263,7 +263,7 @@ impl Tensor {
         dtype.write(value, &mut self.elems_mut()[at..]);
     }
 
-    /// Where the elements of a row lie, if they lie side by side.
+    /// Range of a row's elements, if they lie side by side.
     fn dense(&self, [batch, seq, head]: [u32; 3]) -> Option<Range<usize>> {
         let at = self.at(batch, seq, head, 0);
         let bytes = (u64::from(self.shape.dim) * self.dtype.size_bytes()) as usize;
@@ -280,8 +280,7 @@ impl Tensor {
             return;
         };
         let bytes = &mut self.elems_mut()[place];
-        // What takes most of a battery's time is filling tensors: a row at once, in a loop of its own for
-        // each wide type.
+        // Filling tensors takes most of a battery's time, so each wide type has a loop of its own over a row.
         match dtype {
             DType::F32 => write_each(bytes, values, f32::to_le_bytes),
             DType::F16 => write_each(bytes, values, |value| f16::from_f32(value).to_le_bytes()),
@@ -342,13 +341,13 @@ impl Tensor {
         dtype.write(value, &mut self.elems_mut()[index * dtype.size_bytes() as usize..]);
     }
 
-    /// As an input in host memory.
+    /// Borrows the tensor as an input in host memory.
     #[must_use]
     pub fn slice(&self) -> DevSlice<'_> {
         DevSlice::host(self.elems()).typed(self.elem)
     }
 
-    /// As an output in host memory.
+    /// Borrows the tensor as an output in host memory.
     pub fn slice_mut(&mut self) -> DevSliceMut<'_> {
         let elem = self.elem;
         DevSliceMut::host(self.elems_mut()).typed(elem)

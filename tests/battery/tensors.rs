@@ -76,31 +76,31 @@ impl Lengths {
     }
 }
 
-/// What tensors hold and where they lie.
+/// Values and layout of a case's tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Data {
     /// Which numbers.
     pub init: Init,
     /// Decides every number, the dropout mask too.
     pub seed: u64,
-    /// Where in memory.
+    /// Place of the tensors in memory.
     pub room: Room,
 }
 
 /// A forward call's tensors: inputs filled at every element that the mask or the lengths do not
 /// exclude, NaN everywhere else, outputs NaN throughout.
 pub struct HostFwd {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidFwd,
     /// Rows of packed tensors.
     pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Where the dropout generator stands.
+    /// Position of the dropout generator.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// As the plan that ran last promised them: how its scores were summed.
+    /// How the last plan that ran sums scores, as it promised.
     pub score_sums: ScoreSums,
 }
 
@@ -113,7 +113,7 @@ impl HostFwd {
         Self::with_fill(problem, lengths, data, &|tensor, operand, rows| fill(tensor, operand, rows, data))
     }
 
-    /// As [`new`](Self::new), but Q, K and V are NaN until the caller writes them.
+    /// Makes tensors as [`new`](Self::new) does, but Q, K and V are NaN until the caller writes them.
     pub(crate) fn unfilled(problem: FwdProblem, lengths: &Lengths, data: Data) -> Result<Self> {
         Self::with_fill(problem, lengths, data, &|_, _, _| ())
     }
@@ -139,7 +139,7 @@ impl HostFwd {
         Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }
 
-    /// What the reference reads.
+    /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout)
@@ -149,17 +149,17 @@ impl HostFwd {
 /// A backward call's tensors. O and LSE are NaN until [`fill_forward`](Self::fill_forward) or the
 /// caller writes them.
 pub struct HostBwd {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidBwd,
     /// Rows of packed tensors.
     pub totals: Totals,
     /// Every operand.
     pub operands: Operands,
-    /// Where the dropout generator stands.
+    /// Position of the dropout generator.
     pub dropout: DropoutSeed,
     /// The sequences.
     pub spans: Vec<SeqSpan>,
-    /// As the backward plan that ran last promised them: how its scores were summed.
+    /// How the last backward plan that ran sums scores, as it promised.
     pub score_sums: ScoreSums,
 }
 
@@ -232,7 +232,7 @@ impl HostBwd {
         Ok(())
     }
 
-    /// What the reference reads.
+    /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         inputs_of((self.totals, self.problem.fwd().dims.batch), &self.operands, self.dropout)
@@ -241,7 +241,7 @@ impl HostBwd {
 
 /// A combine call's tensors.
 pub struct HostCombine {
-    /// What to compute.
+    /// The problem of the case.
     pub problem: ValidCombine,
     /// Every operand.
     pub operands: Operands,
@@ -288,7 +288,7 @@ impl HostCombine {
         }
         let mut o = Tensor::new(problem.dtype_o, shape, problem.o, data.room)?;
         if problem.merge == Merge::AddTo {
-            // Behind the parts, so that the check has it when O is written over.
+            // The old content of O is kept behind the parts, so that the check has it when O is overwritten.
             let mut held = Tensor::new(DType::F32, shape, Strides::bshd(shape), data.room)?;
             for (batch, row, head) in rows_of(shape) {
                 let mut values = vec![0.0; shape.dim as usize];
@@ -575,7 +575,7 @@ fn rows<'a, I: Iterator<Item = ((u32, u32), u32)>>(
     all
 }
 
-/// What an append and a rotary embedding read.
+/// Operands of an append and of a rotary embedding.
 fn cache_operands(
     problem: &ValidFwd,
     lengths: &Lengths,

@@ -44,14 +44,14 @@ pub struct TensorVerdict {
     pub least_cosine: Option<f64>,
     /// Place of the largest error.
     pub worst: Place,
-    /// Whether all of it holds.
+    /// Whether all bounds hold.
     pub pass: bool,
 }
 
 /// Comparison of a call's results with the reference.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Verdict {
-    /// One for each output.
+    /// A verdict for each output.
     pub tensors: Vec<TensorVerdict>,
     /// Other faults: a byte written that belongs to no tensor, a keep mask that differs.
     pub faults: Vec<String>,

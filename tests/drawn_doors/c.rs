@@ -160,7 +160,7 @@ fn call(
     call
 }
 
-/// A plan on the CPU, as C has it.
+/// A plan of the C library on the CPU.
 pub(super) struct Plan(*mut FmhaPlan);
 
 fn last_error() -> String {
@@ -183,9 +183,9 @@ impl Drop for Plan {
     }
 }
 
-/// Plans it on the CPU.
+/// Plans the call on the CPU.
 pub(super) fn planned(call: &FmhaCall) -> Result<Plan, String> {
-    // SAFETY: as in `call`.
+    // SAFETY: numbers and pointers, of which all bits may be 0.
     let mut options: FmhaOptions = unsafe { std::mem::zeroed() };
     (options.struct_bytes, options.backend) = (size_of::<FmhaOptions>() as u64, c"cpu".as_ptr());
     let mut plan = ptr::null_mut();

@@ -13,7 +13,7 @@ use fmha::{Backend, Device};
 use fmha_conformance::case::{Body, Drawn};
 use fmha_conformance::verdict::Verdict;
 
-/// So many of a seed, a few seconds' worth, or those that the environment names.
+/// `count` drawn cases of a fixed seed, a few seconds' worth, or those that the environment names.
 fn cases(count: u32) -> Vec<(String, Body)> {
     let text = std::env::var("FMHA_DRAWN").unwrap_or_else(|_| format!("58:{count}"));
     let drawn: Drawn = text.parse().unwrap();

@@ -41,7 +41,7 @@ impl Tried {
     }
 }
 
-/// A wrong fact and the problem that has it.
+/// A problem with one wrong fact, and the fact's name.
 type Wrong<T> = (&'static str, T);
 
 /// Two elements along an axis, where one stride for both, or none, is wrong.
@@ -170,7 +170,7 @@ fn wrong_gradients(sound: &BwdProblem) -> Vec<Wrong<BwdProblem>> {
     all
 }
 
-/// An operand as slices of it tell it.
+/// Address, bytes and element type of an operand, as its slice has them.
 #[derive(Clone, Copy)]
 struct Given {
     first: *mut u8,

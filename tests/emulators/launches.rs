@@ -35,7 +35,7 @@ impl Launches {
         ));
     }
 
-    /// Forgets them.
+    /// Returns the reports and forgets them.
     pub(crate) fn take(&mut self) -> VecDeque<String> {
         std::mem::take(&mut self.0)
     }

@@ -101,7 +101,7 @@ def window_of(case, rng, keys):
     """Bounds as the suite gives them, and what they and ``causal`` leave visible of (rows, keys)."""
     kind = case["local"]
     left, right = (rng.randrange(max(keys, 1)), rng.randrange(max(keys, 1))) if kind else (-1, -1)
-    # FlashAttention 3's and 4's suites ask for one of them.
+    # The suites of FlashAttention 3 and 4 combine at most one of them.
     if case["suite"] in ("fa3", "fa4") and kind and case["causal"]:
         raise Skipped
     if case["suite"] != "fa4":
@@ -422,7 +422,7 @@ def over_cache(case, rng, module):
     q = made(batch, n, heads, d, dtype=dtype)
     caches = [made(held, m, heads_kv, d, dtype=dtype) for _ in range(2)]
     new = [made(batch, n_new, heads_kv, d, dtype=dtype) for _ in range(2)] if n_new else [None, None]
-    # Where queries are packed, new rows are.
+    # New rows are packed where queries are.
     rows_new = [rng.randint(max(1, n_new - 20), n_new) if n_new and case.get("packed") else n_new for _ in range(batch)]
     index = rng.sample(range(held), batch) if case["index"] else list(range(batch))
     whole = [x.clone() for x in caches]
@@ -539,7 +539,7 @@ def over_cache(case, rng, module):
             more=lambda _: dict(bias=bias, sink=sink),
         )
         at += rows
-    # What an append wrote, and that nothing else was written.
+    # The appended rows, and that no other row was written.
     for name, pool, rows in zip("KV", caches, wanted):
         held_rows = pool.float()[taken].view(rows.shape) if size else pool
         judge.near(f"the cache of {name}", held_rows, rows, rows.to(dtype), floor=1e-6)
@@ -555,7 +555,7 @@ def pages(case, rng):
         raise Skipped
     heads, heads_kv = case["heads"]
     if case["suite"] == "flashinfer" and heads * sum(a * b for a, b in lengths) * d * 2 > WORK:
-        # Sequences are alike there.
+        # FlashInfer's sequences have equal lengths here, so one stands for all.
         lengths = lengths[:1]
     rows, keys = zip(*lengths)
     work = sum(a * b for a, b in lengths) * d * 2

@@ -319,7 +319,7 @@ def main_child(seed, first, count, suites):
             print(json.dumps({"at": at, "case": case}), flush=True)
             outcome, said = outcome_of(case, rng, calls)
             if outcome == "skipped":
-                # No call of the suite's: it skips this combination.
+                # The suite skips this combination, so another one is drawn.
                 case = drawn(case["suite"], rng)
         print(json.dumps({"at": at, "outcome": outcome, "said": str(said)[:600]}), flush=True)
 

@@ -115,8 +115,9 @@ pub(super) fn run(problem: &ValidBwd, args: &BwdArgs<'_>, fault: Option<Fault>) 
     Ok(())
 }
 
-/// What a row's P are made of, exp(S - origin - log_sum): its LSE and 0. One so large that half its last place is seen
-/// in P is replaced by the row's maximum and the logarithm of its own sum.
+/// Origin and logarithm of the sum by which a row's P are normalised, exp(S - origin - log_sum): 0 and its
+/// LSE. Where half an ulp of the LSE would show in P, they are the row's maximum and the logarithm of its own
+/// sum.
 fn normaliser(head: &Head<'_>, i: u32, lse: f32) -> (f32, f32) {
     const LARGEST_PLAIN_LSE: f32 = 16384.0;
     if lse.is_infinite() || lse.abs() < LARGEST_PLAIN_LSE {

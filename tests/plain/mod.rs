@@ -143,7 +143,7 @@ impl DeviceMemory for Memory {
     }
 }
 
-/// Queues of a device whose work is done at return.
+/// Queues of a device whose calls are complete when they return.
 impl Queues for Memory {
     fn create_stream(&self) -> Result<u64> {
         Ok(1)
@@ -158,13 +158,13 @@ impl Queues for Memory {
     }
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, _: u64) -> Result<()> {
-        // SAFETY: the caller's promise; it is the processor's memory.
+        // SAFETY: the caller keeps the contract of `zero`; it is the processor's memory.
         unsafe { address.write_bytes(0, bytes as usize) };
         Ok(())
     }
 
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's promise; it is the processor's memory.
+        // SAFETY: the caller keeps the contract of `read`; it is the processor's memory.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
         Ok(())
     }
@@ -210,7 +210,7 @@ impl Queues for Memory {
     unsafe fn destroy_graph(&self, _: u64) {}
 }
 
-/// A slice as host memory, whatever it is called.
+/// A slice as host memory, whatever space it names.
 fn host(slice: DevSlice<'_>) -> DevSlice<'_> {
     // SAFETY: every slice of this backend is memory of the processor.
     unsafe { DevSlice::from_raw(MemorySpace::Host, slice.as_ptr(), slice.bytes(), slice.elem()) }

@@ -168,7 +168,7 @@ fn band(problem: &FwdProblem, span: SeqSpan, fault: Option<Fault>) -> MaskBand {
     if fault == Some(Fault::BottomRightAsTopLeft) {
         match &mut mask.shape {
             MaskShape::Causal(align) | MaskShape::Window { align, .. } => *align = MaskAlign::TopLeft,
-            MaskShape::None | MaskShape::Generic { .. } => {}
+            _ => {}
         }
     }
     let mut band = mask.band(span.seqlen_q, span.seqlen_k);

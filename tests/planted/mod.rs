@@ -54,25 +54,25 @@ pub(crate) struct Fault {
 /// Fate of a fault.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 pub(crate) enum Fate {
-    /// With what was said.
+    /// The fault was found, with the report.
     Found(String),
     /// The case passed, or failed in another way than was expected, or fails without the fault.
     Missed(String),
     /// The compiler refuses the text.
     DoesNotCompile(String),
-    /// No kernel of the case changes by it.
+    /// The fault changes no kernel of the case.
     ChangesNothing,
-    /// There is no compiler or no emulator.
+    /// A compiler or an emulator is missing.
     Absent(String),
 }
 
-/// Gives a process its fault.
+/// Environment variable that gives a process its fault.
 const OWN: &str = "PLANTED_FAULT";
 /// A broken kernel may go round for ever and change something each time; a sound one takes seconds.
 const LIMIT: Duration = Duration::from_secs(300);
 /// Limit of a mutant's process; there are many mutants.
 const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
-/// Before the fate, in the output of that process.
+/// Mark that stands before the fate in the output of a fault's process.
 const MARK: &str = "fate of the fault: ";
 
 /// Runs in the process of a fault: prints the fault's fate, and `true`.
@@ -109,8 +109,9 @@ pub(crate) fn is_own_process() -> bool {
 }
 
 impl Fault {
-    /// Runs it in a process of its own: of this program, whose test `own` calls [`is_own_process`]. With the
-    /// number of the case that its fate comes of: the first whose kernels it changes, else the last.
+    /// Runs the fault in a process of its own: of this program, whose test `own` calls [`is_own_process`].
+    /// Returns the number of the case that decides its fate too: the first whose kernels it changes, else the
+    /// last.
     pub(crate) fn run(&self, own: &str) -> (usize, Fate) {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([own, "--exact", "--nocapture", "--test-threads=1"])

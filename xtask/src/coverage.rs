@@ -69,7 +69,7 @@ fn observe(root: &Path) -> Result<Vec<PathBuf>, String> {
     }
     for (i, (page, multiprocessors, problem)) in launches.into_iter().enumerate() {
         let (path, mut one) = cover(&format!("{i}.txt"));
-        // What comes out right is the battery's and the mutants' business.
+        // Coverage checks no results; the battery and the mutants do.
         one.args(page.run(problem)).args(["--verify", "none"]);
         loudly(one.env("FMHA_EMULATE_SMS", multiprocessors.to_string()))?;
         paths.push(path);

@@ -52,7 +52,7 @@ struct Figure {
     kernel: String,
     /// `3120 passed, 0 failed`.
     found: String,
-    /// Hash of the text that it was found on.
+    /// Hash of the kernel's text in that run.
     text: String,
 }
 
@@ -98,7 +98,7 @@ fn counts(printed: &str) -> Vec<(String, String)> {
 }
 
 impl Evidence {
-    /// One fact a line: a word, a tab, the rest.
+    /// Parses one fact a line: a word, a tab, the rest.
     fn parse(text: &str) -> Result<Self, String> {
         let mut evidence = Self::default();
         for line in text.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
@@ -137,7 +137,7 @@ impl Evidence {
         text
     }
 
-    /// Whether a figure's text and emulator are those of now.
+    /// Whether a figure's text and emulator are the present ones.
     fn is_fresh(&self, figure: &Figure) -> bool {
         let same = text_hash(&self.on, &figure.kernel).is_ok_and(|now| now == figure.text);
         let emulator = emulator_folder(&self.on).and_then(|folder| hash_of(&[folder]).ok());
@@ -200,6 +200,7 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
     while let Some(path) = open.pop() {
         let text = std::fs::read_to_string(root().join(&path))
             .map_err(|error| format!("{}: {error}", path.display()))?;
+        let text = without_comments(&text);
         let included = text.lines().filter_map(|line| line.strip_prefix("#include <")?.split_once('>'));
         for (name, _) in included {
             // A file in neither folder is rendered from Rust.
@@ -215,6 +216,11 @@ fn text_hash(on: &str, kernel: &str) -> Result<String, String> {
         }
     }
     Ok(hash_of_texts(reached.into_iter().map(|(path, text)| (path, text.into_bytes()))))
+}
+
+/// A text without the lines that are comments: a comment changes no result, so it makes no figure stale.
+fn without_comments(text: &str) -> String {
+    text.split_inclusive('\n').filter(|line| !line.trim_start().starts_with("//")).collect()
 }
 
 /// Number of occurrences of each word in some texts.
@@ -268,6 +274,8 @@ fn hash_of_files(files: BTreeSet<PathBuf>) -> Result<String, String> {
     let read = |path: PathBuf| {
         let text =
             std::fs::read(root().join(&path)).map_err(|error| format!("{}: {error}", path.display()))?;
+        let is_rust = path.extension().is_some_and(|ending| ending == "rs");
+        let text = if is_rust { without_comments(&String::from_utf8_lossy(&text)).into() } else { text };
         Ok((path, text))
     };
     Ok(hash_of_texts(files.into_iter().map(read).collect::<Result<Vec<_>, String>>()?.into_iter()))
@@ -412,6 +420,13 @@ mod tests {
         assert!(!kept("y = ptx::add(x);").contains("other") && kept("y = ptx::add(x);").contains("Adds."));
         assert_eq!(kept("add other"), header);
         assert_eq!(kept(""), "#pragma once\n\n}  // namespace");
+    }
+
+    #[test]
+    fn a_comment_is_no_part_of_a_text_and_a_blank_line_is() {
+        let text = "// Adds.\nfloat add(float a);  // once\n\n  // Twice,\n  /// or more.\nint b;";
+        assert_eq!(without_comments(text), "float add(float a);  // once\n\nint b;");
+        assert_eq!(without_comments("int a = 1;\n"), "int a = 1;\n");
     }
 
     #[test]

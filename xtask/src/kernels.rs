@@ -8,15 +8,17 @@ use crate::step::Step;
 /// How an emulated device runs asynchronous work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// As soon as it is issued: fast, and blind to a missing wait.
+    /// Asynchronous work is done as soon as it is issued: fast, and blind to a missing wait.
     Eager,
-    /// As soon as it is issued, every access ordered by vector clocks: a missing wait, fence or arrival is a failure.
+    /// Asynchronous work is done as soon as it is issued, and every access is ordered by vector clocks: a
+    /// missing wait, fence or arrival is a failure.
     HappensBefore,
     /// Clusters run piece by piece in an order that a seed decides, another with each launch: so tiles are
     /// claimed by others.
     DrawnOrder,
-    /// As soon as it is issued, but what is unwritten holds finite garbage in place of a NaN, which rows that
-    /// are computed again would hide, and so does what a `cp.async` brings until it is waited for.
+    /// Asynchronous work is done as soon as it is issued, but unwritten memory holds finite garbage in place
+    /// of a NaN, which rows that are computed again would hide; so does the destination of a `cp.async` until
+    /// it is waited for.
     Garbage,
     /// Asynchronous work takes effect as late as a seed decides, another with each launch.
     Late,
@@ -25,9 +27,10 @@ pub(crate) enum Mode {
 /// One kernel on one architecture.
 #[derive(Clone, Copy)]
 pub(crate) struct Row {
-    /// As plans name it, where every case must run on it; `None` lets the backend choose, fallbacks included.
+    /// Name of the kernel in plans, where every case must run on it; `None` lets the backend choose,
+    /// fallbacks included.
     pub(crate) kernel: Option<&'static str>,
-    /// `cuda` or `rocm`, and what it is to emulate.
+    /// `cuda` or `rocm`, and the architecture to emulate.
     pub(crate) backend: &'static str,
     pub(crate) arch: &'static str,
     /// `--tile`, where a row is about one that no table chooses for cases this small.
@@ -56,7 +59,7 @@ const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|law
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
-/// FP8 whose V has rows, of FP8 too.
+/// Cases of FP8 queries and keys whose V has rows, of FP8 too.
 const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
     few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
 
@@ -79,14 +82,14 @@ const BLACKWELL: Row = Row { kernel: Some("sm100"), arch: "sm_100a", ..HOPPER };
 const HOPPER_WALKING: Row =
     Row { kernel: Some("sm90"), mode: Mode::HappensBefore, multiprocessors: Some(2), ..HOPPER };
 
-/// What they take by themselves: 16 bits, and no keep mask, which dropout's own edges ask for.
+/// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
 /// The kernels of mma.sync where no faster one is.
 const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
 
 pub(crate) const ROWS: &[Row] = &[
-    // What found planted faults, whole; of the rest one kernel in so many, with all its cases.
+    // Cases that found planted faults run whole; of the rest one kernel in `deal` runs, with all its cases.
     Row {
         kernel: Some("sm90"),
         in_test: Cases { filter: "^(heads/(batch|group|row_blocks)|rare)/.*bf16", deal: 2 },
@@ -96,7 +99,7 @@ pub(crate) const ROWS: &[Row] = &[
     // Scores and masks as code, each expression a kernel of its own; backend-cuda/tests/code.rs has a sample.
     Row { in_all: Cases { filter: "^code/", deal: 1 }, ..HOPPER },
     Row { in_all: Cases { filter: "^code/.*/b?f16/", deal: 1 }, ..AMPERE },
-    // Positions of a larger call, in everything that has them.
+    // Positions of a larger call, in every mask and modifier that has them.
     Row { in_test: Cases { filter: "^(backward/)?parts/bf16/alibi_dropout/b/quad/", deal: 1 }, ..HOPPER },
     // Scores that grow are for kernels whose maxima may lag: those of f32, which the fallback takes a minute
     // for, are of `--all`.
@@ -475,7 +478,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16.*(strided|packed|p64)$", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Less shared memory, other tiles.
+    // An architecture with less shared memory, and so with other tiles.
     Row {
         arch: "sm_89",
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
@@ -500,7 +503,7 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: AMPERE_CASES, deal: 1 },
         ..AMPERE
     },
-    // What serves Hopper where its own kernel refuses.
+    // The kernels that serve Hopper where its own kernel refuses.
     Row {
         arch: HOPPER_ARCH,
         in_test: Cases { filter: "^(edges/off_tile|heads/(batch|group))/bf16", deal: 4 },
@@ -745,7 +748,7 @@ impl Row {
         Some(Step::battery(self.name(), words, environment))
     }
 
-    /// What is absent from `cargo xtask test` of this row.
+    /// Description of the cases of this row that `cargo xtask test` leaves out.
     pub(crate) fn left_out(&self) -> Option<String> {
         (self.in_test != self.in_all && self.in_all.deal > 0).then(|| {
             format!("absent: the rest of {}, {}: cargo xtask test --all", self.name(), self.in_all.filter)

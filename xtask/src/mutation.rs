@@ -31,7 +31,7 @@ fn run_page(page: &Page) -> Result<(), String> {
     for (i, broken) in page.broken.iter().enumerate() {
         for (j, problem) in broken.problems.iter().enumerate() {
             let folder = launches.join(format!("{i}-{j}"));
-            // What an earlier run left there would count as launches of this one.
+            // Files of an earlier run would count as launches of this one.
             if folder.exists() {
                 std::fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             }

@@ -56,7 +56,7 @@ fn broken(folder: &Path, title: &str) -> Result<Vec<(String, String)>, String> {
     let mut files: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
     files.sort();
     if title.starts_with("backward") {
-        // The forward's, whose O and LSE the gradients are of.
+        // The recording of the forward, whose O and LSE the gradients need.
         files = files.split_off(files.len().min(1));
     } else {
         files.truncate(1);
@@ -88,7 +88,7 @@ pub(crate) fn run() -> Result<(), String> {
             };
             let decode = if arch.starts_with("gfx1") { "rdna_decode" } else { "cdna_decode" };
             let folder = setup::target().join("mutation-amd").join(format!("{arch}-{i}"));
-            // What an earlier run left there is of other kernels.
+            // Files of an earlier run belong to other kernels.
             let _ = std::fs::remove_dir_all(&folder);
             std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
             let mut record = Command::new(release.join("fmha"));

@@ -63,7 +63,7 @@ fn is_found(
 ) -> Result<bool, String> {
     let _ = std::fs::remove_dir_all(copy);
     std::fs::create_dir_all(copy).map_err(|error| format!("{}: {error}", copy.display()))?;
-    // What git knows of, as it stands here.
+    // A copy of the files that git knows, with their present content.
     let archive = "git ls-files -z | xargs -0 tar -cf - | tar -xf - -C \"$0\"";
     loudly(Command::new("sh").args(["-c", archive]).arg(copy).current_dir(root))?;
     let file = copy.join(fault.file);

@@ -22,7 +22,7 @@ struct Run {
     /// Debian's packages of the linker and of the emulator.
     packages: &'static [&'static str],
     linker: &'static str,
-    /// The emulator and its words.
+    /// Command of the emulator.
     runner: &'static str,
     /// Tests that the emulator cannot run or has no time for, by a part of their names, and why.
     left_out: &'static [(&'static str, &'static str)],
@@ -164,7 +164,7 @@ impl Target {
 }
 
 impl Run {
-    /// Installs what is missing; the variables that the emulator wants.
+    /// Installs what is missing, and returns the variables that the emulator needs.
     fn set_up(&self) -> Result<Vec<(String, String)>, String> {
         let emulator = self.runner.split(' ').next().unwrap_or_default();
         let there = || {
@@ -193,7 +193,7 @@ impl Run {
     }
 }
 
-/// Build folders of their own: other compilers, other features.
+/// A build folder for each target: other compilers, other features.
 fn folder(name: &str) -> String {
     target().join("platforms").join(name).display().to_string()
 }

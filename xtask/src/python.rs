@@ -7,8 +7,8 @@ use crate::platforms::{self, Emulated};
 use crate::setup::{loudly, runs, target};
 use crate::step::Step;
 
-/// Where wheels of torch for the CPU alone are (200 MB): what PyPI has for x86-64 brings CUDA's libraries
-/// along. Those unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
+/// Index of torch's wheels for the CPU alone (200 MB): PyPI's for x86-64 bring CUDA's libraries along. Those
+/// unpack to 4.4 GB, in 100 s on two idle cores; Cargo builds meanwhile.
 const CPU_WHEELS: &str = "https://download.pytorch.org/whl/cpu";
 
 /// Serving engines whose own classes the plugins are tested inside of: the variable of their folders, the
@@ -90,7 +90,8 @@ fn engines(python: &Path, absent: &mut Vec<String>) -> Vec<(String, String)> {
     found
 }
 
-/// What unpacks the Python of a folder's one wheel into another folder, removes the wheel, and says that all is there.
+/// Program that unpacks the Python of a folder's one wheel into another folder, removes the wheel, and
+/// reports success.
 const UNPACK: &str = "import pathlib, sys, zipfile
 (wheel,) = pathlib.Path(sys.argv[1]).glob('*.whl')
 with zipfile.ZipFile(wheel) as files:
@@ -145,14 +146,14 @@ fn install(python: &Path, words: &[&str]) -> Result<(), String> {
 fn pip(python: &Path, verb: &[&str], words: &[&str]) -> Result<(), String> {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", "--quiet", "--disable-pip-version-check"]).args(verb).args(words);
-    // What lies there would count as installed.
+    // Packages that lie there would count as installed.
     pip.env_remove("PYTHONPATH");
     let said = format!("pip {} {}", verb[0], words.first().unwrap_or(&""));
     loudly(&mut pip).map_err(|reason| format!("{said}: {reason}"))
 }
 
 impl Environment {
-    /// What could not be installed, a line each.
+    /// Packages that could not be installed, one a line.
     pub(crate) fn absent(&self) -> impl Iterator<Item = String> + '_ {
         self.absent.iter().map(|what| format!("absent: bindings/python: {what}"))
     }
@@ -166,13 +167,13 @@ impl Environment {
     }
 }
 
-/// What a bundle in a wheel has where nobody says it: the shapes of most models, forward and backward.
+/// Kernels that a wheel's bundle has by default: the shapes of most models, forward and backward.
 const COMMON: [&str; 2] = ["bf16/d64x64", "bf16/d128x128"];
 
 /// A system that wheels are made for, on whichever one this is: zig compiles and links for each.
 struct System {
     triple: &'static str,
-    /// The library, as the package looks for it there.
+    /// Name of the library's file in the package.
     library: &'static str,
     /// The platform that a wheel names, without a version of glibc.
     platform: &'static str,
@@ -254,7 +255,7 @@ fn tried(wheel: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// What builds wheels: pip, setuptools, zig.
+/// Installs the tools that build wheels: pip, setuptools, zig.
 fn tools() -> Result<PathBuf, String> {
     let python = created(&target().join("wheel-tools"))?;
     install(&python, &["setuptools>=78", "ziglang", "cargo-zigbuild"])?;

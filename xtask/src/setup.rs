@@ -32,7 +32,7 @@ pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
 };
 
 impl OtherNvrtc {
-    /// Fetches and unpacks it, once; its library.
+    /// Fetches and unpacks the compiler, once, and returns its library.
     ///
     /// # Errors
     /// Why it is not there.
@@ -170,7 +170,7 @@ pub(crate) fn page(name: &str, tool: &str) -> Result<PathBuf, String> {
     Ok(path)
 }
 
-/// Whether a program is there and works.
+/// Whether a program exists and works.
 pub(crate) fn runs(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }

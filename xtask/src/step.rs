@@ -24,11 +24,11 @@ enum Kind {
     Tests,
     /// `fmha conformance`: its last line that begins with `all` has the counts.
     Battery,
-    /// Counts as one test: it ends well or not.
+    /// The step counts as one test, which passes if the program succeeds.
     Check,
 }
 
-/// When a step began, from the run's beginning, and what it took, of one clock and of all processors.
+/// Start of a step, from the run's beginning, and its time by one clock and by all processors.
 pub(crate) struct Took {
     name: String,
     from: f64,
@@ -52,7 +52,7 @@ impl Step {
         }
     }
 
-    /// `cargo` or another program with such output.
+    /// A step that runs `cargo`, or another program with such output.
     pub(crate) fn cargo(name: &str, words: &[&str]) -> Self {
         let words = std::iter::once(env!("CARGO")).chain(words.iter().copied()).map(str::to_owned).collect();
         let (folder, environment) = (None, Vec::new());
@@ -65,14 +65,14 @@ impl Step {
         Self { name: name.to_owned(), words, folder: None, environment, kind: Kind::Check, at_least: 0 }
     }
 
-    /// This step, failed where fewer than so many of its tests pass: a filter of names that finds no test
-    /// proves nothing.
+    /// Returns this step, failed where fewer than `tests` of its tests pass: a filter of names that finds no
+    /// test proves nothing.
     pub(crate) fn at_least(mut self, tests: u64) -> Self {
         self.at_least = tests;
         self
     }
 
-    /// This step with these variables.
+    /// Returns this step with these variables.
     pub(crate) fn with(mut self, environment: Vec<(String, String)>) -> Self {
         self.environment.extend(environment);
         self

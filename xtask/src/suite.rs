@@ -14,16 +14,16 @@ use crate::tally::Tally;
 /// How much to test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// What two minutes have time for, once it is built: for a change before it is committed.
+    /// The part that runs in two minutes once it is built, for a change before it is committed.
     Quick,
-    /// What CI has time for.
+    /// The part that CI runs.
     Test,
     /// Everything, or part `index` (from 1) of `count` that together are everything.
     All { index: usize, count: usize },
 }
 
 impl Extent {
-    /// From the words behind `test`.
+    /// Parses the words behind `test`.
     pub(crate) fn parse(words: &[&str]) -> Result<Self, String> {
         match words {
             [] => Ok(Self::Test),
@@ -66,7 +66,7 @@ const LONGEST: [&str; 11] = [
 /// How many failed.
 pub(crate) fn run(extent: Extent) -> Result<(), String> {
     let start = Instant::now();
-    // What they download comes while Cargo builds, which asks for neither.
+    // The downloads of both run while Cargo builds, which needs neither.
     let compilers = std::thread::spawn(setup::run);
     let python = (extent != Extent::Quick).then(|| std::thread::spawn(python::environment));
 
@@ -85,7 +85,7 @@ pub(crate) fn run(extent: Extent) -> Result<(), String> {
     if matches!(extent, Extent::All { .. }) {
         // Minutes of random input, where a second serves otherwise.
         environment.push(("FMHA_FUZZ_SECONDS".to_owned(), "60".to_owned()));
-        // Every model of transformers compiled, where one is otherwise.
+        // Every model of transformers is compiled, where CI compiles one.
         environment.push(("FMHA_TRANSFORMERS".to_owned(), "all".to_owned()));
         // A thousand calls of other libraries' suites, where 24 are otherwise.
         environment.push(("FMHA_PEERS".to_owned(), "64:1000".to_owned()));
@@ -144,8 +144,8 @@ struct Program {
     folder: PathBuf,
 }
 
-/// What builds every target of a workspace but its benchmarks, which lints check. One invocation: another
-/// selection would have other features, and build crates twice.
+/// Command that builds every target of a workspace but its benchmarks, which lints check. It is one
+/// invocation: another selection of packages would have other features, and build crates twice.
 const BUILD: [&str; 8] = [
     "build",
     "--release",
@@ -207,7 +207,7 @@ fn program(line: &str) -> Option<Program> {
     Some(Program { name: format!("{package} {name}"), path, folder })
 }
 
-/// What of the CPU's battery a quick run takes: ten seconds of four minutes.
+/// The part of the CPU's battery in a quick run: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
 /// The library's examples as on a machine with a GPU, emulated: `auto` opens it.
@@ -301,7 +301,7 @@ fn steps(
     steps
 }
 
-/// Those of them that a run has.
+/// The steps that a run of this extent has.
 fn dealt(steps: Vec<Step>, extent: Extent) -> Vec<Step> {
     match extent {
         Extent::Quick | Extent::Test => steps,

@@ -1,4 +1,4 @@
-//! Counts, read from what the test programs print.
+//! Counts, read from the output of the test programs.
 
 use std::fmt;
 
@@ -20,7 +20,7 @@ impl Tally {
         self.read(line);
     }
 
-    /// Adds what another has counted.
+    /// Adds the counts of another tally.
     pub(crate) fn merge(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;

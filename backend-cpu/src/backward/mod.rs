@@ -44,7 +44,7 @@ use tile::{Through, Tile};
 /// A backward call.
 pub(crate) type Backward<'a> = Call<'a, ValidBwd, BwdArgs<'a>>;
 
-/// What a task computes.
+/// One unit of work of a backward call, which one thread computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Task {
     /// dQ, dK and dV of a kv head.
@@ -55,11 +55,11 @@ enum Task {
     Queries { span: usize, i_head: u32, i: u32 },
     /// dBias of the rows from `i` on of one matrix.
     Bias { i_batch: u32, i_head: u32, i: u32 },
-    /// What one part of the sequences' heads gives the captured tensors' gradients.
+    /// The gradients of captured tensors from one part of the (sequence, head) pairs.
     Captured { part: usize },
 }
 
-/// What a thread computes in.
+/// Buffers of one thread, reused from task to task.
 struct Scratch {
     tile: Tile,
     dk: Floats,
@@ -69,7 +69,7 @@ struct Scratch {
     row: Floats,
 }
 
-/// What every task of a call shares.
+/// Operands and derived numbers that every task of a backward call reads.
 struct Shared<'a> {
     problem: &'a ValidBwd,
     args: &'a BwdArgs<'a>,
@@ -128,7 +128,7 @@ impl Backward<'_> {
 }
 
 impl<'a> Backward<'a> {
-    /// What its tasks share; delta is still to be computed.
+    /// The state that this call's tasks share; delta is still to be computed.
     fn shared(&self) -> fmha_core::Result<Shared<'a>> {
         let (problem, args) = (self.problem, self.args);
         let fwd = problem.fwd();
@@ -348,7 +348,7 @@ impl Shared<'_> {
         s.run(WriteRows { to, at, rows, cols, from, capacity, factors, untouched: 0, row });
     }
 
-    /// Where dQ of the kv head's query head `g` lies.
+    /// Offset in the scratch of dQ of the kv head's query head `g`.
     fn dq_offset<S: Simd>(&self, span: SeqSpan, g: u32) -> usize {
         let cols = self.dims().0.next_multiple_of(S::PANEL);
         g as usize * self.query_capacity(span) * cols

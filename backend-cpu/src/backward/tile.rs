@@ -9,12 +9,12 @@ use crate::simd::Simd;
 use crate::tensor::f32_at;
 use crate::tile::Store;
 
-/// Path of a score's gradient back to its product.
+/// Functions that a score's gradient passes on its way back to the product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Through {
     /// No step: the gradient is that of the bias.
     Nothing,
-    /// The soft-cap: it is the gradient of what code computed.
+    /// Through the soft-cap, to what code computed.
     SoftCap,
     /// The soft-cap and code.
     All,
@@ -32,7 +32,7 @@ pub(super) struct Tile {
     pub(super) douts_transposed: Floats,
     /// S, then P times its keep factor: a panel for each panel of queries.
     pub(super) weights: Floats,
-    /// dP, then dS.
+    /// dP, overwritten by dS.
     pub(super) gradients: Floats,
     pub(super) extra: Floats,
     pub(super) slope: Floats,
@@ -235,7 +235,7 @@ impl Shared<'_> {
                 s.run(Adjust { head, panel, scores: weights, bias, slope });
             }
             if head.coded {
-                // SAFETY: as above.
+                // SAFETY: panels of these keys.
                 unsafe { Code::hide::<S>(&panel, weights, tile.hide.as_ptr(), f32::NEG_INFINITY) };
                 if capped {
                     // A hidden score may be NaN, and with it its slope: 0 times NaN would not be 0.
@@ -271,7 +271,7 @@ impl Shared<'_> {
                 s.run(Multiply { panel, x: gradients, y: tile.slope.as_ptr() });
             }
             if let Some(code) = self.score.code.as_ref().filter(|_| through == Through::All) {
-                // SAFETY: as above.
+                // SAFETY: panels of these keys.
                 unsafe { code.slope(s, &mut tile.code, head, &panel, (scaled, gradients)) };
             }
         }

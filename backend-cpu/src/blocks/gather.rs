@@ -46,7 +46,7 @@ impl<S: Simd> Op<S> for GatherRows {
     #[inline(always)]
     fn call(self, s: S) {
         let Self { from, rows, cols, factor, to, pairs } = self;
-        // SAFETY: as for `Gather`.
+        // SAFETY: the caller promised rows of `from`, and room for the panels, as for `Gather`.
         unsafe {
             if S::BF16_DOT && pairs {
                 from.gather_row_pairs(s, rows, cols, to, row_stride(cols.div_ceil(2)));
@@ -96,7 +96,7 @@ impl<S: Simd> Op<S> for GatherTransposed {
         let capacity = S::PANEL;
         for first in (0..rows).step_by(capacity) {
             let live = capacity.min(rows - first);
-            // SAFETY: as for `Gather`.
+            // SAFETY: the caller promised rows of `from`, and room for the panels, as for `Gather`.
             unsafe { from.skip(first).gather(s, live, cols, factor, staging, capacity) };
             let to = to.wrapping_add(first * cols);
             TransposePanels { from: staging, capacity, rows: live, cols, to }.call(s);
@@ -141,7 +141,7 @@ impl<S: Simd> Op<S> for TransposePanels {
 #[inline(always)]
 unsafe fn transpose_rows<S: Simd>(s: S, from: *const f32, stride: usize, cols: usize, to: *mut f32) {
     let (width, whole) = (S::PANEL, cols - cols % S::LANES);
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: all of that is readable and writable.
     unsafe {
         for row in (0..width).step_by(S::LANES) {
             for col in (0..whole).step_by(S::LANES) {

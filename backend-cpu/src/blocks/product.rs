@@ -11,7 +11,7 @@ pub(crate) struct Scores {
     pub(crate) panel: Panel,
     /// Dense rows of `dim`.
     pub(crate) keys: *const f32,
-    /// One transposed panel, `[dim][PANEL]`.
+    /// A transposed panel of queries, `[dim][PANEL]`.
     pub(crate) queries: *const f32,
     pub(crate) dim: usize,
     pub(crate) factor: f32,
@@ -57,7 +57,7 @@ impl Scores {
 /// `out[lane][col] (=|+=) sum_row weights[row][lane] right[row][col]`: O from P and V, dQ from dS and K.
 pub(crate) struct Columns {
     pub(crate) panel: Panel,
-    /// One panel `[rows][PANEL]`.
+    /// A panel of weights, `[rows][PANEL]`.
     pub(crate) weights: *const f32,
     /// Panels of the head dimension, `capacity` rows each.
     pub(crate) right: *const f32,
@@ -250,7 +250,7 @@ pub(crate) struct RowDots {
 }
 
 impl RowDots {
-    /// Size of its scratch, in numbers.
+    /// Numbers of scratch that the product needs.
     pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
         S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
     }

@@ -235,7 +235,7 @@ impl<S: Simd> Op<S> for AddTo {
                 };
             }
             for at in row + whole..row + self.panel.queries {
-                // SAFETY: as above.
+                // SAFETY: rows of two panels.
                 unsafe { *self.to.add(at) += *self.from.add(at) };
             }
         }

@@ -24,7 +24,7 @@ pub(crate) struct TileScores {
 }
 
 impl TileScores {
-    /// Computes them, going on with `between` after each step.
+    /// Computes the scores, and calls `between` after each step.
     #[inline(always)]
     fn run<S: Simd>(self, s: S, between: &mut impl Between<S>) {
         let Self { panel, keys, queries, units, scores } = self;
@@ -92,7 +92,7 @@ impl<S: Simd> Op<S> for TransposeValues {
 pub(crate) struct TileSoftmax {
     pub(crate) panel: Panel,
     pub(crate) scores: *mut f32,
-    /// Above 0.
+    /// Factor of the scores, above 0.
     pub(crate) factor: f32,
     /// P stays below 2 to this power.
     pub(crate) slack: f32,
@@ -253,7 +253,7 @@ impl<S: Simd, const VECTORS: usize> Progress<S, VECTORS> {
         }
     }
 
-    /// Processes the rest.
+    /// Processes the rows that are left.
     #[inline(always)]
     fn finish(mut self, s: S) {
         let (first, last) = self.softmax.panel.rows;
@@ -431,7 +431,7 @@ pub(crate) struct WriteTransposed<'a> {
     pub(crate) rows: usize,
     pub(crate) dim: usize,
     pub(crate) from: *const f32,
-    /// One for each row, in whole panels.
+    /// Factors, one for each row, in whole panels.
     pub(crate) factors: *const f32,
     /// A bit for each panel that nothing was written to, and that is 0.
     pub(crate) untouched: u128,

@@ -9,7 +9,7 @@ use crate::tensor::{Target, is_zero};
 pub(crate) struct AllFinite<'a> {
     pub(crate) from: *const f32,
     pub(crate) len: usize,
-    /// Made false where one is not.
+    /// Set to false where a number is not finite.
     pub(crate) is_finite: &'a mut bool,
 }
 
@@ -32,7 +32,7 @@ impl<S: Simd> Op<S> for AllFinite<'_> {
 #[derive(Clone, Copy)]
 pub(crate) enum Factors {
     All(f32),
-    /// One for each row, at this address.
+    /// A factor for each row, at this address.
     Each(*const f32),
 }
 

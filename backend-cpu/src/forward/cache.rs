@@ -1,5 +1,5 @@
-//! What happens to a KV cache around attention: new rows written to it, Q turned to its positions, blocks of keys
-//! that do not lie as rows one after another brought together.
+//! Preparation of a KV cache around attention: writes new rows, rotates Q to its positions, and gathers
+//! blocks of keys whose rows do not lie one after another.
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
@@ -105,7 +105,7 @@ pub(crate) fn append(
     Ok(())
 }
 
-/// Q as attention takes it: turned to its positions, b·s·h·d.
+/// Q rotated to its positions, b·s·h·d.
 pub(crate) struct TurnedQueries {
     memory: Floats,
     dtype: DType,
@@ -153,7 +153,7 @@ impl TurnedQueries {
         Ok(Some(Self { memory, dtype, strides }))
     }
 
-    /// It, to read.
+    /// The cache as a source of rows.
     pub(crate) fn source(&self) -> Source {
         Source::of_scratch(self.memory.as_ptr().cast(), self.dtype, self.strides)
     }
@@ -164,7 +164,7 @@ impl TurnedQueries {
 pub(crate) struct Cached<'a> {
     /// The tensor.
     pub(crate) source: Source,
-    /// Where its rows are.
+    /// Places of the cache's rows.
     pub(crate) rows: KvRows<'a>,
     /// Elements of a row.
     pub(crate) dim: usize,
@@ -214,9 +214,10 @@ impl Cached<'_> {
         if self.in_codes { self.source.dtype() } else { self.taken_as() }
     }
 
-    /// It, and what widens each head's; read in codes where that can be done, and pays for so many rows of a head: with
-    /// sixteen registers two at once, and more would widen every code again. (AVX2, from memory, in place and by way of
-    /// scratch: a query 4.8 and 3.2 GB/s, four 1.9 and 2.9.)
+    /// Returns the cache with the tables that widen each head. Codes are read in place where the cache allows
+    /// it, for so few query rows of a head that it pays: each further pair of rows (with sixteen registers)
+    /// widens every code again. (AVX2, in place and by way of scratch, from memory: a query 4.8 and 3.2 GB/s,
+    /// four 1.9 and 2.9.)
     pub(crate) fn widened_by<S: Simd>(mut self, descales: &[f32], rows: u32) -> (Self, Vec<BytePlanes>) {
         let Some(wide) = self.widened else { return (self, Vec::new()) };
         let mut planes: Vec<BytePlanes> = Vec::new();
@@ -243,7 +244,7 @@ impl Cached<'_> {
         }
     }
 
-    /// Where keys `j .. j + keys.len()` of a kv head lie.
+    /// Addresses of keys `j .. j + keys.len()` of a kv head.
     pub(crate) fn rows_in_place(&self, span: &SeqSpan, i_head_kv: u32, j: u32, keys: &mut [*const u8]) {
         let mut done = 0;
         while done < keys.len() {
@@ -291,7 +292,8 @@ impl Cached<'_> {
         self.block_by(s, head, (j, count), &planes, dense, scratch)
     }
 
-    /// As [`block`](Self::block), with [what widens](Self::widened_by) the head's rows.
+    /// Does what [`block`](Self::block) does, with the tables of [`widened_by`](Self::widened_by) for the
+    /// head's rows.
     pub(crate) fn block_by<S: Simd>(
         &self,
         s: S,
@@ -362,7 +364,7 @@ struct Together<'a> {
     /// Rows that follow one another from the first on, in this call or after it.
     contiguous: usize,
     dim: usize,
-    /// Bytes of an element where it goes.
+    /// Bytes of an element in the destination.
     size: usize,
     /// One for each head; none where they go as they are.
     widen: &'a [BytePlanes],
@@ -410,7 +412,8 @@ impl<S: Simd> Op<S> for Together<'_> {
     }
 }
 
-/// What every byte of an FP8 cache becomes in a 16-bit type: times its descale, rounded once.
+/// Table from each byte of an FP8 cache to the 16-bit number that it becomes: its value times `descale`,
+/// rounded once.
 fn widen(from: DType, to: DType, descale: f32) -> BytePlanes {
     let values = fp8_table(from);
     BytePlanes::of_codes(from, to, |code| {

@@ -79,11 +79,11 @@ struct Task {
     i_head: u32,
     i: u32,
     queries: u32,
-    /// Keys that it visits.
+    /// Number of keys that the task visits.
     keys: u32,
 }
 
-/// What a thread computes in.
+/// Buffers of one thread, reused from task to task.
 struct Scratch {
     queries: Floats,
     /// One panel of queries, before it is transposed.
@@ -110,7 +110,7 @@ struct Scratch {
     row: Floats,
 }
 
-/// What every task of a call shares.
+/// Operands and derived numbers that every task of a forward call reads.
 struct Shared<'a> {
     problem: &'a FwdProblem,
     spans: &'a [SeqSpan],
@@ -179,7 +179,7 @@ impl Forward<'_> {
 }
 
 impl<'a> Forward<'a> {
-    /// What its tasks share.
+    /// The state that this call's tasks share.
     fn shared(
         &self,
         rows: KvRows<'a>,
@@ -383,7 +383,7 @@ impl Shared<'_> {
                     s.plain().run(Adjust { head: &head, panel, scores, bias, slope: None });
                 }
                 if head.coded {
-                    // SAFETY: as above.
+                    // SAFETY: both are panels of these keys.
                     unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr(), f32::NEG_INFINITY) };
                 }
                 let state = RowState {
@@ -505,7 +505,7 @@ impl Shared<'_> {
     }
 }
 
-/// What a row of O is to be multiplied by, and its LSE, from its maximum and its sum.
+/// Returns the factor of a row of O, and the row's LSE, from the row's maximum and sum.
 pub(crate) fn settle(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
     let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
     let top = row_max.max(sink);

@@ -171,8 +171,8 @@ impl Shared<'_> {
         }
     }
 
-    /// What a panel's scores need before their softmax, and the factor that they are still to be multiplied by:
-    /// tiles do not scale.
+    /// Adds bias, slopes and soft-cap to a panel's scores before their softmax, and returns the factor that
+    /// the scores still need: products in tiles do not scale.
     fn adjust<S: Simd>(
         &self,
         s: S,
@@ -214,7 +214,7 @@ mod tests {
     /// Largest difference of O and of LSE from f64, over the largest of the plain algorithm in bf16.
     fn errors(problem: &FwdProblem, blocks: Blocks, change: impl Fn(&mut [bf16])) -> (f64, f64) {
         let soft = errors_of(SoftTiles::FUSED, problem, blocks, &change);
-        // What these tiles stand for, where it is there.
+        // AMX, which the software tiles of this test imitate, is tested too where the processor has it.
         #[cfg(target_arch = "x86_64")]
         if let Some(amx) = crate::simd::Amx::detect() {
             let (o, lse) = errors_of(amx, problem, blocks, &change);
@@ -346,7 +346,8 @@ mod tests {
         }
     }
 
-    /// Where the last place of a score is worth many powers of 2: with the key that each row sees best in each tile.
+    /// Scores so large that one ulp is worth many powers of 2: each row picks the key that it sees best in
+    /// each tile.
     #[test]
     fn scores_that_f32_hardly_tells_apart_pick_one_key_through_tiles() {
         for (scale, mask) in [(1e8, "0"), (1e8, "b"), (-1e8, "0"), (1e6, "b:37,5")] {
@@ -395,7 +396,8 @@ mod tests {
         );
     }
 
-    /// In tiles of keys after the first, where P is beyond 1 in rows whose largest score that key has.
+    /// The large value lies in tiles of keys after the first, where P exceeds 1 in rows that have their
+    /// largest score there.
     #[test]
     fn a_value_near_the_end_of_f32_stays_finite_through_tiles() {
         let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };
@@ -409,7 +411,8 @@ mod tests {
         }
     }
 
-    /// In the second panel of columns, and in tiles of keys that begin with the first key and behind it.
+    /// The NaN lies in the second panel of columns, in tiles of keys that begin with the first key and behind
+    /// it.
     #[test]
     fn a_nan_reaches_the_rows_that_see_its_key_and_no_others_through_tiles() {
         let blocks = Blocks { block_n: 36, ..FORWARD_BLOCKS };

@@ -33,7 +33,7 @@ const CHUNK_TOKENS: usize = 64;
 /// Ranges of keys that threads add to, where there are several threads.
 const RANGES_A_THREAD: usize = 4;
 
-/// What the tokens of a backward call share besides.
+/// Operands of a backward call that every token reads, beside those of the forward.
 struct Gradients<'a> {
     shared: Shared<'a>,
     problem: &'a ValidBwd,
@@ -45,16 +45,16 @@ struct Gradients<'a> {
     sink_terms: Option<Bytes>,
 }
 
-/// What a thread computes a token's gradients in.
+/// Buffers of one thread for the gradients of a token.
 struct State {
     scratch: Scratch,
     /// dO, `[panels][head_dim_v][PANEL]`, and as rows; Q as rows.
     douts: Floats,
     dout_rows: Floats,
     query_rows: Floats,
-    /// dP, then dS, laid out as P.
+    /// dP, overwritten by dS, laid out as P.
     gradients: Floats,
-    /// The soft-cap's slope, likewise.
+    /// The soft-cap's slope, laid out as P.
     slope: Floats,
     dq: Floats,
     lse: Floats,
@@ -355,8 +355,9 @@ impl Gradients<'_> {
         }
     }
 
-    /// What a row's scores are measured from, and LSE from there. f32 has a large LSE to half its last place, so that
-    /// all P of the row would be off by one factor: such a row's own sum of exponentials takes its place.
+    /// Returns the origin from which a row's scores are measured, and its LSE relative to it. f32 rounds a
+    /// large LSE by up to half an ulp, which would scale all P of the row by one factor; such a row takes the
+    /// logarithm of its own sum of exponentials in place of the LSE.
     fn origin_and_lse<S: Simd>(
         &self,
         scratch: &Scratch,
@@ -485,7 +486,7 @@ impl Filled {
     #[allow(clippy::mut_from_ref, reason = "as the safety section says")]
     unsafe fn slot(&self, at: usize) -> &mut Slot {
         assert!(at < self.1);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `slot`.
         unsafe { &mut *self.0.add(at) }
     }
 }
@@ -509,7 +510,7 @@ impl<S: Simd> Op<S> for Clear {
 /// `to += from`: a row in panels to a dense one.
 struct AddRow {
     from: *const f32,
-    /// From panel to panel.
+    /// Distance from panel to panel, in elements.
     step: usize,
     panels: usize,
     to: *mut f32,

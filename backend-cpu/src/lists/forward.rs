@@ -12,7 +12,7 @@ use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
 
-/// What a thread computes a token's O in.
+/// Buffers of one thread for the O of a token.
 struct Outputs {
     scratch: Scratch,
     /// O, panels of the head dimension, a row for each head.
@@ -24,7 +24,7 @@ struct Outputs {
     row: Floats,
 }
 
-/// Where a call's results go.
+/// Outputs of a call.
 struct Results {
     o: Target,
     scale_o: f32,
@@ -155,7 +155,8 @@ impl Shared<'_> {
     }
 }
 
-/// As [`settle`]; a sink of infinity takes the whole weight of a row whose scores are numbers.
+/// Does what [`settle`] does; a sink of infinity also takes the whole weight of a row whose scores are
+/// numbers.
 fn settle_with_infinite_sink(row_max: f64, row_sum: f64, sink: Option<f32>) -> (f64, f64) {
     if sink == Some(f32::INFINITY) && row_max < f64::INFINITY && !row_sum.is_nan() {
         return (0.0, f64::INFINITY);

@@ -36,7 +36,7 @@ use crate::tensor::Source;
 /// Listed keys of a tile: whole micro-tiles of 6 and of 12 rows.
 const TILE_KEYS: usize = 96;
 
-/// What every token of a call shares.
+/// Operands and derived numbers that every token of a call reads.
 struct Shared<'a> {
     problem: &'a FwdProblem,
     lists: HostLists<'a>,
@@ -56,12 +56,12 @@ struct Token {
     i_head_kv: u32,
 }
 
-/// What a thread computes a token in.
+/// Buffers of one thread, reused from token to token.
 struct Scratch {
     /// The listed keys that are seen, in the list's order.
     listed: Vec<u32>,
     heads: Vec<HeadScore>,
-    /// What widens K's rows, and V's, where the cache is narrower than its arithmetic.
+    /// Tables that widen rows of K and of V, where the cache's type is narrower than the arithmetic's.
     planes: [Vec<BytePlanes>; 2],
     /// Q, `[panels][head_dim_qk][PANEL]`.
     queries: Floats,
@@ -335,9 +335,9 @@ struct Modify {
     panel: Panel,
     softcap: Option<f32>,
     scores: *mut f32,
-    /// What is added, a panel.
+    /// Bias of a panel of heads, added to the scores; `None` without a bias.
     extra: Option<*const f32>,
-    /// Where the cap's slope `1 - tanh^2` goes, if it is wanted.
+    /// Destination of the soft-cap's slope `1 - tanh^2`, where it is wanted.
     slope: Option<*mut f32>,
 }
 

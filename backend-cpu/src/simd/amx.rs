@@ -97,7 +97,7 @@ pub(super) unsafe fn enter() {
 /// # Safety
 /// As [`enter`].
 pub(super) unsafe fn leave() {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `leave`.
     unsafe { asm!("tilerelease", options(nostack, preserves_flags, nomem)) };
 }
 
@@ -108,7 +108,7 @@ pub(super) unsafe fn leave() {
 /// This thread is between [`enter`] and [`leave`]; so for every function below.
 #[inline(always)]
 pub(super) unsafe fn zero() {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `zero`.
     unsafe {
         asm!(
             "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
@@ -122,7 +122,7 @@ pub(super) unsafe fn zero() {
 /// What [`Simd::tile_load`](super::Simd::tile_load) says is readable.
 #[inline(always)]
 pub(super) unsafe fn load(c: *const f32, c_row: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_load`](super::Simd::tile_load) says is readable.
     unsafe {
         asm!(
             "tileloadd tmm0, [{c} + {c_row}*1]",
@@ -142,7 +142,7 @@ pub(super) unsafe fn load(c: *const f32, c_row: usize) {
 /// What [`Simd::tile_step`](super::Simd::tile_step) says is readable.
 #[inline(always)]
 pub(super) unsafe fn step(a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_step`](super::Simd::tile_step) says is readable.
     unsafe {
         asm!(
             "tileloadd tmm4, [{a} + {a_row}*1]",
@@ -166,7 +166,7 @@ pub(super) unsafe fn step(a: *const u8, a_row: usize, b: *const u8, b_row: usize
 /// What [`Simd::tile_store`](super::Simd::tile_store) says is writable.
 #[inline(always)]
 pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_store`](super::Simd::tile_store) says is writable.
     unsafe {
         asm!(
             "tilestored [{c} + {c_row}*1], tmm0",
@@ -185,7 +185,7 @@ pub(super) unsafe fn store(c: *mut f32, c_row: usize) {
 /// 16 rows of 64 bytes are readable.
 #[inline(always)]
 pub(super) unsafe fn load_fourth(rows: TileRows) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: 16 rows of 64 bytes are readable.
     unsafe {
         asm!(
             "tileloadd tmm4, [{rows} + {step}*1]",
@@ -213,7 +213,7 @@ macro_rules! add_product {
 /// What [`Simd::tile_right`](super::Simd::tile_right) says is readable.
 #[inline(always)]
 pub(super) unsafe fn right(quarter: usize, b: TileRows) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_right`](super::Simd::tile_right) says is readable.
     unsafe {
         match quarter {
             0 => add_product!(b, "tmm0", "tmm4", "tmm5", "tmm5"),
@@ -228,7 +228,7 @@ pub(super) unsafe fn right(quarter: usize, b: TileRows) {
 /// What [`Simd::tile_down`](super::Simd::tile_down) says is readable.
 #[inline(always)]
 pub(super) unsafe fn down(quarter: usize, a: TileRows) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_down`](super::Simd::tile_down) says is readable.
     unsafe {
         match quarter {
             0 => add_product!(a, "tmm0", "tmm5", "tmm4", "tmm5"),
@@ -253,7 +253,8 @@ pub(super) unsafe fn store_half(lower: bool, c: *mut f32) {
             )
         };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: what [`Simd::tile_store_half`](super::Simd::tile_store_half) says is
+    // writable.
     unsafe { if lower { store!("tmm2", "tmm3") } else { store!("tmm0", "tmm1") } }
 }
 
@@ -271,13 +272,13 @@ impl Simd for Amx {
 
     #[inline(always)]
     fn leave_tiles(self) {
-        // SAFETY: as above.
+        // SAFETY: `self` is an Amx.
         unsafe { leave() };
     }
 
     #[inline(always)]
     unsafe fn tile_zero(self) {
-        // SAFETY: the caller's promise; so for the three below.
+        // SAFETY: the caller keeps the contract of `tile_zero`; so for the three below.
         unsafe { zero() };
     }
 

@@ -76,7 +76,7 @@ impl Simd for Avx2 {
     unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         // SAFETY: the caller promised eight rows of eight f32 at both ends.
         unsafe {
-            // Not `array::from_fn`: what it calls is compiled without these instructions.
+            // An array and not `array::from_fn`, whose closure is compiled without these instructions.
             let mut r = [_mm256_setzero_ps(); 8];
             for (i, r) in r.iter_mut().enumerate() {
                 *r = _mm256_loadu_ps(from.add(i * from_step));
@@ -243,7 +243,7 @@ impl Simd for Avx2 {
 /// The processor has AVX2.
 #[inline(always)]
 unsafe fn tables_of_parts(planes: &BytePlanes) -> Tables<__m256i> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: the processor has AVX2.
     unsafe {
         let mut tables = [_mm256_setzero_si256(); 9];
         if let Some(parts) = planes.parts {
@@ -269,7 +269,7 @@ unsafe fn tables_of_parts(planes: &BytePlanes) -> Tables<__m256i> {
 #[inline(always)]
 unsafe fn widen_by_parts(tables: &Tables<__m256i>, codes: __m256i) -> [__m256i; 2] {
     let &[low, high, mantissa, exponents, special, to_subnormal, to_special, or, places] = tables;
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: the processor has AVX2.
     unsafe {
         let zero = _mm256_setzero_si256();
         let exponent = _mm256_and_si256(codes, exponents);

@@ -69,7 +69,7 @@ impl CodeParts {
         (0..=u8::MAX).all(same).then_some(parts)
     }
 
-    /// Widens one code.
+    /// Widens a code.
     pub(crate) fn of(&self, code: u8) -> u16 {
         let is_special = code & self.special == self.special;
         let exponent = if is_special { 0 } else { code & self.exponent };
@@ -100,7 +100,7 @@ impl BytePlanes {
         Self { planes, parts: None }
     }
 
-    /// Number of one byte.
+    /// The number that a byte stands for.
     pub(crate) fn of(&self, byte: u8) -> u16 {
         let [low, high] = &self.planes;
         u16::from_le_bytes([low[usize::from(byte)], high[usize::from(byte)]])

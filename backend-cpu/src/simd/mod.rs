@@ -46,7 +46,7 @@ use arithmetic;
 
 /// A kernel: what [`Simd::run`] compiles for one instruction set.
 pub(crate) trait Op<S: Simd> {
-    /// Runs it. Implementations are `#[inline(always)]`.
+    /// Runs the kernel. Implementations are `#[inline(always)]`.
     fn call(self, simd: S);
 }
 
@@ -152,7 +152,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn interleave_bf16(self, low: *const u16, high: *const u16, to: *mut f32) -> bool {
         let mut is_moderate = true;
         for col in 0..Self::PANEL {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: PANEL bf16 are readable at `low` and at `high`, PANEL f32
+            // writable at `to`.
             unsafe {
                 let (low, high) = (low.add(col).read_unaligned(), high.add(col).read_unaligned());
                 is_moderate &= low & 0x7fff < LARGE_BF16 && high & 0x7fff < LARGE_BF16;
@@ -171,7 +172,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let vector = 4 * Self::LANES;
         let whole = if Self::WIDENS_CODES && Self::widens(to_wide) { count / vector * vector } else { 0 };
         let tables = self.tables(to_wide);
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: they are readable at `from`, and as many u16 writable at `to`,
+        // aligned or not.
         unsafe {
             for at in (0..whole).step_by(vector) {
                 let [first, second] = self.widen_codes(&tables, self.load_codes(from.add(at)));
@@ -244,7 +246,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn transpose(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
         for r in 0..Self::LANES {
             for c in 0..Self::LANES {
-                // SAFETY: the caller's promise.
+                // SAFETY: promised by the caller: the block is readable at `from` and writable at `to`.
                 unsafe { *to.add(c * to_step + r) = *from.add(r * from_step + c) };
             }
         }
@@ -256,14 +258,14 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// As for [`transpose`](Self::transpose).
     #[inline(always)]
     unsafe fn transpose_left(self, from: *const f32, from_step: usize, to: *mut f32, to_step: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `transpose_left`.
         unsafe { self.transpose(from, from_step, to, to_step) };
     }
 
-    /// Before the first [`tile_step`](Self::tile_step) of a thread's task.
+    /// Prepares the tile unit, before the first [`tile_step`](Self::tile_step) of a thread's task.
     fn enter_tiles(self) {}
 
-    /// After the last one.
+    /// Releases the tile unit, after the last [`tile_step`](Self::tile_step) of a thread's task.
     fn leave_tiles(self) {}
 
     /// Sets the accumulators, a block of 32 x 32, to 0.
@@ -337,7 +339,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         let _ = (lower, c);
     }
 
-    /// [`math::exp2_coarse`], or what keeps its promises in fewer instructions.
+    /// [`math::exp2_coarse`], or a shorter sequence of instructions within its error.
     #[inline(always)]
     fn exp2_coarse(self, x: Self::V) -> Self::V {
         math::exp2_coarse(self, x)
@@ -349,7 +351,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         acc
     }
 
-    /// Both rounded to bf16: the lanes of `first`, then those of `second`, two to a lane.
+    /// Rounds both to bf16: the lanes of `first`, then those of `second`, two to a lane.
     fn pack_bf16(self, first: Self::V, second: Self::V) -> Self::V {
         let _ = second;
         first
@@ -372,11 +374,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// They are readable at `from`, aligned or not.
     unsafe fn load_codes(self, from: *const u8) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: they are readable at `from`, aligned or not.
         unsafe { self.load(from.cast()) }
     }
 
-    /// Whether [`widen_codes`](Self::widen_codes) can be right for these numbers.
+    /// Whether [`widen_codes`](Self::widen_codes) is right for these tables.
     fn widens(planes: &BytePlanes) -> bool {
         planes.is_odd()
     }

@@ -33,7 +33,7 @@ pub(crate) trait Between<S: Simd> {
     fn go_on(&mut self, s: S);
 }
 
-/// Nothing to do.
+/// An epilogue that does nothing.
 pub(crate) struct Nothing;
 
 impl<S: Simd> Between<S> for Nothing {
@@ -49,7 +49,7 @@ impl TileProduct {
     #[inline(always)]
     pub(crate) unsafe fn run<S: Simd>(&self, s: S, between: &mut impl Between<S>) {
         let (mut a, mut b) = (self.a, self.b);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `run`.
         unsafe {
             if self.add {
                 s.tile_load(self.c, self.c_row);

@@ -40,7 +40,7 @@ fn transposes<S: Simd>(s: S) {
         for (at, &found) in to.iter().enumerate() {
             let (c, r) = (at / TO_STEP, at % TO_STEP);
             let inside = c < S::LANES && r < S::LANES;
-            // The right half may be there too.
+            // An element of the block, or of its right half, which may be computed too.
             if !inside || c < columns {
                 let wanted = if inside { from[r * FROM_STEP + c] } else { -1.0 };
                 assert_eq!(found, wanted, "row {r}, column {c}, left: {left}");
@@ -132,7 +132,7 @@ impl<S: Simd> Op<S> for Sums<'_> {
     }
 }
 
-/// To the bit: a key's score must not depend on how many keys its sum was taken with.
+/// Sums are equal to the bit: a key's score must not depend on how many keys its sum was taken with.
 fn sums_of_several_are_sums<S: Simd>(s: S) {
     let of: [f32; 64] = std::array::from_fn(|i| ((i * 37 % 64) as f32 - 20.3).powi(3) * 1.234_567);
     let (mut four, mut sixteen, mut single, mut largest) = ([0.0; 4], [[0.0; 4]; 4], [0.0; 4], 0.0);

@@ -17,7 +17,7 @@ pub(crate) fn cpuid(leaf: u32, part: u32) -> CpuidResult {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
 
-/// AVX-512 F (and what [`Avx2`] has): sixteen lanes, thirty-two registers.
+/// AVX-512 F on top of [`Avx2`]: sixteen lanes, thirty-two registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512(pub(super) ());
 
@@ -422,7 +422,7 @@ macro_rules! byte_methods {
     };
 }
 
-/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) add to those.
+/// Methods that [`Avx512Bf16`] and [`Amx`](super::Amx) have beside those of AVX-512.
 macro_rules! bf16_methods {
     () => {
         const BF16_DOT: bool = true;
@@ -514,7 +514,7 @@ impl Simd for Avx512Vbmi {
 }
 
 impl Simd for Avx512Bf16 {
-    // On AMD they do. Where an Intel processor is to use them, its user has named them.
+    // Dot products outrun FMAs on AMD. An Intel processor uses them only if its user names them.
     const DOTS_OUTRUN_FMAS: bool = true;
     avx512_methods!(Avx512Bf16, "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vbmi,avx512bf16");
     byte_methods!(look_up);

@@ -1,4 +1,4 @@
-//! Types of elements, settled before the loops over them.
+//! Element types as Rust types, so that loops over elements are compiled for one type each.
 
 use fmha_core::DType;
 use fmha_core::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
@@ -23,7 +23,7 @@ pub(crate) fn fp8_table(dtype: DType) -> &'static [f32; 256] {
     }
 }
 
-/// A type of elements, settled before the loops over them.
+/// An element type as a Rust type, so that loops over elements are compiled for one type each.
 pub(crate) trait Elem: Copy {
     const BYTES: usize;
     /// # Safety
@@ -44,7 +44,7 @@ pub(crate) trait Elem: Copy {
     /// Two whole vectors of elements are readable there.
     #[inline(always)]
     unsafe fn unit<S: Simd>(self, s: S, at: *const u8) -> [S::V; 2] {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: two whole vectors of elements are readable there.
         unsafe { [self.vector(s, at), self.vector(s, at.add(S::LANES * Self::BYTES))] }
     }
 }
@@ -67,13 +67,13 @@ macro_rules! vector_elem {
 
             #[inline(always)]
             unsafe fn one(self, at: *const u8) -> f32 {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `one`.
                 $one(unsafe { at.cast::<$bits>().read_unaligned() })
             }
 
             #[inline(always)]
             unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `vector`.
                 unsafe { s.$vector(at.cast()) }
             }
         }
@@ -90,7 +90,7 @@ impl Elem for OfBf16 {
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise; so for the two below.
+        // SAFETY: the caller keeps the contract of `one`; so for the two below.
         bf16::from_bits(unsafe { at.cast::<u16>().read_unaligned() }).to_f32()
     }
 
@@ -112,14 +112,14 @@ impl Elem for OfFp8 {
 
     #[inline(always)]
     unsafe fn one(self, at: *const u8) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `one`.
         self.0[usize::from(unsafe { at.read() })]
     }
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
         let mut lanes = [0.0; 16];
-        // SAFETY: the caller's promise; no vector has more than sixteen lanes.
+        // SAFETY: the caller keeps the contract of `vector`; no vector has more than sixteen lanes.
         unsafe {
             for (i, lane) in lanes[..S::LANES].iter_mut().enumerate() {
                 *lane = self.one(at.add(i));

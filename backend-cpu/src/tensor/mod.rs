@@ -19,7 +19,7 @@ pub(crate) struct Source {
 
 // SAFETY: only ever read, and the argument check's borrow outlives every thread of a run.
 unsafe impl Send for Source {}
-// SAFETY: as above.
+// SAFETY: only ever read, and the argument check's borrow outlives every thread of a run.
 unsafe impl Sync for Source {}
 
 /// A tensor that is written, each element by one thread.
@@ -32,7 +32,7 @@ pub(crate) struct Target {
 
 // SAFETY: threads write disjoint elements (strides are injective, tasks are disjoint).
 unsafe impl Send for Target {}
-// SAFETY: as above.
+// SAFETY: threads write disjoint elements (strides are injective, tasks are disjoint).
 unsafe impl Sync for Target {}
 
 /// One head of one sequence of a tensor: rows and columns.
@@ -116,7 +116,7 @@ impl Target {
     /// The row is inside the tensor, and no other thread writes it.
     pub(crate) unsafe fn write_strided(&self, batch: u32, seq: u32, head: u32, values: &[f32]) {
         if self.strides.dim == 1 || values.len() <= 1 {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: the row is inside the tensor, and no other thread writes it.
             return unsafe { self.write_row(batch, seq, head, 0, values) };
         }
         for (d, value) in values.iter().enumerate() {
@@ -128,7 +128,7 @@ impl Target {
         }
     }
 
-    /// Where a row's column `first` is.
+    /// Address of column `first` of a row.
     #[inline(always)]
     pub(crate) fn row_ptr(&self, batch: u32, seq: u32, head: u32, first: u32) -> *mut u8 {
         let offset = self.strides.offset(batch, seq, head, 0) + i64::from(first);
@@ -141,8 +141,8 @@ impl Target {
     /// The row is inside the tensor, and no other thread writes it.
     pub(crate) unsafe fn write_row(&self, batch: u32, seq: u32, head: u32, first: u32, values: &[f32]) {
         let to = self.row_ptr(batch, seq, head, first);
-        // SAFETY: the caller's promise; the output check says that columns are one element apart and
-        // that elements are aligned.
+        // SAFETY: the caller keeps the contract of `write_row`; the output check says that columns are one
+        // element apart and that elements are aligned.
         unsafe {
             match self.dtype {
                 DType::F32 => std::ptr::copy_nonoverlapping(values.as_ptr(), to.cast::<f32>(), values.len()),
@@ -202,7 +202,7 @@ impl Matrix {
     /// It is inside the tensor.
     #[inline(always)]
     pub(crate) unsafe fn get(&self, row: usize, col: usize) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: it is inside the tensor.
         of_type!(self.dtype, elem => unsafe { elem.one(self.at(row, col)) })
     }
 
@@ -227,7 +227,7 @@ impl Matrix {
         to: *mut f32,
         capacity: usize,
     ) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `gather`.
         of_type!(self.dtype, elem => unsafe { self.gather_of(elem, s, rows, cols, factor, to, capacity) })
     }
 
@@ -295,7 +295,7 @@ impl Matrix {
         to: *mut f32,
         stride: usize,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `gather_rows`.
         of_type!(self.dtype, elem => unsafe { self.gather_rows_of(elem, s, rows, cols, factor, to, stride) });
     }
 

@@ -8,7 +8,7 @@ use crate::simd::Simd;
 impl Matrix {
     #[inline(always)]
     unsafe fn bits(&self, row: usize, col: usize) -> u32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `bits`.
         unsafe { u32::from(self.at(row, col).cast::<u16>().read_unaligned()) }
     }
 
@@ -16,9 +16,9 @@ impl Matrix {
     #[inline(always)]
     unsafe fn column_pair(&self, row: usize, unit: usize, cols: usize) -> f32 {
         let col = 2 * unit;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `column_pair`.
         let high = if col + 1 < cols { unsafe { self.bits(row, col + 1) } } else { 0 };
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `column_pair`.
         f32::from_bits(unsafe { self.bits(row, col) } | high << 16)
     }
 

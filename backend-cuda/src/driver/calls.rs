@@ -61,7 +61,7 @@ unsafe impl Driver for Device {
     }
 
     unsafe fn launch(kernel: &Kernel, grid: Grid, arguments: &mut [*mut c_void], stream: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { kernel.launch(grid, arguments, stream) }
     }
 }

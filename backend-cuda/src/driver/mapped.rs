@@ -53,7 +53,7 @@ impl Mapped {
         let first = base + granule as u64;
         let address = if at_end { (first + mapped_bytes - bytes) / ALIGN * ALIGN } else { first };
         let device = Arc::clone(device);
-        // From here on, a drop releases all that exists.
+        // A drop releases from here on whatever exists.
         let mut mapped = Self { device, base, granule: granule as u64, mapped_bytes, handle: None, address };
         let mut handle = 0;
         call!(cuMemCreate(&raw mut handle, mapped_bytes as usize, &raw const prop, 0))?;

@@ -112,7 +112,7 @@ pub(crate) struct MemAllocationProp {
     pub(crate) handle_types: c_int,
     pub(crate) location: MemLocation,
     pub(crate) win32_metadata: Handle,
-    /// Neither compressed nor for remote access.
+    /// Flags of the allocation; zeros: neither compressed nor for remote access.
     pub(crate) flags: [c_uchar; 8],
 }
 

@@ -56,12 +56,12 @@ fn what_is_freed_or_destroyed_is_gone() {
     let copies = |address: u64| unsafe { device.read(address as *const u8, &mut [0; 64]) };
     let address = device.alloc(64).unwrap();
     copies(address).unwrap();
-    // SAFETY: as above.
+    // SAFETY: the double knows its addresses and handles from all others, here and below.
     unsafe { device.free(address) };
     assert!(copies(address).is_err());
 
     let (stream, event) = (device.create_stream().unwrap(), device.create_event().unwrap());
-    // SAFETY: as above.
+    // SAFETY: the double knows its addresses and handles from all others, here and below.
     unsafe {
         device.synchronize(stream).unwrap();
         device.record_event(event, stream).unwrap();

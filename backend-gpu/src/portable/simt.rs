@@ -71,7 +71,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
         let mut masks = mask_data_params(call.problem, &call.args.masks);
@@ -112,7 +112,7 @@ impl<V: Vendor> Kernel<ValidBwd, V> for SimtBwd {
         let refuse = |text: String| Refusal::new(NAME, text);
         let (rows, spec) = (BwdRows::of(problem), BwdSpec::of(problem));
         let launch = |at, kernel, rows| facts.row_launch(at, kernel, &spec, [rows, 0]).map_err(refuse);
-        // Nothing is padded: a block is a row.
+        // A block is one row, so nothing is padded.
         let workspace = BwdWorkspace::new(problem, 1, None, 0)
             .and_then(|workspace| workspace.with_captured(problem, rows.queries.min(MOST_SHARES)))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;

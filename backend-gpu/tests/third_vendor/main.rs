@@ -24,7 +24,7 @@ use fmha_gpu::{
     RowKernel, Stage, Steps, Tiles, Toolchain, Vendor, deterministic_rows,
 };
 
-/// Parameters of one of its kernels.
+/// Parameters of this vendor's kernel.
 #[repr(C)]
 struct Params {
     at: *mut f32,
@@ -84,7 +84,7 @@ unsafe impl Driver for Toy {
     }
 
     unsafe fn upload(&self, bytes: &[u8], to: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `upload`.
         unsafe { (to as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -123,13 +123,13 @@ impl Queues for Toy {
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
         self.add(format!("zero {bytes} on {stream}"));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `zero`.
         unsafe { address.write_bytes(0, bytes as usize) };
         Ok(())
     }
 
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `read`.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };
         Ok(())
     }
@@ -342,7 +342,7 @@ impl Kernel<ValidFwd, Third> for Staged {
     }
 }
 
-/// Adds 7 to O wherever it lies.
+/// A slow kernel that takes any address: it adds 7 to O.
 #[derive(Clone, Copy)]
 struct Slow;
 

@@ -158,7 +158,7 @@ fn a_kernel_tells_that_it_is_compiled_once_and_found_afterwards() {
     assert_eq!(found, [(Level::Debug, words)]);
 }
 
-/// Seconds of a tile are those that it names.
+/// A timer whose seconds a tile's fields name.
 struct Named;
 
 impl Timer for Named {

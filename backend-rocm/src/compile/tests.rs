@@ -1,4 +1,5 @@
-//! Both compilers without the cache: an installed clang, and the emulator's hipRTC, which also calls one.
+//! Tests of both compilers without the cache: an installed clang, and the emulator's hipRTC, which also calls
+//! one.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -111,7 +111,7 @@ impl Queues for Driver {
 
     unsafe fn destroy_stream(&self, stream: u64) -> Result<()> {
         let _selected = self.select()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `destroy_stream`.
         let status = unsafe { (self.hip.hipStreamDestroy)(stream as Handle) };
         self.check("hipStreamDestroy", status)
     }
@@ -123,14 +123,14 @@ impl Queues for Driver {
             let status = unsafe { (self.hip.hipDeviceSynchronize)() };
             return self.check("hipDeviceSynchronize", status);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `synchronize`.
         let status = unsafe { (self.hip.hipStreamSynchronize)(stream as Handle) };
         self.check("hipStreamSynchronize", status)
     }
 
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
         let _selected = self.select()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `zero`.
         let status =
             unsafe { (self.hip.hipMemsetAsync)(address.cast(), 0, bytes as usize, stream as Handle) };
         self.check("hipMemsetAsync", status)
@@ -155,7 +155,7 @@ impl Queues for Driver {
 
     unsafe fn destroy_event(&self, event: u64) {
         if let Some(destroy) = self.hip.hipEventDestroy {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `destroy_event`.
             unsafe { destroy(event as Handle) };
         }
     }
@@ -163,21 +163,21 @@ impl Queues for Driver {
     unsafe fn record_event(&self, event: u64, stream: u64) -> Result<()> {
         let _selected = self.select()?;
         let record = optional!(self, hipEventRecord)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `record_event`.
         self.check("hipEventRecord", unsafe { record(event as Handle, stream as Handle) })
     }
 
     unsafe fn wait_event(&self, stream: u64, event: u64) -> Result<()> {
         let _selected = self.select()?;
         let wait = optional!(self, hipStreamWaitEvent)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `wait_event`.
         self.check("hipStreamWaitEvent", unsafe { wait(stream as Handle, event as Handle, 0) })
     }
 
     unsafe fn synchronize_event(&self, event: u64) -> Result<()> {
         let _selected = self.select()?;
         let synchronize = optional!(self, hipEventSynchronize)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `synchronize_event`.
         self.check("hipEventSynchronize", unsafe { synchronize(event as Handle) })
     }
 
@@ -185,7 +185,7 @@ impl Queues for Driver {
         let _selected = self.select()?;
         let elapsed = optional!(self, hipEventElapsedTime)?;
         let mut milliseconds = 0.0f32;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `seconds_between`.
         let status = unsafe { elapsed(&raw mut milliseconds, start as Handle, stop as Handle) };
         self.check("hipEventElapsedTime", status)?;
         Ok(f64::from(milliseconds) * 1e-3)
@@ -200,7 +200,7 @@ impl Queues for Driver {
         let Some(is_capturing) = self.hip.hipStreamIsCapturing else { return Ok(false) };
         let _selected = self.select()?;
         let mut status = CAPTURE_STATUS_NONE;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `is_capturing`.
         let said = unsafe { is_capturing(stream as Handle, &raw mut status) };
         self.check("hipStreamIsCapturing", said)?;
         Ok(status != CAPTURE_STATUS_NONE)
@@ -215,7 +215,7 @@ impl Queues for Driver {
             optional!(self, hipGraphDestroy)?,
         );
         let stream = stream as Handle;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `capture`.
         self.check("hipStreamBeginCapture", unsafe { begin(stream, CAPTURE_MODE) })?;
         let queued = queue();
         let mut graph: Handle = std::ptr::null_mut();
@@ -235,13 +235,13 @@ impl Queues for Driver {
     unsafe fn replay(&self, graph: u64, stream: u64) -> Result<()> {
         let _selected = self.select()?;
         let launch = optional!(self, hipGraphLaunch)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `replay`.
         self.check("hipGraphLaunch", unsafe { launch(graph as Handle, stream as Handle) })
     }
 
     unsafe fn destroy_graph(&self, graph: u64) {
         if let Some(destroy) = self.hip.hipGraphExecDestroy {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `destroy_graph`.
             unsafe { destroy(graph as Handle) };
         }
     }

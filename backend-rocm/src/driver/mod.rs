@@ -23,9 +23,9 @@ pub(crate) struct Driver {
 /// Properties of a device, from the driver.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceInfo {
-    /// Such as `AMD Instinct MI300X`.
+    /// Name of the device, such as `AMD Instinct MI300X`.
     pub(crate) name: String,
-    /// Such as `gfx942:sramecc+:xnack-`.
+    /// Architecture with features, such as `gfx942:sramecc+:xnack-`.
     pub(crate) gcn_arch_name: String,
     pub(crate) num_compute_units: u32,
     /// HIP's own number, 0 where it has none.
@@ -171,7 +171,7 @@ pub(crate) struct Function {
 
 // SAFETY: handles of the driver, which is thread-safe; nothing here is changed after loading.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: handles of the driver, which is thread-safe; nothing here is changed after loading.
 unsafe impl Sync for Function {}
 
 impl Drop for Function {
@@ -191,7 +191,7 @@ pub(crate) unsafe fn owned(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller promised that `text` is null or a C string.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 

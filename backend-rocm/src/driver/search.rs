@@ -28,7 +28,7 @@ pub(crate) fn hip() -> Result<Hip, Error> {
     first(&system(&HIP), Hip::resolve)
 }
 
-/// libhiprtc, from the same places.
+/// Finds libhiprtc in the folders where [`hip`] looks.
 ///
 /// # Errors
 /// As [`hip`].

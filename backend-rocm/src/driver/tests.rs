@@ -31,7 +31,7 @@ fn memory_that_was_given_back_is_gone() {
     // SAFETY: the double knows its addresses from all others.
     let read = || unsafe { driver.read(address as *const u8, &mut [0; 64]) };
     assert!(read().is_ok());
-    // SAFETY: as above.
+    // SAFETY: the double knows its addresses from all others.
     unsafe { driver.free(address) };
     assert!(read().unwrap_err().to_string().starts_with("hipMemcpyDtoH failed with 1:"));
 }
@@ -60,7 +60,7 @@ fn what_was_destroyed_and_modules_that_were_dropped_are_gone() {
     let function = Driver::load(&driver, &code, "fmha_kernel").unwrap();
     let gone = function.module;
     let mut found: Handle = std::ptr::null_mut();
-    // SAFETY: as above.
+    // SAFETY: the double looks every handle up.
     let mut find = || unsafe { (hip.hipModuleGetFunction)(&raw mut found, gone, c"fmha_kernel".as_ptr()) };
     assert_eq!(find(), 0);
     drop(function);

@@ -219,7 +219,8 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
         main_loop(&file).into_iter().filter(|text| !text.starts_with("global_load")).collect();
     std::fs::remove_file(&file).unwrap();
     let passes = passes(arch, &step);
-    // What the strictest wait of the step leaves under way: of K and V apart the other's tile, of latent rows nothing.
+    // Number of loads that the strictest wait of a step leaves under way: one tile of K or V, or none for
+    // latent rows.
     let left =
         step.iter().filter_map(|text| text.split_once("vmcnt(")?.1.split(')').next()?.parse::<u32>().ok());
     let loads_beside = left.min().unwrap_or(0);

@@ -43,11 +43,11 @@ macro_rules! lattice {
 /// # Safety
 /// As [`Pointed::read`].
 pub(crate) unsafe fn call(planned: &FmhaCall, pointed: &Pointed, given: &FmhaCall) -> Result<()> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call`.
     unsafe { call_of_rows(planned, pointed, given, true) }
 }
 
-/// As [`call`], of a rank that has queries or, of a whole that has some, none.
+/// Does what [`call`] does for a rank that may have no queries of a whole that has some.
 ///
 /// # Safety
 /// As [`call`].
@@ -129,12 +129,12 @@ pub(crate) unsafe fn call_of_rows(
     );
     number!(planned, dtype_qk, dtype_v, dtype_o, dtype_bias);
     number!(planned, v_layout, alibi_per_batch, descale_per_tensor, reserved);
-    // By value: -0 drops as little as 0.
+    // Comparison by value: -0 drops as little as 0.
     if *p_drop != planned.p_drop {
         return Err(differs("p_drop", p_drop, &planned.p_drop).into());
     }
     presence!(planned, cu_seqlens_q, cu_seqlens_k, sink, scale_o);
-    // What has no elements may be null, and not null, in any run.
+    // A tensor without elements may be null in one run and not null in another.
     let no_sequences = *batch == 0;
     if !no_sequences {
         presence!(planned, seqused_q, seqused_k);
@@ -155,19 +155,20 @@ pub(crate) unsafe fn call_of_rows(
         presence!(planned, keep_mask);
         presence("bias.data", bias.data, planned.bias.data)?;
     }
-    // With pages `totals` asks for the table, unless it has no entries.
+    // A plan with pages needs the table, unless the table has no entries.
     if *page_size == 0 {
         presence!(planned, block_table);
     }
     lattice!(planned, q, k, v, o, bias);
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     let (softmax_scale, softcap, gradients, cache, part) = unsafe {
         let (scale, cap) = (given.softmax_scale.as_ref(), given.softcap.as_ref());
         (scale, cap, given.gradients.as_ref(), given.cache.as_ref(), given.part.as_ref())
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     if unsafe { !pointed.spells_mask_of(given) } {
-        // SAFETY: passed on. Another spelling of the same mask is the same.
+        // SAFETY: the caller keeps the contract of `call_of_rows`. Another spelling of the same mask is the
+        // same.
         let mask = unsafe { host::mask(given)? };
         if mask != pointed.mask {
             return Err(differs("mask", &mask, &pointed.mask).into());
@@ -179,7 +180,7 @@ pub(crate) unsafe fn call_of_rows(
         self::gradients(planned, given, no_rows, no_scores)
     })?;
     both("part", part, pointed.part.as_ref(), self::part)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `call_of_rows`.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
     // SAFETY: passed on.
     let lists = unsafe { given.lists.as_ref() };
@@ -192,7 +193,7 @@ pub(crate) unsafe fn call_of_rows(
 /// Two numbers of host memory, which are there or not alike.
 #[inline]
 fn optional(field: &'static str, given: Option<f32>, planned: Option<f32>) -> Result<()> {
-    // By value: -0 is 0. What no number equals was refused with the plan.
+    // Comparison by value: -0 equals 0. NaN was refused with the plan.
     if given == planned {
         return Ok(());
     }
@@ -301,7 +302,7 @@ fn gradients(planned: &FmhaGradients, given: &FmhaGradients, no_rows: bool, no_s
     Ok(())
 }
 
-/// As [`call`], for combine.
+/// Checks a combine call against its plan, as [`call`] does for attention.
 pub(crate) fn combine(
     planned: &FmhaCombine,
     planned_part: &FmhaPartial,

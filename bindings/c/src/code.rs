@@ -14,7 +14,7 @@ use crate::host::{c_str, dtype, none, size, struct_bytes, text};
 use crate::plan::Memory;
 use crate::structs::{FMHA_MAX_RANK, FmhaCall, FmhaCaptured, FmhaCode};
 
-/// What a call's [`FmhaCode`] points to.
+/// Memory that a call's [`FmhaCode`] points to.
 #[derive(Clone, Debug)]
 pub(crate) struct PointedCode {
     score: Option<Function>,
@@ -28,14 +28,14 @@ impl PointedCode {
     /// Texts and names are null or C strings, `captured` is null or as many as the struct says.
     pub(crate) unsafe fn read(code: &FmhaCode) -> Result<Self> {
         struct_bytes::<FmhaCode>(code.struct_bytes)?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         let (score, mask) = unsafe { (function("score", code.score)?, function("mask", code.mask)?) };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         let texts = unsafe { [code.score, code.mask].map(|text| c_str(text).map(CStr::to_owned)) };
         let mut captured: Vec<(CString, FmhaCaptured)> = vec![];
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         for (at, given) in unsafe { listed(code)? }.iter().enumerate() {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the contract of `read`.
             let Some(name) = (unsafe { c_str(given.name) }) else {
                 return refused(format!("captured[{at}].name is null"));
             };
@@ -135,7 +135,7 @@ impl PointedCode {
 /// # Safety
 /// `given` is null or a C string.
 unsafe fn function(field: &'static str, given: *const c_char) -> Result<Option<Function>> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `function`.
     let Some(text) = (unsafe { text(field, given)? }) else { return Ok(None) };
     match text.parse() {
         Ok(function) => Ok(Some(function)),
@@ -180,11 +180,12 @@ pub(crate) unsafe fn agree(given: Option<&FmhaCode>, planned: Option<&PointedCod
     struct_bytes::<FmhaCode>(given.struct_bytes)?;
     let functions = [&planned.score, &planned.mask];
     for (at, (field, given)) in [("score", given.score), ("mask", given.mask)].into_iter().enumerate() {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `agree`.
         if unsafe { c_str(given) } == planned.texts[at].as_deref() {
             continue;
         }
-        // SAFETY: passed on. Another spelling of the same function is the same.
+        // SAFETY: the caller keeps the contract of `agree`. Another spelling of the same function is the
+        // same.
         let given = unsafe { function(field, given)? };
         if given != *functions[at] {
             let word = |function: &Option<Function>| {
@@ -197,9 +198,9 @@ pub(crate) unsafe fn agree(given: Option<&FmhaCode>, planned: Option<&PointedCod
     if given.num_captured != count {
         return Err(differs("num_captured", &given.num_captured, &count).into());
     }
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `agree`.
     for ((name, planned), given) in planned.captured.iter().zip(unsafe { listed(given)? }) {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `agree`.
         unsafe { agree_captured(name, planned, given)? };
     }
     Ok(())
@@ -212,7 +213,7 @@ unsafe fn agree_captured(name: &CStr, planned: &FmhaCaptured, given: &FmhaCaptur
         let text = format!("captured {}.{what} {given} is not the plan's {planned}", name.to_string_lossy());
         Err(ProblemError::new("captured", text).into())
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `agree_captured`.
     let given_name = unsafe { c_str(given.name) };
     if given_name != Some(name) {
         let given_name = given_name.map_or("null".into(), CStr::to_string_lossy);
@@ -250,7 +251,7 @@ unsafe fn agree_captured(name: &CStr, planned: &FmhaCaptured, given: &FmhaCaptur
     Ok(())
 }
 
-/// What a run captures, in the order of its problem.
+/// Arguments that a run captures, in the order of its problem.
 #[derive(Debug, Default)]
 pub(crate) struct CapturedArgs<'a> {
     tensors: Vec<DevSlice<'a>>,
@@ -268,26 +269,28 @@ impl<'a> CapturedArgs<'a> {
 }
 
 impl Memory {
-    /// What a call that agrees with its plan captures.
+    /// Arguments that a call captures, once the call agrees with its plan.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
     pub(crate) unsafe fn captured<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> CapturedArgs<'a> {
         let mut args = CapturedArgs::default();
-        // SAFETY: passed on; its list was read when it was held to the plan's.
+        // SAFETY: the caller keeps the contract of `captured`; its list was read when it was held to the
+        // plan's.
         let Some(code) = (unsafe { call.code.as_ref() }) else { return args };
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `captured`; its list was read when it was held to the
+        // plan's.
         let given = unsafe { listed(code) }.unwrap_or_default();
         let tensors = given.iter().filter(|captured| !captured.data.is_null());
         for (tensor, captured) in problem.code.captured.iter().zip(tensors) {
             let Some(stored) = problem.code.stored(&tensor.name) else { continue };
             let bytes = tensor.extent_elems().saturating_mul(stored.size_bytes());
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the contract of `captured`.
             args.tensors.push(unsafe { self.read(captured.data.cast(), bytes, elem(stored)) });
         }
         for (name, kind) in problem.code.numbers() {
             let is_it = |captured: &&FmhaCaptured| {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `captured`.
                 let given = unsafe { c_str(captured.name) };
                 given.is_some_and(|given| given.to_bytes() == name.as_bytes())
             };
@@ -300,20 +303,20 @@ impl Memory {
         args
     }
 
-    /// Where the gradients of what is captured go.
+    /// Outputs for the gradients of captured tensors.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
     pub(crate) unsafe fn dcaptured<'a>(self, problem: &ValidBwd, call: &FmhaCall) -> Vec<DevSliceMut<'a>> {
-        // SAFETY: as in `captured`.
+        // SAFETY: the caller keeps the contract of `dcaptured`.
         let Some(code) = (unsafe { call.code.as_ref() }) else { return vec![] };
-        // SAFETY: as in `captured`.
+        // SAFETY: the caller keeps the contract of `dcaptured`.
         let given = unsafe { listed(code) }.unwrap_or_default();
         let wanted = given.iter().filter(|captured| !captured.grad.is_null());
         let sizes = problem.dcaptured.iter().zip(problem.captured_elems());
         let slice = |((grad, elems), captured): ((&CapturedGrad, u64), &FmhaCaptured)| {
             let bytes = elems.saturating_mul(grad.dtype.size_bytes());
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the contract of `dcaptured`.
             unsafe { self.write(captured.grad.cast(), bytes, grad.dtype) }
         };
         sizes.zip(wanted).map(slice).collect()

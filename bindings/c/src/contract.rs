@@ -18,7 +18,7 @@ use crate::{
 fn fields(debug: &str) -> Vec<(String, String)> {
     let (mut path, mut found) = (Vec::<String>::new(), Vec::new());
     for line in debug.lines().map(str::trim) {
-        // A function is its text, which declares what it captures.
+        // A function prints as its text between backquotes, whose colons separate captures and not fields.
         let pair = if line.starts_with('`') { None } else { line.split_once(": ") };
         let (name, value) = pair.unwrap_or(("", line));
         if matches!(value, "}" | "}," | ")" | ")," | "]" | "],") {
@@ -34,7 +34,7 @@ fn fields(debug: &str) -> Vec<(String, String)> {
     found
 }
 
-/// What each field held in any call.
+/// Values that each field had over all calls.
 #[derive(Default)]
 struct Seen(BTreeMap<String, BTreeSet<String>>);
 
@@ -55,13 +55,13 @@ impl Seen {
 
 // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_CACHE: FmhaCache = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_COMBINE: FmhaCombine = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
 const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
 
 /// Given, and never followed: a problem says whether a tensor is there, not what it holds.
@@ -201,9 +201,9 @@ fn parts() -> [FmhaPart; 2] {
     [of(1), of(2)]
 }
 
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_CAPTURE: FmhaCaptured = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_CODE: FmhaCode = unsafe { std::mem::zeroed() };
 
 /// A tensor of one axis, one of none, and a number.
@@ -282,13 +282,13 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let with_bias = with!(plain(), lse = there(), bias = tensor(1), dtype_bias = FMHA_F32, sink = there());
     for gradients in gradients() {
         let call = with!(with_bias, gradients = &raw const gradients);
-        // SAFETY: as above.
+        // SAFETY: host pointers are null or a static's; the others are not followed.
         let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
         seen.add("backward", &problem);
         for (score, captured) in gradients_of_captured() {
             let code = with!(codes(&captured)[1], score = score.as_ptr());
             let call = with!(call, code = &raw const code);
-            // SAFETY: as above.
+            // SAFETY: host pointers are null or a static's; the others are not followed.
             let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
             seen.add("backward", &problem);
         }
@@ -353,7 +353,7 @@ fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
         // SAFETY: its strings are null or C strings.
         seen.add("options", &unsafe { Choice::read(&raw const options).unwrap() }.plan);
     }
-    // One tile is tried.
+    // The tile's fields are left out: only one tile is tried.
     seen.0.retain(|path, _| !path.starts_with("options.tile."));
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");

@@ -1,4 +1,4 @@
-//! From the C structs to problems: everything that lies in host memory is read here, at the plan.
+//! Conversion of the C structs to problems: everything that lies in host memory is read here, at the plan.
 
 use std::ffi::{CStr, CString, c_char};
 
@@ -16,7 +16,7 @@ use crate::structs::{
     FmhaCombine, FmhaGradients, FmhaLists, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
-/// What a call points to in host memory.
+/// Host memory that a call points to.
 #[derive(Clone, Debug)]
 pub(crate) struct Pointed {
     pub(crate) mask: MaskSpec,
@@ -40,26 +40,26 @@ impl Pointed {
         if let Some(gradients) = &gradients {
             struct_bytes::<FmhaGradients>(gradients.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let cache = unsafe { call.cache.as_ref() }.copied();
         if let Some(cache) = &cache {
             struct_bytes::<FmhaCache>(cache.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let part = unsafe { call.part.as_ref() }.copied();
         if let Some(part) = &part {
             struct_bytes::<FmhaPart>(part.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let lists = unsafe { call.lists.as_ref() }.copied();
         if let Some(lists) = &lists {
             struct_bytes::<FmhaLists>(lists.struct_bytes)?;
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
-        // SAFETY: as above.
+        // SAFETY: the caller promised each of them.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
         Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, lists })
@@ -71,7 +71,7 @@ impl Pointed {
     /// `mask` is null or a C string.
     #[inline]
     pub(crate) unsafe fn spells_mask_of(&self, call: &FmhaCall) -> bool {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `spells_mask_of`.
         unsafe { c_str(call.mask) == self.mask_text.as_deref() }
     }
 
@@ -186,14 +186,14 @@ impl Pointed {
 /// # Safety
 /// `mask` is null or a C string.
 pub(crate) unsafe fn mask(call: &FmhaCall) -> Result<MaskSpec, ProblemError> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `mask`.
     match unsafe { text("mask", call.mask)? } {
         None => Ok(MaskSpec::NONE),
         Some(mask) => mask.parse(),
     }
 }
 
-/// A problem with what `FmhaCache` adds to it.
+/// The problem with the cache's use by `FmhaCache`.
 fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
     let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
     let packed = !cache.cu_seqlens_new.is_null();
@@ -371,7 +371,7 @@ pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<Combine
         .merge(merge(call.merge)?))
 }
 
-/// What `FmhaOptions` say.
+/// Device, kernel, tile and promises that `FmhaOptions` asks for.
 #[derive(Debug, Default)]
 pub(crate) struct Choice {
     pub(crate) backend: Option<Backend>,
@@ -384,7 +384,7 @@ impl Choice {
     /// # Safety
     /// `options` is null or options whose strings are null or C strings.
     pub(crate) unsafe fn read(options: *const FmhaOptions) -> Result<Self> {
-        // SAFETY: the caller promised it.
+        // SAFETY: promised by the caller: `options` is null or options whose strings are null or C strings.
         let Some(options) = (unsafe { options.as_ref() }) else { return Ok(Self::default()) };
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
         none("reserved", options.reserved)?;
@@ -431,7 +431,7 @@ pub(crate) unsafe fn text<'a>(
     field: &'static str,
     pointer: *const c_char,
 ) -> Result<Option<&'a str>, ProblemError> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `text`.
     let Some(text) = (unsafe { c_str(pointer) }) else { return Ok(None) };
     text.to_str().map(Some).map_err(|_| ProblemError::new(field, format!("{field} {text:?} is not UTF-8")))
 }
@@ -476,7 +476,7 @@ fn layouts(call: &FmhaCall, lists: Option<&FmhaLists>) -> Result<(QLayout, KvLay
     Ok((q, kv))
 }
 
-/// Rows and pages, each there iff the layout has it.
+/// Totals of a call: rows where the layout is packed, pages where it is paged.
 #[inline]
 pub(crate) fn totals(
     call: &FmhaCall,
@@ -577,7 +577,7 @@ pub(crate) fn size(field: &'static str, value: i64) -> Result<u32, ProblemError>
     u32::try_from(value).map_err(|_| ProblemError::new(field, format!("{field} {value} is not in 0..2^32")))
 }
 
-/// Where the dropout generator of a run stands, if the run says so.
+/// The dropout generator's position for a run, if the run has one.
 pub(crate) fn seed(call: &FmhaCall) -> Result<Option<DropoutSeed>, ProblemError> {
     let at = DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
     Ok(flag("dropout_seeded", call.dropout_seeded)?.then_some(at))

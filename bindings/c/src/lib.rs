@@ -28,7 +28,7 @@ pub use plan::FmhaPlan;
 pub use ranks::*;
 pub use structs::*;
 
-/// What a call gives here: the library's error where none is named.
+/// Result of this library's functions, with the library's error by default.
 type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The device of a call, opened once: its kernels stay loaded from plan to plan.
@@ -79,12 +79,12 @@ unsafe fn make_plan<C>(
     guard(|| {
         not_null("call", call)?;
         not_null("plan", plan)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         let made = unsafe {
             let choice = Choice::read(options)?;
             make(&open(choice.backend.as_ref())?, &*call, &choice)?
         };
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
@@ -99,11 +99,11 @@ unsafe fn make_plan<C>(
 /// # Safety
 /// As `fmha_plan`; no memory of a device is read.
 pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `check`.
     unsafe { FmhaPlan::check(call) }.map_err(|error| error.to_string())
 }
 
-/// As [`check`], for merging partial results.
+/// Checks a merge of partial results, as [`check`] does for attention.
 ///
 /// # Errors
 /// As [`check`].
@@ -111,7 +111,7 @@ pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
 /// # Safety
 /// As `fmha_plan_combine`.
 pub unsafe fn check_combine(call: &FmhaCombine) -> Result<(), String> {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `check_combine`.
     unsafe { FmhaPlan::check_combine(call) }.map_err(|error| error.to_string())
 }
 
@@ -127,7 +127,7 @@ unsafe fn run_plan<C>(
     guard(|| {
         not_null("plan", plan)?;
         not_null("call", call)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `run_plan`.
         unsafe { run(&*plan, &*call) }
     })
 }
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn fmha_plan(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_plan`.
     unsafe { make_plan(call, options, plan, FmhaPlan::new) }
 }
 
@@ -161,11 +161,11 @@ pub unsafe extern "C" fn fmha_plan(
 /// plan's backend as large as the call says, untouched by others until the work is done.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_run`.
     unsafe { run_plan(plan, call, FmhaPlan::run) }
 }
 
-/// As `fmha_plan`, for merging partial results.
+/// Plans a merge of partial results; `fmha_plan` plans attention.
 ///
 /// # Safety
 /// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
@@ -175,17 +175,17 @@ pub unsafe extern "C" fn fmha_plan_combine(
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_plan_combine`.
     unsafe { make_plan(call, options, plan, FmhaPlan::combine) }
 }
 
-/// As `fmha_run`, for merging partial results.
+/// Runs a merge of partial results; `fmha_run` runs attention.
 ///
 /// # Safety
 /// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const FmhaCombine) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_run_combine`.
     unsafe { run_plan(plan, call, FmhaPlan::run_combine) }
 }
 
@@ -195,7 +195,7 @@ pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const Fm
 /// `plan` is null (then so is the text) or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
@@ -206,7 +206,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
 /// `plan` is null or from `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_workspace_bytes(plan: *const FmhaPlan) -> u64 {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null or from `fmha_plan`.
     unsafe { plan.as_ref() }.map_or(0, FmhaPlan::workspace_bytes)
 }
 
@@ -244,11 +244,11 @@ pub unsafe extern "C" fn fmha_buffer(
 ) -> c_int {
     guard(|| {
         not_null("buffer", buffer)?;
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_buffer`.
         let choice = unsafe { Choice::read(options)? };
         let device = open(choice.backend.as_ref())?;
         let memory = device.memory().alloc(bytes)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_buffer`.
         unsafe { *buffer = Box::into_raw(Box::new(FmhaBuffer { device, memory })) };
         Ok(())
     })
@@ -260,7 +260,7 @@ pub unsafe extern "C" fn fmha_buffer(
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_buffer_data(buffer: *const FmhaBuffer) -> *mut c_void {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `buffer` is null (then so is the address) or from `fmha_buffer`.
     unsafe { buffer.as_ref() }.map_or(std::ptr::null_mut(), |buffer| buffer.memory.as_ptr().cast())
 }
 
@@ -273,10 +273,10 @@ pub unsafe extern "C" fn fmha_upload(buffer: *mut FmhaBuffer, from: *const c_voi
     guard(|| {
         not_null("buffer", buffer)?;
         not_null("from", from)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_upload`.
         let buffer = unsafe { &mut *buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_upload`.
         let from = unsafe { std::slice::from_raw_parts(from.cast::<u8>(), bytes) };
         buffer.device.memory().upload(from, &mut buffer.memory)
     })
@@ -292,11 +292,11 @@ pub unsafe extern "C" fn fmha_download(buffer: *const FmhaBuffer, to: *mut c_voi
     guard(|| {
         not_null("buffer", buffer)?;
         not_null("to", to)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_download`.
         let buffer = unsafe { &*buffer };
         let bytes = fitting(bytes, &buffer.memory)?;
         buffer.device.default_stream().synchronize()?;
-        // SAFETY: as above.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_download`.
         let to = unsafe { std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes) };
         buffer.device.memory().download(&buffer.memory, to)
     })
@@ -324,7 +324,7 @@ pub unsafe extern "C" fn fmha_drop_buffer(buffer: *mut FmhaBuffer) {
     });
 }
 
-/// What the last call on this thread that did not return 0 had to say; valid until the next such.
+/// Text of the last error on this thread; valid until the next call that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_last_error() -> *const c_char {
     LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())

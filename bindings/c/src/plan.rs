@@ -22,11 +22,11 @@ pub struct FmhaPlan {
     text: CString,
 }
 
-/// Where a run's scratch comes from.
+/// Source of a run's scratch.
 enum Scratch {
-    /// The plan's own; nothing where it needs none.
+    /// Scratch that the plan owns; `None`: the plan needs none.
     Own(Option<DevBuffer>),
-    /// Each call brings so many bytes.
+    /// Scratch that each call brings, of so many bytes.
     Callers { bytes: u64 },
 }
 
@@ -41,7 +41,7 @@ impl FmhaPlan {
     /// # Safety
     /// The host pointers of `call` are null or point to what `fmha.h` says.
     pub(crate) unsafe fn new(device: &Device, call: &FmhaCall, choice: &Choice) -> Result<Self> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `new`.
         let pointed = unsafe { Pointed::read(call)? };
         let (planned, scratch, text) = match &pointed.gradients {
             None => {
@@ -59,12 +59,12 @@ impl FmhaPlan {
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    /// What [`Self::new`] refuses on every device.
+    /// Checks a call as [`Self::new`] does, for every device and without making a plan.
     ///
     /// # Safety
     /// As [`Self::new`].
     pub(crate) unsafe fn check(call: &FmhaCall) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `check`.
         let pointed = unsafe { Pointed::read(call)? };
         match &pointed.gradients {
             None => pointed.forward(call)?.validate().map(|_| ())?,
@@ -73,12 +73,12 @@ impl FmhaPlan {
         Ok(())
     }
 
-    /// What [`Self::combine`] refuses on every device.
+    /// Checks a call as [`Self::combine`] does, for every device and without making a plan.
     ///
     /// # Safety
     /// As [`Self::combine`].
     pub(crate) unsafe fn check_combine(call: &FmhaCombine) -> Result<()> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `check_combine`.
         let first = host::first_part(call, unsafe { host::parts(call)? });
         host::combine(call, &first)?.validate()?;
         Ok(())
@@ -87,7 +87,7 @@ impl FmhaPlan {
     /// # Safety
     /// `parts` is null or as many as `num_parts` says.
     pub(crate) unsafe fn combine(device: &Device, call: &FmhaCombine, choice: &Choice) -> Result<Self> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `combine`.
         let first = host::first_part(call, unsafe { host::parts(call)? });
         let plan = device.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
@@ -144,7 +144,7 @@ impl FmhaPlan {
                 format!("workspace_bytes {bytes} is less than the plan's {wanted}"),
             ),
             Scratch::Callers { .. } => {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `workspace`.
                 Ok(Some(unsafe { memory.write(given.cast(), bytes, ElemType::Scratch) }))
             }
         }
@@ -163,30 +163,30 @@ impl FmhaPlan {
         let memory = Memory(self.space);
         match &*self.planned {
             Planned::Forward { plan, call: planned, pointed } => {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 unsafe { agree::call(planned, pointed, call)? };
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 unsafe { self.run_forward(plan, call) }
             }
             Planned::Backward { plan, call: planned, pointed } => {
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 unsafe { agree::call(planned, pointed, call)? };
-                // SAFETY: as above; a call that agrees has gradients.
+                // SAFETY: the caller keeps the contract of `run`; a call that agrees has gradients.
                 let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
                     return Err(ProblemError::new("gradients", "gradients is null").into());
                 };
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 let captured = unsafe { memory.captured(plan.problem().fwd(), call) };
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 let mut args = unsafe {
                     let workspace = self.workspace(memory, call)?;
                     memory.backward(plan, call, gradients, workspace)?
                 };
                 args.score.captured = captured.tensors();
                 args.score.numbers = captured.numbers();
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 args.dcaptured = unsafe { memory.dcaptured(plan.problem(), call) };
-                // SAFETY: passed on.
+                // SAFETY: the caller keeps the contract of `run`.
                 unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
             }
             Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
@@ -198,17 +198,17 @@ impl FmhaPlan {
     #[inline]
     unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         let (cache, lists) = unsafe { (call.cache.as_ref(), call.lists.as_ref()) };
         let totals = host::totals(call, cache, lists)?;
         let extents = problem.extents(totals);
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         let (q, k, v, o) = unsafe { memory.tensors(problem, call, &extents)? };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         let captured = unsafe { memory.captured(problem, call) };
         // Field by field: to move all of the arguments once takes as long as to make them.
         let mut args = FwdArgs::new(q, k, v, o);
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         unsafe {
             if let Some(cache) = cache {
                 args.cache = memory.cache(problem, cache, totals)?;
@@ -227,7 +227,7 @@ impl FmhaPlan {
             args.score.numbers = captured.numbers();
             args.workspace = self.workspace(memory, call)?;
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
     }
 
@@ -237,7 +237,7 @@ impl FmhaPlan {
         let Planned::Combine { plan, call: planned, first } = &*self.planned else {
             return wrong_kind("fmha_run_combine", "attention", "fmha_run");
         };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_combine`.
         let parts = unsafe { host::parts(call)? };
         agree::combine(planned, first, call, &host::first_part(call, parts))?;
         let memory = Memory(self.space);
@@ -247,24 +247,25 @@ impl FmhaPlan {
         let part_lse_bytes = if problem.adds() { 0 } else { lse_bytes };
         let mut inputs = Vec::with_capacity(parts.len());
         for part in parts {
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the contract of `run_combine`.
             let (o, lse) = unsafe {
                 let o = memory.input("parts.o", &part.o, problem.shape(), problem.dtype_part)?;
                 (o, memory.read(part.lse.cast(), part_lse_bytes, DType::F32))
             };
             inputs.push(PartialResult { o, lse });
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_combine`.
         let mut args = unsafe {
             CombineArgs::new(&inputs, memory.output("o", &call.o, problem.shape(), problem.dtype_o)?)
                 .lse(memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes, DType::F32))
         };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_combine`.
         unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
     }
 }
 
-/// Where a tensor of no elements lies whose pointer is null: no kernel is chosen by its alignment.
+/// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
+/// by it.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
 fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
@@ -272,7 +273,7 @@ fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
     Err(ProblemError::new("plan", text).into())
 }
 
-/// Where the pointers of a struct point.
+/// Memory space of a struct's pointers.
 #[derive(Clone, Copy)]
 pub(crate) struct Memory(MemorySpace);
 
@@ -294,7 +295,7 @@ impl Memory {
         extents: &Extents,
     ) -> Result<(DevSlice<'a>, CacheSlice<'a>, CacheSlice<'a>, DevSliceMut<'a>)> {
         let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
-        // SAFETY: passed on, here and below.
+        // SAFETY: the caller keeps the contract of `tensors`.
         unsafe {
             let q = self.input("q", &call.q, extents.q, problem.dtypes.qk)?;
             let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
@@ -322,14 +323,14 @@ impl Memory {
     ) -> Result<BwdArgs<'a>> {
         let problem = plan.problem();
         let fwd = problem.fwd();
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run_forward`.
         let totals = host::totals(call, None, unsafe { call.lists.as_ref() })?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
         if call.lse.is_null() && lse_bytes > 0 {
             return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
         }
-        // SAFETY: passed on, here and below.
+        // SAFETY: the caller keeps the contract of `backward`.
         unsafe {
             let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
             let dbias = match (problem.dbias, fwd.score.bias) {
@@ -379,7 +380,7 @@ impl Memory {
         totals: Totals,
     ) -> Result<CacheArgs<'a>> {
         let mut args = CacheArgs::default();
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `cache`.
         unsafe {
             if let Some(append) = &problem.cache.append {
                 let (k, v) = problem.shapes_new(append, totals);
@@ -418,7 +419,7 @@ impl Memory {
         let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
         let mut args = SeqArgs::default();
         args.totals = totals;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `seq`.
         unsafe {
             args.block_table = self
                 .read_if(
@@ -458,7 +459,7 @@ impl Memory {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
         let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `score`.
         let descale = |kind: Descale, at: *const f32| unsafe {
             self.read_if(
                 kind != Descale::None,
@@ -469,7 +470,7 @@ impl Memory {
         };
         let mut args = ScoreArgs::default();
         args.dropout = host::seed(call)?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `score`.
         unsafe {
             let bias = match problem.score.bias {
                 fmha::Bias::Elementwise(bias) => {
@@ -499,7 +500,7 @@ impl Memory {
         dtype: DType,
     ) -> Result<DevSlice<'a>, ProblemError> {
         let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `input`.
         Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, dtype) })
     }
 
@@ -514,7 +515,7 @@ impl Memory {
         dtype: DType,
     ) -> Result<DevSliceMut<'a>, ProblemError> {
         let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `output`.
         Ok(unsafe { self.write(tensor.data.cast(), bytes, dtype) })
     }
 
@@ -526,7 +527,7 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSlice<'a>> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `optional`.
         (!pointer.is_null()).then(|| unsafe { self.read(pointer, bytes, elem) })
     }
 
@@ -539,7 +540,8 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSlice<'a>> {
-        // SAFETY: passed on. Null is of no bytes: any other is not as the plan has it.
+        // SAFETY: the caller keeps the contract of `read_if`. Null is of no bytes: any other is not as the
+        // plan has it.
         wanted.then(|| unsafe { self.read(pointer, bytes, elem) })
     }
 
@@ -552,7 +554,8 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSliceMut<'a>> {
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `write_if`. Null is of no bytes: any other is not as the
+        // plan has it.
         wanted.then(|| unsafe { self.write(pointer, bytes, elem) })
     }
 
@@ -565,7 +568,7 @@ impl Memory {
         elem: impl Into<ElemType>,
     ) -> DevSlice<'a> {
         let pointer = if pointer.is_null() { NOWHERE } else { pointer };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         unsafe { DevSlice::from_raw(self.0, pointer, bytes, elem) }
     }
 
@@ -578,12 +581,12 @@ impl Memory {
         elem: impl Into<ElemType>,
     ) -> DevSliceMut<'a> {
         let pointer = if pointer.is_null() { NOWHERE.cast_mut() } else { pointer };
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `write`.
         unsafe { DevSliceMut::from_raw(self.0, pointer, bytes, elem) }
     }
 }
 
-/// What a tensor spans, or a refusal of one that is not there.
+/// Bytes that a tensor spans, or a refusal of a missing tensor.
 #[inline]
 fn bytes(
     name: &'static str,

@@ -39,7 +39,7 @@ pub struct FmhaJoin {
     pub struct_bytes: u64,
     /// Which rank this one is, from 0; 0 without an address.
     pub rank: i64,
-    /// How many there are; 0 without an address.
+    /// Number of ranks; 0 without an address.
     pub size: i64,
     /// Host memory: "host:port", where rank 0 listens; or "file:PATH", a file that does not exist yet and that
     /// every rank of this host sees and its owner alone reads; null: RANK, WORLD_SIZE, MASTER_ADDR and the port
@@ -88,13 +88,13 @@ pub struct FmhaRanks {
     pub own_rows_q: i64,
     /// Rows of this rank's K and V, as partition_k gives them.
     pub own_rows_k: i64,
-    /// Host memory: FMHA_RUNS: who has which queries, a rank's runs ascending; else null.
+    /// Host memory: with FMHA_RUNS the runs of queries of each rank, ascending for a rank; else null.
     pub runs_q: *const FmhaRun,
-    /// How many; else 0.
+    /// Number of runs_q; else 0.
     pub num_runs_q: i64,
-    /// Likewise for keys.
+    /// Host memory: with FMHA_RUNS the runs of keys of each rank, ascending for a rank; else null.
     pub runs_k: *const FmhaRun,
-    /// How many; else 0.
+    /// Number of runs_k; else 0.
     pub num_runs_k: i64,
     /// Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
     /// fastest.
@@ -102,9 +102,9 @@ pub struct FmhaRanks {
     /// Host memory: what kernels and links do, lines as `fmha explain --links` reads them; null: the model's
     /// own figures.
     pub links: *const c_char,
-    /// FMHA_CONTIGUOUS, ...
+    /// Distribution of queries over ranks: FMHA_CONTIGUOUS, ...
     pub partition_q: i32,
-    /// Likewise for keys.
+    /// Distribution of keys over ranks: FMHA_CONTIGUOUS, ...
     pub partition_k: i32,
 }
 
@@ -129,7 +129,8 @@ pub struct FmhaDistPlan {
 
 // SAFETY: its structs' pointers are compared with null, and never followed after the plan is made.
 unsafe impl Send for FmhaDistPlan {}
-// SAFETY: as above; what runs is behind a mutex.
+// SAFETY: its structs' pointers are compared with null, and never followed after the plan is made; what runs
+// is behind a mutex.
 unsafe impl Sync for FmhaDistPlan {}
 
 enum Ready {
@@ -162,14 +163,14 @@ fn refused(field: &'static str, text: String) -> Error {
 pub unsafe extern "C" fn fmha_dist_join(join: *const FmhaJoin, group: *mut *mut FmhaGroup) -> c_int {
     guard_text(|| {
         let null = |field: &str| format!("{field} is null");
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_join`.
         let join = unsafe { join.as_ref() }.ok_or_else(|| null("join"))?;
         if group.is_null() {
             return Err(null("group"));
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_join`.
         let joined = unsafe { joined(join)? };
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_join`.
         unsafe { *group = Box::into_raw(Box::new(FmhaGroup { group: joined })) };
         Ok(())
     })
@@ -273,9 +274,9 @@ pub unsafe extern "C" fn fmha_dist_leave(group: *mut FmhaGroup) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_fail(group: *const FmhaGroup, field: *const c_char, text: *const c_char) {
     guard_text(|| {
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_fail`.
         if let Some(FmhaGroup { group }) = unsafe { group.as_ref() } {
-            // SAFETY: as above.
+            // SAFETY: the caller keeps the contract of `fmha_dist_fail`.
             let words = unsafe { [host::text("field", field), host::text("text", text)] };
             let [field, text] = words.map(|word| word.ok().flatten().unwrap_or_default().to_owned());
             group.fail(fmha_dist::Error::new(group.rank(), field, text));
@@ -321,7 +322,7 @@ pub unsafe extern "C" fn fmha_dist_rows(
             unsafe { *runs.add(count) = FmhaRun { rank, begin: run.start.into(), end: run.end.into() } };
             count += 1;
         }
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_rows`.
         unsafe { *num_runs = count as i64 };
         Ok(())
     })
@@ -347,9 +348,9 @@ pub unsafe extern "C" fn fmha_dist_plan(
 ) -> c_int {
     guard_text(|| {
         let null = |field: &str| format!("{field} is null");
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let made = unsafe {
             let local = Local::read(call.as_ref(), ranks.as_ref(), options, &*group.group);
             if plan.is_null() { Err(refused("plan", null("plan"))) } else { local }
@@ -360,7 +361,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
             fmha_dist::refuse(&*group.group, error).to_string()
         };
         let made = made.map_err(told)?.plan(&group.group)?;
-        // SAFETY: not null, and the caller promised the rest.
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_dist_plan`.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
         Ok(())
     })
@@ -375,9 +376,9 @@ pub unsafe extern "C" fn fmha_dist_plan(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
     guard_text(|| {
-        // SAFETY: the caller promised it.
+        // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         unsafe { plan.run(call.as_ref()) }
     })
 }
@@ -389,7 +390,7 @@ pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const F
 /// `plan` is null (then so is the text) or from `fmha_dist_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_plan_text(plan: *const FmhaDistPlan) -> *const c_char {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `plan` is null (then so is the text) or from `fmha_dist_plan`.
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text.as_ptr())
 }
 
@@ -414,7 +415,7 @@ impl FmhaDistPlan {
     unsafe fn run(&self, call: Option<&FmhaCall>) -> Text<()> {
         let told =
             |error: Error| self.group.fail(fmha_dist::Error::of(self.group.rank(), &error)).to_string();
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `run`.
         let checked =
             call.ok_or_else(|| refused("call", "call is null".to_owned())).and_then(|call| unsafe {
                 agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
@@ -424,7 +425,7 @@ impl FmhaDistPlan {
         let (memory, dtypes) = (Memory::of(&self.device), self.own.dtypes);
         // SAFETY: the caller promised a stream of the device that lives until the work is done.
         let stream = unsafe { Stream::from_raw(&self.device, call.stream as u64) };
-        // SAFETY: passed on, here and below.
+        // SAFETY: the caller keeps the contract of `run`.
         let inputs = unsafe {
             let [q, k, v] = self.bytes.qkv;
             (|| {
@@ -443,16 +444,16 @@ impl FmhaDistPlan {
         let Sizes { o, lse, grads, .. } = self.bytes;
         match &mut *ready {
             Ready::Forward(plan) => {
-                // SAFETY: as above.
+                // SAFETY: the caller keeps the contract of `run`.
                 let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
                 let mut args = FwdArgs::new(q, k, v, out);
-                // SAFETY: as above.
+                // SAFETY: the caller keeps the contract of `run`.
                 args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
                 args.score = score;
                 plan.run(&mut args, &stream)
             }
             Ready::Backward(plan) => {
-                // SAFETY: as above; a call that agrees has gradients.
+                // SAFETY: the caller keeps the contract of `run`; a call that agrees has gradients.
                 let args = unsafe {
                     (|| {
                         let gradients = call.gradients.as_ref();
@@ -498,7 +499,7 @@ unsafe fn slice<'a>(
     (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSlice<'a>> {
     there(name, tensor, bytes)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `slice`.
     Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes, elem) })
 }
 
@@ -511,7 +512,7 @@ unsafe fn slice_mut<'a>(
     (bytes, elem): (u64, DType),
 ) -> crate::Result<DevSliceMut<'a>> {
     there(name, tensor, bytes)?;
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `slice_mut`.
     Ok(unsafe { memory.write(tensor.data.cast(), bytes, elem) })
 }
 

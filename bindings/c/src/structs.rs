@@ -43,13 +43,13 @@ pub struct FmhaTensor {
     /// The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
     /// a tensor of 0 elements.
     pub data: *mut c_void,
-    /// From sequence to sequence; packed: not used.
+    /// Stride from sequence to sequence; packed: not used.
     pub batch_stride: i64,
-    /// From row to row.
+    /// Stride from row to row.
     pub seqlen_stride: i64,
-    /// From head to head.
+    /// Stride from head to head.
     pub head_stride: i64,
-    /// From element to element of a row: 1, but for a column-major V.
+    /// Stride from element to element of a row: 1, but for a column-major V.
     pub dim_stride: i64,
 }
 
@@ -80,7 +80,8 @@ pub struct FmhaGradients {
     pub dtype_dbias: i32,
 }
 
-/// What a call does with a KV cache besides reading it. Set everything to 0 first, then what is wanted.
+/// Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
+/// to 0 first, then the fields that you use.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCache {
@@ -101,7 +102,7 @@ pub struct FmhaCache {
     pub cu_seqlens_new: *const i32,
     /// Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
     pub rotary_cos: *const c_void,
-    /// Sines, likewise.
+    /// Sines of the rotary embedding, as rotary_cos.
     pub rotary_sin: *const c_void,
     /// u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
     /// shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
@@ -120,9 +121,9 @@ pub struct FmhaCache {
     pub reserved: i32,
 }
 
-/// Where a call's first query, key, sequence and head stand in a whole that it is a part of. Mask, ALiBi and
-/// dropout see those of the whole, so a part computes what it would inside it; bias and keep mask are the
-/// call's own.
+/// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,
+/// ALiBi and dropout see positions of the whole, so a part computes the same as inside of the whole; bias and
+/// keep mask are the call's own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaPart {
@@ -135,7 +136,7 @@ pub struct FmhaPart {
     /// Queries of each whole sequence, for the diagonal of a bottom-right mask. 0, as seqlen_k then: the
     /// whole ends where the part does.
     pub seqlen_q: i64,
-    /// Keys of each whole sequence, likewise.
+    /// Keys of each whole sequence, as seqlen_q has its queries.
     pub seqlen_k: i64,
     /// Index of the first sequence, for dropout.
     pub batch: i64,
@@ -263,7 +264,7 @@ pub struct FmhaCall {
     /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
     /// [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
     pub k: FmhaTensor,
-    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged likewise.
+    /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged as K.
     pub v: FmhaTensor,
     /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
     pub o: FmhaTensor,
@@ -278,7 +279,7 @@ pub struct FmhaCall {
     pub keep_mask: *mut u8,
     /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
     pub cu_seqlens_q: *const i32,
-    /// i32 [batch + 1], likewise for K and V.
+    /// i32 [batch + 1], for K and V as cu_seqlens_q for Q.
     pub cu_seqlens_k: *const i32,
     /// i32 [batch], queries in use of each sequence; null: all.
     pub seqused_q: *const i32,
@@ -292,9 +293,9 @@ pub struct FmhaCall {
     pub sink: *const f32,
     /// FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
     pub descale_q: *const f32,
-    /// FP8 K's factor, likewise.
+    /// FP8 K's factor, of the same shape as descale_q; null: 1.
     pub descale_k: *const f32,
-    /// FP8 V's factor, likewise.
+    /// FP8 V's factor, of the same shape as descale_q; null: 1.
     pub descale_v: *const f32,
     /// FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
     pub scale_o: *const f32,
@@ -382,13 +383,13 @@ pub struct FmhaCombine {
     pub o: FmhaTensor,
     /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
     pub lse: *mut f32,
-    /// As in FmhaCall.
+    /// Stream of the call, as in FmhaCall.
     pub stream: *mut c_void,
     /// Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_part: i32,
     /// Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_o: i32,
-    /// How parts become one: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
+    /// Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
     /// 0.
     pub reserved: i32,
@@ -402,7 +403,7 @@ pub struct FmhaOptions {
     pub struct_bytes: u64,
     /// "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
     pub backend: *const c_char,
-    /// This kernel or a refusal; null: the backend's choice.
+    /// Name of the kernel to use, or to be refused; null: the backend's choice.
     pub kernel: *const c_char,
     /// The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
     pub tile: *const c_char,

@@ -119,7 +119,7 @@ fn plan(call: &FmhaCall) -> Result<FmhaPlan, fmha::Error> {
 }
 
 fn run_on_cpu(call: &FmhaCall) {
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe { plan(call).unwrap().run(call).unwrap() };
 }
 
@@ -192,10 +192,10 @@ fn a_mask_and_a_score_as_code_are_the_masks_and_slopes_they_spell() {
     let mask = c"left: int; (k<=q) and (q - k <= left)";
     let said = code(Some(score), Some(mask), &given);
     as_code.code = &raw const said;
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe { plan.run(&as_code).unwrap() };
     assert_eq!(coded, built_in);
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     let refused = |call: &FmhaCall| unsafe { plan.run(call).unwrap_err().to_string() };
     let mut bad = given;
     bad[2].shape[0] = 3;
@@ -299,16 +299,16 @@ fn paged_keys_in_any_order_are_the_batch_call() {
         }
         Err(other) => panic!("{other}"),
     };
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe { plan.run(&call).unwrap() };
     assert_eq!(strided, paged);
     let few = FmhaCall { max_pages: 2, ..call };
-    // SAFETY: as in `plan`; it is refused.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says; it is refused.
     let error = unsafe { plan.run(&few) }.unwrap_err().to_string();
     assert!(error.contains("max_pages 2"), "{error}");
 }
 
-/// Nothing of a cache.
+/// A call without a cache.
 const NO_CACHE: FmhaCache = FmhaCache {
     struct_bytes: size_of::<FmhaCache>() as u64,
     seqlen_new: 0,
@@ -431,13 +431,13 @@ fn a_plan_of_packed_sequences_runs_with_other_totals() {
     let planned = call(&x, &x, &x, &mut many, 2, &[0, 5, 10]);
     let plan = plan(&planned).unwrap();
     let later = call(&x, &x, &x, &mut few, 2, &[0, 3, 7]);
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe { plan.run(&later).unwrap() };
     let row = HEADS * DIM;
     // Causal: each sequence's first query sees its own key alone; rows beyond the total stay as they were.
     assert_eq!((&few[..row], &few[3 * row..4 * row]), (&x[..row], &x[3 * row..4 * row]));
     assert!(few[7 * row..].iter().all(|&bits| bits == 0));
-    // SAFETY: as in `plan`; totals without packing are refused.
+    // SAFETY: every pointer is memory of the test, as large as said; totals without packing are refused.
     let error = unsafe { plan.run(&FmhaCall { total_q: -1, ..later }) }.unwrap_err().to_string();
     assert!(error.contains("total_q -1"), "{error}");
 }
@@ -450,19 +450,19 @@ fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
     let plan = plan(&planned).unwrap();
     let (q2, v2) = (q.clone(), v.clone());
     let moved = FmhaCall { p_drop: 0.5, dropout_seeded: 1, ..call(&q2, &q2, &v2, &mut second, 1, &[]) };
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe {
         plan.run(&planned).unwrap();
         plan.run(&moved).unwrap();
     }
     assert_eq!(first, second);
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe { plan.run(&FmhaCall { dropout_seed: 9, ..moved }).unwrap() };
     assert_ne!(first, second);
     for (seeded, said) in [(0, "dropout has no seed, but p_drop is 0.5"), (2, "dropout_seeded 2 is neither")]
     {
         let unseeded = FmhaCall { dropout_seeded: seeded, ..moved };
-        // SAFETY: as in `plan`.
+        // SAFETY: every pointer of the call is memory of the test, as large as the call says.
         let error = unsafe { plan.run(&unseeded) }.unwrap_err().to_string();
         assert!(error.contains(said), "{error}");
     }
@@ -527,7 +527,8 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         let scratch = memory.alloc(wanted.max(1)).unwrap();
         let with = |workspace: *mut u8, workspace_bytes| {
             let call = FmhaCall { workspace: workspace.cast(), workspace_bytes, ..call };
-            // SAFETY: as above; what is too small is refused.
+            // SAFETY: every pointer is the emulated device's memory, as large as the call says; what is too
+            // small is refused.
             unsafe { plan.run(&call) }.map_err(|error| error.to_string())
         };
         if caller_workspace {
@@ -558,14 +559,14 @@ fn a_plan_takes_minus_nought_for_nought() {
     let planned = call(&q, &q, &v, &mut first, 1, &[]);
     let plan = plan(&planned).unwrap();
     let other = FmhaCall { p_drop: -0.0, ..call(&q, &q, &v, &mut second, 1, &[]) };
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe {
         plan.run(&planned).unwrap();
         plan.run(&other).unwrap();
     }
     assert_eq!(first, second);
     let other = FmhaCall { p_drop: 0.25, ..other };
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     let error = unsafe { plan.run(&other) }.unwrap_err().to_string();
     assert!(error.contains("p_drop"), "{error}");
 }
@@ -622,7 +623,7 @@ fn cases() -> u32 {
     if cfg!(miri) { 20 } else { fuzz_cases(2000) }
 }
 
-/// A second does some `per_second` of them.
+/// Number of fuzz cases: a second runs some `per_second` of them.
 fn fuzz_cases(per_second: u32) -> u32 {
     let seconds = std::env::var(fmha_core::env::FUZZ_SECONDS.name);
     let seconds = seconds.map_or(1, |seconds| seconds.parse::<u32>().unwrap());
@@ -649,7 +650,7 @@ proptest! {
             std::mem::offset_of!(FmhaCall, dropout_offset),
             std::mem::offset_of!(FmhaCall, dropout_seeded),
         ];
-        // What the planned problem says anyway changes nothing; a p_drop of -0 says 0.
+        // A field of the call that repeats what the problem says changes nothing; a p_drop of -0 is 0.
         let asked = FmhaCall { p_drop: if bad.p_drop == 0.0 { 0.0 } else { bad.p_drop }, ..bad };
         let same = (0..size_of::<FmhaCall>() / 8).filter(|word| !seed.contains(&(word * 8))).all(|word| {
             let (asked, good) = (&raw const asked, &raw const good);
@@ -658,7 +659,7 @@ proptest! {
         });
         let same = same && matches!(bad.dropout_seeded, 0 | 1) && bad.reserved == 0;
         let plan = plan(&good).unwrap();
-        // SAFETY: as in `plan`; what disagrees is refused.
+        // SAFETY: every pointer is memory of the test, as large as said; what disagrees is refused.
         let result = unsafe { plan.run(&bad) };
         prop_assert_eq!(result.is_ok(), same, "{:?}", result);
         if let Err(error) = result {
@@ -721,7 +722,7 @@ fn a_packed_call_without_queries_takes_null_for_what_has_no_elements_and_for_not
         lse: null_mut(),
         ..planned
     };
-    // SAFETY: as in `plan`; of 0 elements nothing is read or written.
+    // SAFETY: every pointer of the call is memory of the test; of 0 elements nothing is read or written.
     unsafe {
         plan.run(&empty).unwrap();
         plan.run(&planned).unwrap();
@@ -759,7 +760,7 @@ fn gradients_and_bias_of_no_queries_may_be_null_and_the_gradients_of_keys_are_ze
     run_on_cpu(&forward);
     run_on_cpu(&backward);
     assert!(dk.iter().chain(&dv).all(|&bits| bits == 0));
-    // With queries the same nulls are refused.
+    // Null tensors are refused once there are queries.
     let text = plan(&FmhaCall { seqlen_q: ROWS as i64, ..backward }).map(|_| ()).unwrap_err().to_string();
     assert!(text.contains("dtype_bias 6 goes with bias.data, which is null"), "{text}");
 }
@@ -814,7 +815,7 @@ fn a_batch_of_0_gives_empty_outputs_and_sums_of_0() {
 #[test]
 fn what_has_no_elements_is_null_or_not_in_any_run_of_a_plan() {
     let (x, f32s, i32s) = (numbers(1, ROWS), [0f32; 64], [0i32; 8]);
-    // Written never, so read-only places serve.
+    // Memory that no call writes, so read-only places serve.
     let (o, lse, keep) = (vec![0u16; x.len()], [0f32; 64], [0u8; 64]);
     let base = call(&[], &[], &[], &mut [], 0, &[]);
     let here = |data: *const u16| FmhaTensor { data: data.cast_mut().cast(), ..base.q };
@@ -963,7 +964,7 @@ fn gradients_planned_without_rows_take_lse_when_there_are_some() {
     let backward = FmhaCall { gradients: &raw const gradients, ..forward };
     let empty = FmhaCall { total_q: 0, cu_seqlens_q: none.as_ptr(), lse: null_mut(), ..backward };
     let plan = plan(&empty).unwrap();
-    // SAFETY: as in `plan`.
+    // SAFETY: every pointer of the call is memory of the test, as large as the call says.
     unsafe {
         plan.run(&empty).unwrap();
         plan.run(&backward).unwrap();

@@ -61,7 +61,8 @@ impl Installed {
             .args([&program, source])
             .args(words)
             .output();
-        // What links Rust programs is a C compiler: its absence is a broken machine, not a reason to pass.
+        // Linking a Rust program needs a C compiler, so a missing one is a broken machine and not a reason to
+        // pass.
         let compiled = compiled.unwrap_or_else(|error| panic!("{compiler}: {error}"));
         assert!(compiled.status.success(), "{}", said(&compiled));
         program
@@ -142,7 +143,7 @@ fn passes_on_every_device(compiler: &str, example: &str, words: &[&str]) {
     let installed = Installed::new();
     let Some(flags) = installed.flags(&["--cflags", "--libs"]) else { return };
     let words: Vec<String> = words.iter().map(|&word| word.to_owned()).chain(flags).collect();
-    // As in the example's own first lines, where -lm stands last.
+    // The order of the example's own first lines, in which -lm stands last.
     let words: Vec<String> = words.into_iter().chain(["-lm".to_owned()]).collect();
     let program = installed.compiled(compiler, &source().join("examples").join(example), &words);
     let on_cpu = installed.run(&program, &["cpu"]).output().unwrap();

@@ -15,13 +15,13 @@ use fmha_c::{
 
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_RANKS: FmhaRanks = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_JOIN: FmhaJoin = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
 
 const ROWS: i64 = 5;

@@ -14,11 +14,11 @@ use fmha::{
 use crate::memory::{Input, Output, Place, Stored, extent};
 use crate::{Options, Sequences};
 
-/// Packed sequences, their tables contiguous, as the kernels read them.
+/// Tables of packed sequences, contiguous, as the kernels read them.
 #[derive(Clone)]
 pub(crate) struct Packed {
     cu_seqlens_q: Tensor,
-    /// Where each sequence's keys begin; of a paged cache, each sequence's number of keys.
+    /// First key of each sequence; for a paged cache, the number of keys of each sequence.
     keys: Tensor,
     batch: usize,
     max_seqlen_q: usize,
@@ -50,7 +50,7 @@ fn table(field: &'static str, tensor: &Tensor, axes: usize) -> Result<Tensor> {
 /// Each sequence's number of keys, where `ends` says where they begin and end.
 fn lengths(ends: &Tensor, batch: usize) -> Result<Tensor> {
     if !ends.device().is_cpu() {
-        // On their device, so that the host waits for nothing.
+        // The differences are computed on the device, so that the host waits for nothing.
         return ends.narrow(0, 1, batch)? - ends.narrow(0, 0, batch)?;
     }
     // Ends that decrease are refused with the call: their difference is no number that `-` of candle's has to give.
@@ -113,7 +113,7 @@ impl Attend {
         Ok(Self { options, packed, lse: Arc::default() })
     }
 
-    /// O, whose gradient candle asks this op for, and LSE.
+    /// Runs the call and returns O, of which candle can ask a gradient, and LSE.
     pub(crate) fn apply(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let lse = Arc::clone(&self.lse);
         let o = q.apply_op3(k, v, self)?;
@@ -124,7 +124,7 @@ impl Attend {
     }
 
     fn mask(&self, seqlen_k: u32) -> MaskSpec {
-        // As in candle-flash-attn, a bound beyond the number of keys is none.
+        // A bound beyond the number of keys is no bound, as in candle-flash-attn.
         let bound = |size: Option<usize>| {
             size.and_then(|size| u32::try_from(size).ok()).filter(|&size| size <= seqlen_k)
         };
@@ -385,7 +385,7 @@ impl Attend {
     }
 }
 
-/// What a captured tensor's elements are to a function.
+/// Type of a captured tensor's elements as a function reads them; `None`: functions do not read this type.
 fn stored_as(dtype: DType) -> Option<FunctionType> {
     Some(match dtype {
         DType::F32 => FunctionType::F32,

@@ -63,7 +63,8 @@ pub struct Options {
     pub p_drop: f32,
     /// Which P are dropped, the same on every device: named where `p_drop` is above 0.
     pub seed: Option<u64>,
-    /// What a scaled score becomes, before soft-cap and slopes; gradients of Q, K and V go through it.
+    /// Function that modifies a scaled score, before soft-cap and slopes; gradients of Q, K and V go through
+    /// it.
     pub score_code: Option<Function>,
     /// Which pairs are seen, besides what the window hides; rows and keys count from 0, and no diagonal is added.
     pub mask_code: Option<Function>,
@@ -152,7 +153,7 @@ impl Options {
     }
 
     setters! {
-        /// What a scaled score becomes.
+        /// Function that modifies a scaled score.
         score_code: impl Into<Option<Function>>;
         /// Which pairs are seen.
         mask_code: impl Into<Option<Function>>;
@@ -187,10 +188,10 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Resul
 /// Sequences one after another: which rows of Q, K and V are whose.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// Where each sequence's queries begin and the last one's end, u32 or i32 `[batch + 1]`.
+    /// First query of each sequence and the end of the last one, u32 or i32 `[batch + 1]`.
     pub seqlens_q: Tensor,
-    /// Where each sequence's keys begin and the last one's end, u32 or i32 `[batch + 1]`; of a paged cache,
-    /// whose keys lie in pages, each sequence's number of keys is taken from it.
+    /// First key of each sequence and the end of the last one, u32 or i32 `[batch + 1]`; of a paged cache,
+    /// whose keys lie in pages, the differences alone count, as numbers of keys.
     pub seqlens_k: Tensor,
     /// No sequence has more queries.
     pub max_seqlen_q: usize,
@@ -253,21 +254,21 @@ flash_attn! {
     /// Attention of equal lengths, `[batch, seqlen, num_heads, head_dim]` each; K and V may have fewer heads.
     flash_attn(softmax_scale: f32, causal: bool) => scaled(softmax_scale, None, causal_window(causal));
 
-    /// As [`flash_attn`], each query seeing a window of the keys.
+    /// [`flash_attn`] with a window of the keys for each query.
     flash_attn_windowed(
         softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
     ) => scaled(softmax_scale, window_size_left, window_size_right);
 
-    /// As [`flash_attn`], with ALiBi's slopes, f32 `[num_heads_q]`.
+    /// [`flash_attn`] with ALiBi's slopes, f32 `[num_heads_q]`.
     flash_attn_alibi(alibi_slopes: &Tensor, softmax_scale: f32, causal: bool) =>
         scaled(softmax_scale, None, causal_window(causal)).alibi_slopes(alibi_slopes.clone());
 
-    /// As [`flash_attn_alibi`], each query seeing a window of the keys.
+    /// [`flash_attn_alibi`] with a window of the keys for each query.
     flash_attn_alibi_windowed(
         alibi_slopes: &Tensor, softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
     ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.clone());
 
-    /// As [`flash_attn_windowed`], with ALiBi's slopes where there are any, and scores capped softly.
+    /// [`flash_attn_windowed`] with ALiBi's slopes, if there are any, and a soft-cap of the scores.
     flash_attn_alibi_windowed_softcap(
         alibi_slopes: Option<&Tensor>, softmax_scale: f32, window_size_left: Option<usize>,
         window_size_right: Option<usize>, softcap: f32
@@ -281,28 +282,28 @@ flash_attn! {
     ) => scaled(softmax_scale, None, causal_window(causal)),
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 
-    /// As [`flash_attn_varlen`], each query seeing a window of its sequence's keys.
+    /// [`flash_attn_varlen`] with a window of its sequence's keys for each query.
     flash_attn_varlen_windowed(
         seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize, softmax_scale: f32,
         window_size_left: Option<usize>, window_size_right: Option<usize>
     ) => scaled(softmax_scale, window_size_left, window_size_right),
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 
-    /// As [`flash_attn_varlen`], with ALiBi's slopes, f32 `[num_heads_q]`.
+    /// [`flash_attn_varlen`] with ALiBi's slopes, f32 `[num_heads_q]`.
     flash_attn_varlen_alibi(
         alibi_slopes: &Tensor, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize,
         softmax_scale: f32, causal: bool
     ) => scaled(softmax_scale, None, causal_window(causal)).alibi_slopes(alibi_slopes.clone()),
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 
-    /// As [`flash_attn_varlen_alibi`], each query seeing a window of its sequence's keys.
+    /// [`flash_attn_varlen_alibi`] with a window of its sequence's keys for each query.
     flash_attn_varlen_alibi_windowed(
         alibi_slopes: &Tensor, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize,
         softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>
     ) => scaled(softmax_scale, window_size_left, window_size_right).alibi_slopes(alibi_slopes.clone()),
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 
-    /// As [`flash_attn_varlen_windowed`], with ALiBi's slopes where there are any, and scores capped softly.
+    /// [`flash_attn_varlen_windowed`] with ALiBi's slopes, if there are any, and a soft-cap of the scores.
     flash_attn_varlen_alibi_windowed_softcap(
         alibi_slopes: Option<&Tensor>, seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize,
         max_seqlen_k: usize, softmax_scale: f32, window_size_left: Option<usize>, window_size_right: Option<usize>,
@@ -311,9 +312,9 @@ flash_attn! {
         sequences(seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k);
 }
 
-/// As [`flash_attn_varlen_windowed`], K and V in pages, `[num_pages, page_block_size, num_heads_kv,
-/// head_dim]`; `block_table`, u32 `[batch, max_pages]`, says which pages hold a sequence's keys, and
-/// `seqlens_k` how many there are, summed up.
+/// [`flash_attn_varlen_windowed`] with K and V in pages, `[num_pages, page_block_size, num_heads_kv,
+/// head_dim]`; `block_table`, u32 `[batch, max_pages]`, names the pages of a sequence's keys, and the
+/// differences of `seqlens_k` their number.
 ///
 /// # Errors
 /// As [the crate](crate) says; `mm_prefix_ranges` where there are any, since the contract has no such mask;

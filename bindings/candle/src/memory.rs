@@ -29,7 +29,7 @@ impl<'a> Stored<'a> {
         }
     }
 
-    /// Where its call runs.
+    /// Device and stream on which the call runs.
     pub(crate) fn place(self) -> Result<Place> {
         match self {
             Self::Cpu(_) => Ok(Place { device: open(Backend::Cpu)?, candle: candle_core::Device::Cpu }),
@@ -163,7 +163,7 @@ impl<'a> Input<'a> {
                         elems.get(start..).map(|elems| DevSlice::host(elems).typed(ElemType::I32)),
                     ),
                     CpuStorage::I32(elems) => (DType::I32, elems.get(start..).map(DevSlice::host)),
-                    // What a function captures: whole numbers and bools.
+                    // Whole numbers and bools, which only a function captures.
                     CpuStorage::I64(elems) => (DType::I64, elems.get(start..).map(bytes)),
                     CpuStorage::U8(elems) => (DType::U8, elems.get(start..).map(bytes)),
                     other => {
@@ -264,7 +264,7 @@ pub(crate) struct Output {
     storage: Storage,
     shape: Shape,
     dtype: DType,
-    /// What its memory is ordered by.
+    /// CUDA stream by which accesses to the memory are ordered.
     #[cfg(feature = "cuda")]
     stream: Option<std::sync::Arc<candle_core::cuda_backend::cudarc::driver::CudaStream>>,
 }
@@ -277,7 +277,7 @@ pub(crate) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// What the call writes; once.
+    /// Hands out the output's memory, once.
     pub(crate) fn slice(&mut self) -> Result<DevSliceMut<'a>> {
         self.slice.take().ok_or_else(|| candle_core::Error::msg("an output is written by one call"))
     }
@@ -333,12 +333,12 @@ impl Output {
         }
     }
 
-    /// As a candle custom op gives it back.
+    /// The output as a candle custom op returns it.
     pub(crate) fn into_storage(self) -> (Storage, Shape) {
         (self.storage, self.shape)
     }
 
-    /// As a tensor that no operation made.
+    /// The output as a tensor without a backward operation.
     pub(crate) fn into_tensor(self) -> Tensor {
         Tensor::from_storage(self.storage, self.shape, candle_core::op::BackpropOp::none(), false)
     }

@@ -136,7 +136,7 @@ fn paged(head_dim: usize, spare: usize, page_of: fn(usize, usize) -> usize) -> R
     };
     let plain = Plain { scale: 1.0, left: Some(1024), ..Plain::causal(head_dim) };
     close(&run(None)?, &written_out(&plain, &q, &k, &v)?, 1e-2);
-    // What their kernel takes and the contract has not is refused by its name, never computed without it.
+    // An option of candle-flash-attn that the contract lacks is refused by its name and never ignored.
     let ranges = Tensor::new(&[[[6i32, 90]]], &device())?;
     let refused = run(Some(&ranges)).unwrap_err().to_string();
     assert!(refused.contains("mm_prefix_ranges"), "{refused}");

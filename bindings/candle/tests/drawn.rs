@@ -457,7 +457,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
             inputs[at] = tensor;
             all.push((word, inputs, options, sequences));
         };
-        // What Q's own is, the others are held to.
+        // Q decides the type, so beside a Q of another type K is the tensor that the error names.
         put(if at == 0 { "k is" } else { name }, of.to_dtype(other(of.dtype()))?);
         put(name, of.to_dtype(DType::F64)?);
         put(name, of.to_dtype(DType::U8)?);
@@ -479,7 +479,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
         put("head_dim", zeros(&huge, of.dtype())?);
         let mut heads = dims.clone();
         heads[rank - 2] = 0;
-        // Slopes of heads that are not there are named first.
+        // The error of missing heads comes before that of slopes.
         if call.options.alibi_slopes.is_none() {
             put("num_heads", zeros(&heads, of.dtype())?);
         }

@@ -51,7 +51,7 @@ def main():
             continue
         rows[f"{name}.flash_attn_func"] = lambda q, k, v, f=module.flash_attn_func: f(q, k, v, causal=True)
     if DEVICE == "cuda":
-        # What FlashAttention 2's package calls, as torch has it: without the package's own Python.
+        # The operator that FlashAttention 2's package calls, without the package's own Python.
         forward = torch.ops.aten._flash_attention_forward.default
         rows["torch.ops.aten._flash_attention_forward"] = lambda q, k, v: forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False

@@ -168,7 +168,7 @@ def main():
     for a, b in pairs:
         apart = max(abs(x - y) for x, y in zip(losses[a], losses[b]))
         print(f"{a} and {b}: losses at most {apart:.4f} apart")
-    # What it has learned it is sure of: no two scores are near each other, as those of random weights are.
+    # Prompts that the model has learned: its scores lie far apart, unlike those of random weights.
     at = torch.randint(0, 1024, (PROMPTS, 1), device=DEVICE) + torch.arange(LENGTH, device=DEVICE)
     prompts = (at * torch.randint(1, 4, (PROMPTS, 1), device=DEVICE)) % 1024
     for kind, (attention, how) in KINDS.items():

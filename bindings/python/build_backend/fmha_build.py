@@ -65,7 +65,7 @@ def _built() -> pathlib.Path:
 @contextlib.contextmanager
 def _staged():
     """A copy of the package with its library, as the current folder: nothing is left in the source tree."""
-    # Beside the package it may be another system's: a wheel for that is packed here.
+    # A library beside the package may be another system's, for which a wheel is packed here.
     beside = [path for path in (HERE / "fmha" / name for name in (FILE, *FILES.values())) if path.is_file()]
     library = beside[0] if beside else _built()
     before = os.getcwd()

@@ -65,7 +65,7 @@ def main():
     written = generate(model)
     for prompt, tokens in zip(PROMPTS, written):
         print("".join(map(str, prompt)), "->", "".join(map(str, tokens)))
-    # In 16 bits two near-equal logits may change places; in f32 they do not.
+    # Two near-equal logits may change places in 16 bits; in f32 they do not.
     if DTYPE == torch.float32:
         assert written == [without_cache(model, prompt) for prompt in PROMPTS]
 

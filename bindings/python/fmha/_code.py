@@ -27,7 +27,7 @@ def bind(
     """The code of a call; ``None`` where it has none. ``door`` knows its library's tensors, ``names`` are those of the
     arguments, and ``device`` is Q's."""
     if isinstance(score, Code):
-        # Another door of this package has bound it.
+        # The function was bound by another door of this package.
         return score
     given = {} if captured is None else _mapping(captured)
     if score is None and mask is None:

@@ -37,7 +37,7 @@ def explain(
     qkv, tensors = door.prepared(qkv, tensors)
     # A plan is the same whatever the seed.
     request = _native.Request(numbers if numbers[_AT_SEED] is not None else _arguments.with_seed(numbers, 0))
-    # What `put` returns has to outlive the request.
+    # The return values of `put` own memory that the request points to.
     alive = [door.put(request, *named) for named in [*zip("qkv", qkv), *zip(_arguments.TENSORS, tensors)]]
 
     def given(name: str) -> Tuple[List[int], int]:

@@ -10,7 +10,7 @@ def vllm() -> None:
 
     path = "fmha.vllm.Backend"
     if not hasattr(AttentionBackendEnum, "register"):
-        # A name would be taken there, and never found.
+        # vLLM of this version would accept a name of our own, and then not find it.
         register_backend(AttentionBackendEnum.CUSTOM, path)
     elif "FMHA" not in AttentionBackendEnum.__members__:
         # Once a process: a second member of that name is an error.

@@ -42,7 +42,7 @@ def read_function(name: str, text: str, is_mask: bool) -> Tuple[str, Tuple[Tuple
     return _native.read_function(name, text, is_mask)
 
 
-# What torch.compiler.assume_constant_result does, which imports all of the compiler first.
+# The mark that torch.compiler.assume_constant_result sets; calling it would import the whole compiler.
 read_function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -218,7 +218,7 @@ def _maps(operator: Any) -> None:
             folded = (given[at].flatten(0, 1).contiguous() if at in given else None for at in range(count))
             results = operator(*folded, *numbers)
             apart = [x if x.dim() < 3 else x.unflatten(0, (info.batch_size, batch)) for x in _listed(results)]
-            # What nobody wants is a tensor of one axis.
+            # A gradient that is not wanted is a tensor of one axis, which vmap leaves as it is.
             dims = tuple(None if x.dim() < 3 else 0 for x in apart)
         else:
             calls = [
@@ -319,7 +319,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(_why, o, lse, *_sources):
-        # Not as views, which nobody may change in place.
+        # Detached tensors and not views, which may not be changed in place.
         return o.detach(), lse.detach()
 
     @staticmethod
@@ -357,7 +357,7 @@ class _Plain(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return None, None, None, None
-        # Read once: a checkpoint gives it no second time.
+        # The tensors are read once: a checkpoint gives them no second time.
         q, k, v, o, lse = ctx.saved_tensors
         with torch.no_grad():
             gradients = plain_backward(_dense_dout(dout, o), q, k, v, o, lse, _dense_dlse(dlse), ctx.numbers)
@@ -633,7 +633,7 @@ def prepared(qkv: Tuple[Any, Any, Any], tensors: Tuple[Any, ...]) -> Tuple[Tuple
             bias = None if tensors[0] is None else _rows(tensors[0])
             tensors = (bias, *(x if x is None or x.is_contiguous() else x.contiguous() for x in tensors[1:]))
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        # The operator says which of them is no tensor.
+        # The operator names the argument that is no tensor.
         pass
     return (q, k, v), tensors
 
@@ -702,7 +702,7 @@ def _moves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     try:
         return (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     except AttributeError:
-        # The operator says which of them is no tensor.
+        # The operator names the argument that is no tensor.
         return False
 
 
@@ -818,11 +818,11 @@ def add_parts(o_parts: torch.Tensor, o: Optional[torch.Tensor], numbers: Tuple[A
     if wants_grad:
         raise ValueError("o is given, but there is no gradient of what is added in place")
     _refuse_views(o=o)
-    # What is no output is the operator's to refuse.
+    # An O that is no output tensor is refused by the operator.
     if not _are_many(o_parts) or getattr(o, "dtype", None) not in (torch.float32, torch.float16, torch.bfloat16, *_FP8):
         add_parts_to(o_parts, o, *numbers)
         return o
-    # One rounding, whatever the groups.
+    # The groups are added in f32, so that there is one rounding.
     total = o.float()
     for group in o_parts.split(_MOST_PARTS):
         add_parts_to(group, total, *numbers)

@@ -100,7 +100,7 @@ class Tracer:
 
     def tensor(self, x: Any) -> Tuple[str, str]:
         """The name and the type of a captured tensor."""
-        # By identity: torch's compiler has no `id` of a tensor that the graph makes.
+        # Comparison by identity: torch's compiler has no `id` of a tensor that the graph makes.
         for known, name, stored in self._captured:
             if known is x:
                 return name, stored
@@ -348,7 +348,7 @@ def _divide(body: _Body, a: Any, b: Any, rounding_mode: Optional[str] = None) ->
         return _floor_divide(body, a, b)
     (x, y), kind = body.alike(a, b, least="int")
     if rounding_mode == "trunc" and kind == "int":
-        # Floored, and one more where that went below.
+        # Truncation by way of the floor: one more where the quotient is negative and not whole.
         below = body.make(f"(({x.text} < 0) != ({y.text} < 0) and {x.text} % {y.text} != 0)", "bool")
         return body.make(f"(({x.text} // {y.text}) + int({below.text}))", "int")
     (x, y), _ = body.alike(a, b, least="float")
@@ -704,7 +704,7 @@ def _with_labels(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., 
         return function
     if id(function) in tracer.seen:
         return tracer.seen[id(function)]
-    # A function that calls itself finds itself as it was.
+    # A recursive function finds itself as it was.
     tracer.seen[id(function)] = function
     code = function.__code__
     cells, changed = [], False

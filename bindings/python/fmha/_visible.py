@@ -206,7 +206,7 @@ class Facts:
             if shift + self.seqlen_q != seqlen_k or right is None:
                 return None
             if any(used != end - start for start, end, used in spans) and (left is not None or right != 0):
-                # Rows between make a window of positions another one of rows in use.
+                # A window of positions is no window of the rows in use where unused rows lie between.
                 return None
             queries = padding[:, shift:]
             rows_q = torch.nonzero(queries.flatten()).flatten()

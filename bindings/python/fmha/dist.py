@@ -154,7 +154,7 @@ def _communicator(group: Any, device: torch.device) -> Optional[int]:
     """The ``ncclComm_t`` of torch's group on this device; None where torch does not show it: ours is made then."""
     try:
         backend = group._get_backend(device)
-        # Torch makes it with the first collective.
+        # torch makes the communicator with the first collective.
         _torch_dist.all_reduce(torch.zeros(1, device=device), group=group)
         return int(backend._comm_ptr()) or None
     except (AttributeError, RuntimeError):

@@ -229,7 +229,7 @@ def _varlen(
     **scales: Any,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """O and LSE of sequences, each with the window that its own lengths give."""
-    # Nobody waits for the device to learn the longest sequence: all rows of a call bound it.
+    # The number of rows bounds the longest sequence, so that the host need not wait for the device.
     if cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = rows_bound(rows(q, 0, "q"))
     if cu_seqlens_k is not None and max_seqlen_k is None:
@@ -340,7 +340,7 @@ def flash_attn_combine(
         return o, (lse if flag("return_lse", return_lse) else None)
     dtype = out.dtype if out is not None else out_dtype
     o, lse = _combine(out_partial, lse_partial, None, dtype)
-    # LSE lies as O does here, heads last.
+    # FlashAttention 4 has LSE laid out as O, heads last.
     offsets = cu_seqlens
     if packed and offsets is None:
         offsets = torch.arange(2, device=o.device) * o.shape[0]

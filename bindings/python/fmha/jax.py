@@ -253,7 +253,7 @@ def _sharding_rule(static: _Static, operands: Sequence[Any], results: Sequence[A
     # The query heads of one head of K stay together: the gradient of K is the sum over them.
     heads = "k" if ratio == 1 else "h" if k[2] == 1 else "(k g)"
     sizes = {"g": ratio} if heads == "(k g)" else {}
-    # In the order in which the rule names them, which the compiler wants.
+    # Factors in the order in which the rule names them, which the compiler requires.
     whole: Dict[str, None] = {}
 
     def spelt(letters: List[str]) -> str:
@@ -369,7 +369,7 @@ def _forward(static: _Static, *primals: Any) -> Tuple[Tuple[Any, ...], Any]:
     if "alibi_slopes" in moved:
         raise ValueError("alibi_slopes: a gradient is wanted, of which attention has none")
     o, lse = _operator(static._replace(lse=True))(*arrays)
-    # Neither has a leaf, so that it stays what it is: () is wanted, None is not.
+    # An empty tuple has no leaves either, and it stays a tuple where None would change the tree.
     captured = tuple(name for name in static.names if name.startswith(_CAPTURED))
     wants = tuple(() if name in moved else None for name in ("bias", "sink", *captured))
     return ((o, lse) if static.lse else (o,)), (arrays, o, lse, wants)

@@ -288,7 +288,7 @@ class _Handle:
     def __init__(self, where: str) -> None:
         self.library: Optional[torch.library.Library] = torch.library.Library("aten", "IMPL", where)
         with warnings.catch_warnings():
-            # It is meant: torch warns of each kernel that is put before its own.
+            # torch warns of each kernel that is registered before its own; this one is meant to be.
             warnings.simplefilter("ignore")
             for name, kernel in _KERNELS.items():
                 self.library.impl(name, kernel)
@@ -336,7 +336,7 @@ def activate() -> None:
 
 def deactivate() -> None:
     """torch's own kernels again, if they are not already."""
-    # Before torch 2.13 the registry cannot restore, and goes on to name the last active implementation.
+    # The registry of torch before 2.13 cannot restore, and goes on to name the last active implementation.
     restore = getattr(_registry, "restore_flash_attention_impl", None)
     if restore is not None and _registry.current_flash_attention_impl() == NAME:
         restore()

@@ -214,7 +214,7 @@ def attention_forward(
     if output_attentions:
         raise NotImplementedError("output_attentions is True: P is never in memory; take attn_implementation='eager'")
     if torch.is_autocast_enabled(query.device.type):
-        # As torch's own attention: rotary embeddings leave Q and K in f32 beside a V of 16 bits.
+        # A cast like torch's own attention makes: rotary embeddings leave Q and K in f32 beside a V of 16 bits.
         to = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(to), key.to(to), value.to(to)
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
@@ -231,7 +231,7 @@ def attention_forward(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         unmasked = _band(bool(causal), sliding_window)
-        # As torch's own attention without a mask: from the first key, and all keys by one query.
+        # Alignment of torch's own attention without a mask: from the first key, and all keys for one query.
         from_first = unmasked._replace(kind=1) if causal and seqlen_q > 1 else unmasked
         way = Dense(from_first, seqlen_k, None)
     elif isinstance(attention_mask, Visible):

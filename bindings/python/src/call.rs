@@ -1,5 +1,5 @@
-//! From a [`Request`] to the C struct of one call: shapes are held to each other here (`shapes.rs`), since
-//! that struct has strides alone; everything else is the library's to check.
+//! Conversion of a [`Request`] to the C struct of one call. Shapes are compared with each other here
+//! (`shapes.rs`), since that struct has strides alone; the library checks everything else.
 
 use std::ffi::CString;
 use std::ptr;
@@ -18,7 +18,7 @@ use crate::request::{
 use crate::shapes::{one_device, sizes};
 use crate::tensor::Device;
 
-/// What is wrong with a call, as the user is told: the argument first, then its numbers.
+/// Text of an error as the user reads it: the argument first, then its numbers.
 pub type Wrong = String;
 
 /// Returns what is wrong unless a condition holds.
@@ -52,7 +52,7 @@ pub type Key = SmallVec<[u64; 128]>;
 pub(crate) const NO_TENSOR: FmhaTensor =
     FmhaTensor { data: ptr::null_mut(), batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
 
-/// As `fmha.h` asks: everything 0 first, then what is wanted.
+/// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
 

@@ -45,7 +45,7 @@ impl Coded {
         &self.code
     }
 
-    /// What a plan depends on, in numbers.
+    /// Adds to a plan's key the numbers of the functions on which the plan depends.
     pub(crate) fn key(&self, key: &mut Key) {
         for text in [self.code.score, self.code.mask] {
             key_text(key, text);
@@ -68,10 +68,10 @@ impl Coded {
         for text in [self.code.score, self.code.mask] {
             // SAFETY: who made the request promised C strings.
             let Some(text) = (unsafe { text_of(text) }) else { continue };
-            // What is wrong with a text is the C library's to say.
+            // The C library reports what is wrong with a text, so a text that does not parse is skipped.
             let Ok(function) = text.to_string_lossy().parse::<Function>() else { continue };
             for (captured, &dtype) in self.captured.iter().zip(&self.types) {
-                // SAFETY: as above.
+                // SAFETY: who made the request promised C strings.
                 let Some(name) = (unsafe { text_of(captured.name) }) else { continue };
                 let read = function.captures().iter().find(|read| read.name.as_bytes() == name.to_bytes());
                 if let Some(CaptureKind::Tensor { stored, .. }) = read.map(|read| read.kind)
@@ -105,7 +105,7 @@ fn code_of(stored: Stored) -> i32 {
 /// # Safety
 /// `text` is null or a C string that lives as long as its request.
 unsafe fn text_of<'a>(text: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `text` is null or a C string that lives as long as its request.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }
 

@@ -36,7 +36,7 @@ fn keep(text: &str) {
     TEXT.with(|kept| *kept.borrow_mut() = text);
 }
 
-/// Lends what was kept for this thread.
+/// Gives `body` the text that was kept for this thread.
 fn with_text<R>(body: impl FnOnce(&CStr) -> R) -> R {
     TEXT.with(|text| body(&text.borrow()))
 }
@@ -51,15 +51,15 @@ fn guard(body: impl FnOnce() -> Result<(), String>) -> c_int {
     1
 }
 
-/// What the last call on this thread had to say: an error's text, or what was asked for.
+/// Text of the last call on this thread: an error, or the text that was asked for.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_text() -> *const c_char {
     TEXT.with(|text| text.borrow().as_ptr())
 }
 
-/// What a request is made of, so that Python's side of `ctypes` need not repeat it: the text of
-/// [`fmha_py_text`] has the names of its tensors, those of its numbers with their types, and those of its
-/// options' bits, a line each. Returns its bytes.
+/// Describes a request, so that Python's `ctypes` need not repeat it: the text of [`fmha_py_text`] has the
+/// names of its tensors, those of its numbers with their types, and those of its options' bits, one a line.
+/// Returns the text's bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_describe() -> usize {
     let numbers: Vec<String> = NUMBERS.iter().map(|(name, spelt)| format!("{name}:{spelt}")).collect();
@@ -74,7 +74,8 @@ pub extern "C" fn fmha_py_describe() -> usize {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_run(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `request` is null or a request whose tensors are memory of their
+        // device as large as they say.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         let device = plans::device(request)?;
         if device.kind != 0 {
@@ -139,12 +140,12 @@ fn host_scratch(bytes: u64) -> Result<(Vec<u8>, *mut u8), String> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const c_char) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `fmha_py_check`.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         if operator.is_null() {
             return plans::check(request);
         }
-        // SAFETY: as above.
+        // SAFETY: the caller keeps the contract of `fmha_py_check`.
         torch::check(&unsafe { CStr::from_ptr(operator) }.to_string_lossy(), *request)
     })
 }
@@ -155,7 +156,7 @@ pub unsafe extern "C" fn fmha_py_check(request: *const Request, operator: *const
 /// `request` is null or a request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `request` is null or a request.
     unsafe { request.as_ref() }.and_then(|request| request::keep(request.numbers)).unwrap_or(-1)
 }
 
@@ -166,7 +167,7 @@ pub unsafe extern "C" fn fmha_py_keep(request: *const Request) -> i64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_py_explain(request: *const Request) -> c_int {
     guard(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `fmha_py_explain`.
         let request = unsafe { request.as_ref() }.ok_or("request is null")?;
         keep(&plans::explain(request)?);
         Ok(())
@@ -208,7 +209,7 @@ pub extern "C" fn fmha_py_register_torch() -> c_int {
     guard(torch::register)
 }
 
-/// What there is to run on, and why the rest is absent, a line each: the text of [`fmha_py_text`].
+/// Lists the devices, and for each absent one the reason, one a line: the text of [`fmha_py_text`].
 #[unsafe(no_mangle)]
 pub extern "C" fn fmha_py_devices() -> c_int {
     guard(|| {
@@ -218,7 +219,7 @@ pub extern "C" fn fmha_py_devices() -> c_int {
     })
 }
 
-/// A device as a reader is told of it.
+/// Description of a device, one line.
 fn line(found: &fmha::Found) -> String {
     match &found.device {
         Ok(device) => format!("{}: {}", found.backend, device.name()),

@@ -18,15 +18,15 @@ use crate::tensor::Device;
 /// Plans that are kept; the one unused for longest goes. A plan has no scratch of its own here, some kilobytes.
 const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 
-/// Where scratch lies.
+/// Alignment of the scratch's address, in bytes.
 pub const ALIGNMENT: usize = 256;
 
-/// A plan that is dropped with its last user.
+/// A C plan, freed with its last user.
 struct Plan(*mut FmhaPlan);
 
 // SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.
 unsafe impl Send for Plan {}
-// SAFETY: as above.
+// SAFETY: a plan whose scratch is the caller's may run on several threads at once, says `fmha.h`.
 unsafe impl Sync for Plan {}
 
 impl Drop for Plan {
@@ -42,7 +42,7 @@ type Kept = Mutex<Option<LruCache<Key, Arc<Plan>>>>;
 /// A forked child has its own: another thread may have held the lock when it was made.
 static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
 
-/// What the library said last on this thread.
+/// The C library's last error on this thread.
 fn said() -> Wrong {
     // SAFETY: a C string that lives until the next error of this thread.
     unsafe { CStr::from_ptr(fmha_c::fmha_last_error()) }.to_string_lossy().into_owned()
@@ -55,13 +55,14 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> Result<i32, Wrong>) -
     if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
         return Ok(plan);
     }
-    // Not under the lock: a compiler may run for seconds. Two threads may both plan the same, and one plan stays.
+    // Planning happens without the lock, since a compiler may run for seconds. Two threads may plan the same
+    // call, and one plan stays.
     let mut made = ptr::null_mut();
     if make(&raw mut made)? != 0 {
         return Err(said());
     }
     let plan = Arc::new(Plan(made));
-    // What it pushes out is dropped when the lock is free again.
+    // The plan that `push` evicts is dropped after the lock is released.
     let old = plans().get_or_insert_with(|| LruCache::new(MOST)).push(key, Arc::clone(&plan));
     drop(old);
     Ok(plan)
@@ -113,7 +114,7 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
     call.with(|call| unsafe { fmha_c::check(call) })
 }
 
-/// What a plan says of itself, a fact a line.
+/// The plan's description, one fact a line.
 ///
 /// # Errors
 /// What is wrong with the request, or why no kernel takes it.

@@ -13,7 +13,7 @@ use crate::combine::Combine;
 use crate::request::{ADDS_TO, Captured, Code, Lists, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
-/// What Python does not set, and why.
+/// Fields of the C structs that Python never sets, with the reason.
 const NOT_SET: [(&str, &str); 9] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
@@ -65,7 +65,7 @@ impl Seen {
     }
 }
 
-/// Never followed: a struct says whether a tensor is there.
+/// A tensor whose address is never followed: only its presence counts.
 fn tensor(sizes: &[i64], dtype: i32) -> Tensor {
     let mut tensor = Tensor { num_dims: sizes.len() as i32, dtype, ..Tensor::ABSENT };
     tensor.data = std::ptr::without_provenance_mut::<c_void>(256);
@@ -234,7 +234,7 @@ fn coded(seen: &mut Seen) {
             // SAFETY: null, or this call's own struct with its list.
             if let Some(code) = unsafe { call.code.as_ref() } {
                 seen.add("code", code);
-                // SAFETY: as above.
+                // SAFETY: null, or this call's own struct with its list.
                 let list = unsafe { std::slice::from_raw_parts(code.captured, code.num_captured as usize) };
                 list.iter().for_each(|captured| seen.add("captured", captured));
             }

@@ -53,19 +53,19 @@ slots! {
     SequsedK = "seqused_k",
     /// i32 `[batch, max_pages]`.
     BlockTable = "block_table",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 Q: f32 `[batch, num_heads_kv]`, or one number.
     DescaleQ = "descale_q",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 K: f32 `[batch, num_heads_kv]`, or one number.
     DescaleK = "descale_k",
-    /// f32 `[batch, num_heads_kv]`, or one number.
+    /// Factors of FP8 V: f32 `[batch, num_heads_kv]`, or one number.
     DescaleV = "descale_v",
-    /// f32, one number.
+    /// Factor of an FP8 O: f32, one number.
     ScaleO = "scale_o",
     /// u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`: written.
     KeepMask = "keep_mask",
     /// New keys `[batch, seqlen_new, num_heads_kv, head_dim_qk]`, or packed.
     KNew = "k_new",
-    /// New values, likewise.
+    /// New values, laid out as `k_new`.
     VNew = "v_new",
     /// i32 `[batch + 1]`.
     CuSeqlensNew = "cu_seqlens_new",
@@ -147,7 +147,7 @@ numbers! {
     mask: i64 as "int" = 0,
     /// Keys to the left of the diagonal, or y; -1: unbounded.
     left: i64 as "SymInt" = -1,
-    /// Keys to its right, or x; -1: unbounded.
+    /// Keys of the window to the right, or the mask's second number; -1: unbounded.
     right: i64 as "SymInt" = -1,
     /// Leading keys that are seen whatever `left` says.
     sink_columns: i64 as "SymInt" = 0,
@@ -155,7 +155,7 @@ numbers! {
     p_drop: f64 as "float" = 0.0,
     /// Key of the dropout generator: a u64's bits.
     seed: i64 as "SymInt" = 0,
-    /// Last word of its counter: a u64's bits.
+    /// Last word of the dropout generator's counter: a u64's bits.
     offset: i64 as "SymInt" = 0,
     /// Type of an O that is made for the caller, as its code; below 0: Q's, bf16 beside FP8.
     dtype_o: i64 as "int" = -1,
@@ -163,7 +163,7 @@ numbers! {
     options: i64 as "int" = 0,
     /// Packed new rows: the longest sequence's.
     max_seqlen_new: i64 as "SymInt" = 0,
-    /// Where V is the front of K's rows: its head dimension; else 0.
+    /// V's head dimension where V is the front of K's rows; else 0.
     head_dim_v: i64 as "SymInt" = 0,
     /// 1: elements 2i and 2i + 1 turn together.
     rotary_interleaved: i64 as "int" = 0,
@@ -240,7 +240,7 @@ pub struct Captured {
     pub name: *const c_char,
     /// The tensor; [`Tensor::ABSENT`]: a number.
     pub tensor: Tensor,
-    /// Backward, written: its gradient; [`Tensor::ABSENT`]: not wanted.
+    /// Gradient of the capture, written by the backward; [`Tensor::ABSENT`]: not wanted.
     pub gradient: Tensor,
     /// The number that the text declares a float.
     pub real: f64,
@@ -252,11 +252,11 @@ pub struct Captured {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Code {
-    /// What a scaled score becomes: a C string; null: itself.
+    /// C string with the code of a score function; null: scores are not modified.
     pub score: *const c_char,
     /// Which pairs are seen: a C string; null: all.
     pub mask: *const c_char,
-    /// What both capture.
+    /// Tensors and scalars that both functions capture.
     pub captured: *const Captured,
     /// How many.
     pub num_captured: i64,
@@ -295,7 +295,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Nothing is given.
+    /// A request without tensors or options.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -332,13 +332,13 @@ impl Request {
     /// `code` is null or a live one, whose list is as long as it says.
     #[must_use]
     pub unsafe fn coded(&self) -> Option<(&Code, &[Captured])> {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
         let code = unsafe { self.code.as_ref() }?;
         let count = usize::try_from(code.num_captured).unwrap_or(0);
         if code.captured.is_null() || count == 0 {
             return Some((code, &[]));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: `code` is null or a live one, whose list is as long as it says.
         Some((code, unsafe { std::slice::from_raw_parts(code.captured, count) }))
     }
 

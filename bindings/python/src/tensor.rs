@@ -1,4 +1,4 @@
-//! What a door hands over of a tensor, whoever owns it: an address, a type, sizes and strides.
+//! A tensor as a door hands it over, whoever owns it: address, type, sizes and strides.
 
 use std::ffi::c_void;
 
@@ -11,7 +11,7 @@ pub const I32: i32 = 100;
 pub const U8: i32 = 101;
 /// Words of a tree mask.
 pub const U32: i32 = 102;
-/// What NumPy makes where nobody names a type. No operand has it; a refusal says its name.
+/// Type that NumPy gives an array without a named type. No operand has it; a refusal spells its name.
 pub const F64: i32 = 103;
 /// Type of tensors that functions capture: i64.
 pub const I64: i32 = 104;
@@ -20,13 +20,13 @@ pub const BOOL: i32 = 105;
 /// Any other type that no operand of attention has.
 pub const OTHER: i32 = -1;
 
-/// Where a tensor lies.
+/// Device of a tensor's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Device {
     /// 0: host memory; 1: an NVIDIA device; 2: an AMD device; 3, of what is checked alone: torch's `meta`, no memory.
     pub kind: i32,
-    /// Which of them, from 0.
+    /// Index of the device among those of its kind, from 0.
     pub index: i32,
 }
 
@@ -58,12 +58,12 @@ pub struct Tensor {
     pub num_dims: i32,
     /// `FMHA_F16`, ..., or [`I32`], [`U8`], [`U32`], [`I64`], [`BOOL`], [`OTHER`].
     pub dtype: i32,
-    /// Where it lies.
+    /// Device of the memory.
     pub device: Device,
 }
 
 impl Tensor {
-    /// None.
+    /// An absent tensor.
     pub const ABSENT: Self = Self {
         data: std::ptr::null_mut(),
         sizes: [0; MAX_DIMS],
@@ -98,7 +98,7 @@ impl Tensor {
         }
     }
 
-    /// Itself, unless it was not given.
+    /// The tensor, or `None` where it is absent.
     #[must_use]
     pub fn given(&self) -> Option<&Self> {
         (self.num_dims >= 0).then_some(self)

@@ -567,7 +567,7 @@ def cache(draw, convert=lambda x: x, back=lambda x: x):
         call.options.pop("bias", None)
         call.options.update(bias=hidden, mask=None)
     _, exact = call.exact()
-    # Where a turned element was rounded the other way, its row's scores differ.
+    # A rotated element that was rounded the other way changes its row's scores.
     loose = 1 if angles is None else 4 * math.sqrt(call.d)
     return call, results(call, back(o), back(lse), exact, loose=loose)
 

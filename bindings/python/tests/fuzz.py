@@ -299,7 +299,7 @@ class Calls:
         try:
             call[name] = harms[what]()
         except (RuntimeError, IndexError, NotImplementedError) as error:
-            # Torch has no such tensor.
+            # torch cannot make the drawn tensor.
             return f"{name}: not {what}: {str(error)[:60]}"
         return f"{name}: {what}"
 

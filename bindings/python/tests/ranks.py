@@ -164,7 +164,7 @@ def refusals(size):
         assert "q: attention has no second derivative" in str(error), error
     else:
         raise AssertionError("a second derivative is taken")
-    # What a rank fails with next is not to reach one that is still in this call.
+    # The barrier keeps a rank's next, failing call from a rank that is still in this one.
     dist.barrier()
     # An argument of a wrong kind is this rank's own exception, and the other ranks get it as their error.
     try:

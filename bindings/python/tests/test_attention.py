@@ -363,7 +363,7 @@ def test_tensors_of_no_elements():
     q, k, v = tensors(sq=0, grad=True)
     o, lse = fmha.attention(q, k, v, return_lse=True)
     assert o.shape == (2, 0, 4, 16) and lse.shape == (2, 4, 0)
-    # What a sum of nothing gives back is a gradient of stride 0.
+    # The gradient of a sum is an expanded tensor whose strides are 0.
     o.sum().backward()
     assert q.grad.shape == q.shape and not k.grad.any() and not v.grad.any()
     q, k, v = tensors(sk=0)

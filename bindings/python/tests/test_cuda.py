@@ -34,7 +34,7 @@ def test_work_goes_on_the_callers_stream():
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        # Long work before, on this stream alone: attention on another one would read zeros.
+        # Long work stands before the call on this stream alone, so attention on another stream would read zeros.
         late = torch.zeros_like(q)
         torch.cuda._sleep(200_000_000)
         late.copy_(q)

@@ -374,7 +374,7 @@ def test_functions_of_flash_attention_4_are_code_with_gradients():
     def mask(b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
         return kv_idx <= q_idx + (seqlen_info.seqlen_k - seqlen_info.seqlen_q)
 
-    # Beside a mask_mod, causal and window say nothing.
+    # The keywords causal and window have no effect beside a mask_mod.
     options = dict(
         score_mod=score, mask_mod=mask, aux_tensors=[slopes], causal=True, window_size=(0, 0), return_lse=True
     )

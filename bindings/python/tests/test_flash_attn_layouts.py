@@ -147,7 +147,7 @@ def test_a_cache_is_padded_paged_chosen_turned_and_cut(case, causal):
                 query = turned(query, angle, [first[b] + (i if local else 0) for i in range(n)], False).float()
             k[used[b] : used[b] + 2], v[used[b] : used[b] + 2] = added, new[1][b]
         for x, after in zip((k, v), caches):
-            # What was written, and that nothing else was.
+            # The appended rows hold the new keys, and no other row has changed.
             close(torch.stack([after[p, r] for p, r in where]), x.double(), 1e-6)
         length = used[b] + case["new"]
         k, v = (x[None, pad[b] : length] for x in (k, v))

@@ -240,7 +240,7 @@ def test_an_output_of_another_shape_is_refused_before_anything_runs():
     ):
         with pytest.raises(RuntimeError, match=said):
             call()
-    # What was of its shape is not written either.
+    # A tensor of the right shape stays unwritten too when the call is refused.
     assert all(x.isnan().all() for x in right)
 
 

@@ -351,7 +351,7 @@ def test_a_new_value_of_a_number_is_the_same_text():
         return _code.bind(_torch, score, None, None)
 
     one, other = bound(3, 20.0, 1), bound(4, 30.0, 1)
-    # What a number makes in Python is a number of the text.
+    # A number that Python computes becomes a constant of the text.
     assert one.names == other.names and {"window", "cap"} <= set(one.names)
     assert one.numbers == (3.0, 20.0) and other.numbers == (4.0, 30.0)
     # A number on a GPU is not read: it is a tensor there.

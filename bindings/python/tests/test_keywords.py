@@ -828,7 +828,7 @@ def test_no_keyword_of_transformers_mask_function_is_swallowed():
     assert not faults(Door(function, base, cases))
     plain = run(function, base)
     for name in fmha.transformers._MASK_OPTIONS:
-        # They say how transformers' own functions may spell the mask, or leave it out.
+        # These keywords tell transformers how its own functions may spell the mask, or leave it out.
         assert run(function, {**base, name: False}) == plain
 
 

@@ -200,7 +200,7 @@ def test_what_a_kernel_refuses_of_every_device_its_fake_refuses_in_the_same_word
         for call in changed:
             kernels = _said(name, *call)
             if "k_new" in call[0] and "v_new" not in call[0]:
-                # By its strides V may be the front of K's rows.
+                # V may be the front of K's rows, by its strides.
                 kernels = None
             assert _said(name, *call, as_fake) == kernels, (name, {at: x.shape for at, x in call[0].items()}, call[1])
             refused += kernels is not None
@@ -264,7 +264,7 @@ def test_opcheck_with_outputs_and_cache():
         _torch.forward_out, (q, k, v, *NONE7, None, None, None, None, None, o, lse, None, *NUMBERS), test_utils=schema
     )
     used = torch.tensor([3, 4], dtype=torch.int32)
-    # In 16 bits, in which a GPU's kernels append too.
+    # The tensors have 16 bits, in which a GPU's kernels append too.
     q, k, v = tensors(dtype=torch.bfloat16)
     new = torch.randn(2, 1, 2, 16).bfloat16()
     rest = (None, None, None, None)
@@ -381,7 +381,7 @@ def test_a_compiled_call_draws_its_seed_and_is_whole(grad):
     torch.manual_seed(7)
     assert torch.equal(compiled(*inputs[:2], eye), again)
     if grad:
-        # Where V is the unit matrix, O is P with what is dropped; the gradient has the same elements.
+        # V is the unit matrix, so O is P after dropout; the gradient has the same elements.
         (dv,) = torch.autograd.grad(again.sum(), eye)
         wanted = again.sum((1, 2)).detach()
         assert torch.allclose(dv.sum(2)[..., 0], wanted, atol=1e-4)
@@ -486,7 +486,7 @@ def test_gradcheck(options):
         return fmha.attention(q, k, v, return_lse=True, **options, **dict(zip(extra, rest)))
 
     with warnings.catch_warnings():
-        # It warns of inputs that are not float64.
+        # gradcheck warns of inputs that are not float64.
         warnings.simplefilter("ignore")
         assert torch.autograd.gradcheck(function, (q, k, v, *leaves), eps=1e-2, atol=2e-3, rtol=2e-2, nondet_tol=0.0)
 

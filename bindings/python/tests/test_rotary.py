@@ -59,7 +59,7 @@ def test_rows_turn_by_their_positions_and_gradients_turn_back(dtype, offset, hal
     dout = torch.randn_like(got)
     (dx,) = torch.autograd.grad(got, x, dout)
     close(dx, by_definition(dout, angle, positions, interleaved, conjugate=True), dtype)
-    # In place: the tensor that came is the result, and what is behind rotary_dim stays.
+    # The call works in place: the given tensor is the result, and elements behind rotary_dim stay.
     written = x.detach().clone()
     assert rotary.apply_rotary_emb(written, cos, sin, interleaved, True, start).data_ptr() == written.data_ptr()
     assert torch.equal(written, got.detach())

@@ -171,7 +171,7 @@ def test_masks_of_flex_attention_are_computed_as_code(config, monkeypatch):
     tokens = [model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False) for model in (eager, ours)]
     assert torch.equal(*tokens) and set(seen) == {"_OfAFunction"}
     for model in (eager.train(), ours.train()):
-        # A row of padding is another one than eager attention's, and no loss reads it.
+        # A row of padding differs from eager attention's, and no loss reads it.
         model(ids, attention_mask=mask).logits[mask.bool()].square().mean().backward()
     for x, y in zip(eager.parameters(), ours.parameters()):
         assert torch.allclose(x.grad, y.grad, atol=2e-4)

@@ -187,7 +187,7 @@ def test_sequences_packed_by_position_ids_do_not_see_each_other(decoders, name):
     if name == "Llama 4" and not _close(eager(ids, position_ids=positions, use_cache=False).logits[:, 6:], alone):
         pytest.skip("Llama 4 of this transformers packs nothing: eager's sequences see each other")
     alike(ours(ids, position_ids=positions, use_cache=False, **apart).logits[:, 6:], alone)
-    # What the flattening collator gives on request.
+    # Keywords that the flattening collator passes on request.
     call = dict(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=7, max_length_k=7)
     (got,) = logits((ours,), input_ids=ids, position_ids=positions, use_cache=False, **call)
     for first, end in ((0, 5), (5, 6), (6, 13)):

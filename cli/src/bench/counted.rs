@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-/// A counter's name in the emulator's words, and its column.
+/// Names of the emulator's counters, each with its column.
 const COLUMNS: [(&str, &str); 14] = [
     ("wave_instructions", "wave instructions"),
     ("warp_instructions", "warp instructions"),

@@ -38,11 +38,11 @@ pub(crate) enum Measured {
     /// Run once on an emulated device, whose seconds say nothing of a GPU's: not timed.
     Emulated {
         kernel: String,
-        /// Whether its result was compared with f64.
+        /// Whether the result was compared with f64.
         checked: bool,
         counted: Counted,
     },
-    /// No kernel takes it, or it was not run: why.
+    /// No kernel takes the row, or it was not run; the reason.
     Absent(String),
     /// Wrong result; the row is not timed.
     Wrong(String),

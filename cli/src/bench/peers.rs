@@ -14,7 +14,7 @@ pub(crate) struct Peers {
     speeds: BTreeMap<String, BTreeMap<String, f64>>,
 }
 
-/// One measurement: other fields are ignored.
+/// A line of a peers' file: one measurement; other fields are ignored.
 #[derive(Debug, Deserialize)]
 struct Line {
     /// The row's label: `B4 H32 S1024 D128 causal fp16`.

@@ -37,7 +37,7 @@ const GREY: RGBColor = RGBColor(140, 140, 140);
 // Pixels.
 const FONT: u32 = 13;
 const LINE: i32 = 16;
-/// About what a letter of that font takes.
+/// Width of a letter of that font, roughly.
 const LETTER: i32 = 7;
 const MARGIN: i32 = 14;
 const LEFT: u32 = 70;

@@ -11,7 +11,7 @@ use super::peers::Peers;
 use super::plot::{Label, Series, svg};
 use super::table::{Table, Unit};
 
-/// One row's label and what came of it.
+/// Label of a row, and its result.
 pub(super) struct Row {
     pub(super) label: String,
     pub(super) outcome: Measured,

@@ -23,7 +23,7 @@ struct File {
 struct RawTable {
     name: String,
     title: String,
-    /// `tflops`, or `gbs` where bytes are what counts.
+    /// Unit of the speeds: `tflops`, or `gbs` where bytes count.
     #[serde(default)]
     unit: Unit,
     /// Options of every row.
@@ -32,7 +32,7 @@ struct RawTable {
     rows: Vec<Options>,
 }
 
-/// What a table's speed is measured in.
+/// Unit of a table's speeds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Unit {

@@ -1,4 +1,4 @@
-// Blocks of rows that a backward walks for rows of its own: those that some of its own see, sink columns first.
+// Blocks of rows that a backward walks for its own rows: those of which some own row sees a key, sink columns first.
 #pragma once
 #include <fmha/mask.h>
 

@@ -1,5 +1,5 @@
-// What printed expressions read: a pair's place, and what a call captures (core/src/code_source.rs). The captures of
-// a call are words of its arguments:
+// Operands of printed expressions: a pair's place, and the captures of a call (core/src/code_source.rs). The captures
+// are words of the call's arguments:
 //
 //   number   its bits
 //   tensor   its address, then its strides in elements, then its extents

@@ -84,7 +84,8 @@ FMHA_DEVICE float cos_of_rest(float x) {
   return 1.f + s * (-0.5f + s * (1.f / 24.f + s * (-1.f / 720.f + s * (1.f / 40320.f + s * (-1.f / 3628800.f)))));
 }
 FMHA_DEVICE float sine(float x, int32_t quarter_turns) {
-  // Not a difference: of a product, the compiler makes it one FMA, which gives what rounding left.
+  // A comparison and not a difference: the compiler would make an FMA of a difference of a product, which gives what
+  // rounding left.
   if (!(abs_of(x) < infinity())) return float_of(0x7fc00000u);
   const Quadrant at = quadrant(x);
   const int32_t of_four = (at.of_four + quarter_turns) & 3;

@@ -1,4 +1,4 @@
-// Masks as data: key intervals, bits and block lists, which join by AND. Each is there where its pointer is not null.
+// Masks as data: key intervals, bits and block lists, joined by AND. A mask is given where its pointer is not null.
 #pragma once
 #include <fmha/mask.h>
 #include <fmha/mask_data_params.h>

@@ -49,7 +49,7 @@ FMHA_DEVICE float decode(SmallFloat f, uint32_t code) {
   return float_of(sign | (exponent - f.bias + 127) << 23 | mantissa << (23 - f.mantissa_bits));
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 FMHA_DEVICE uint32_t encode(SmallFloat f, float x) {
   const uint32_t sign = bits_of(x) >> 31 << (f.exponent_bits + f.mantissa_bits);
   const uint32_t infinity_code = ((1u << f.exponent_bits) - 1) << f.mantissa_bits;

@@ -1,4 +1,4 @@
-// What is asked of a pair beside the band: masks as data, or nothing. A row kernel is compiled for one of them.
+// Masks of a pair beside the band: masks as data, or none. A row kernel is compiled for one of them.
 #pragma once
 #include <fmha/seq.h>
 

@@ -1,5 +1,5 @@
-// What every device compiler and the host's C++ compiler know alike: fixed-width names, bit casts,
-// the few mathematical functions. Header-free: it compiles where no system header is found.
+// Names that every device compiler and the host's C++ compiler share: fixed-width types, bit casts, the few
+// mathematical functions. No header is included, so that it compiles where no system header is found.
 #pragma once
 
 #if defined(__HIP__)
@@ -69,7 +69,7 @@ FMHA_DEVICE float abs_of(float x) { return __builtin_fabsf(x); }
 // Absolute error some 1e-7. No system's tanhf: not every device compiler comes with one.
 FMHA_DEVICE float tanh_of(float x) {
   const float a = abs_of(x);
-  // Below 1/16 the quotient would cancel; x - x^3/3 + 2x^5/15 is exact to f32 there.
+  // The quotient would cancel below 1/16; x - x^3/3 + 2x^5/15 is exact to f32 there.
   if (a < 0.0625f) return x + x * x * x * (-1.f / 3.f + x * x * (2.f / 15.f));
   const float t = 1.f - 2.f / (1.f + exp2_of(2.f * kLog2E * a));
   return x < 0.f ? -t : t;  // a NaN has gone through t

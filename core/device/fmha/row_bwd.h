@@ -30,7 +30,7 @@ FMHA_DEVICE float lane_sum(float x) {
 constexpr float kLargestPlainLse = 16384.f;
 FMHA_DEVICE bool is_far(float lse) { return abs_of(lse) >= kLargestPlainLse && abs_of(lse) != infinity(); }
 
-// What a query row's P are made of: exp2((S - origin) log2(e) - lse_log2).
+// Numbers of which a query row's P are made: exp2((S - origin) log2(e) - lse_log2).
 struct RowOrigin {
   float origin, lse_log2;
 };
@@ -46,7 +46,7 @@ FMHA_DEVICE RowOrigin row_origin(const BwdParams& p, int64_t stats) {
 // exp(score - LSE) of a score less the origin: 1 at most, whatever has been rounded.
 FMHA_DEVICE float probability(float score, float lse_log2) { return exp2_of(min(score * kLog2E - lse_log2, 0.f)); }
 
-// What a query and a key that it sees give.
+// Numbers of a query and a key that it sees.
 struct BwdPair {
   float prob;   // P after dropout: what multiplies dO in dV
   float ds;     // gradient of the score as the softmax sees it: dBias
@@ -142,8 +142,8 @@ struct BwdHead {
     return pair;
   }
 
-  // What a pair adds to the gradients of captured tensors: `add(element, gradient)` in all lanes together, 0 from a
-  // pair that is not `seen`.
+  // Adds a pair's share to the gradients of captured tensors: `add(element, gradient)` in all lanes together, 0 from
+  // a pair that is not `seen`.
   template <class Add>
   FMHA_DEVICE void add_captured(int32_t i, int32_t j, bool seen, Add add) const {
     BwdPair here = {0.f, 0.f, 0.f, false};
@@ -174,7 +174,7 @@ struct RowSums {
       if (d < dim) sums[c] += factor * load_elem<dtype>(data, row + d);
     }
   }
-  // To memory; with `adds` to what lies there.
+  // Stores to memory; with `adds` it adds to what lies there.
   template <DType dtype, bool adds = false>
   FMHA_DEVICE void store(void* data, int64_t row, float factor) const {
 #pragma unroll
@@ -188,8 +188,8 @@ struct RowSums {
   }
 };
 
-// What a far row is measured from. A row without a gradient of O or LSE adds nothing, and takes no sum: rows that are
-// masked as a whole, by a bias of -1e9 in each key, are mostly so.
+// Origin from which a far row's scores are measured. A row without a gradient of O or LSE adds nothing, and takes no
+// sum: rows that are masked as a whole, by a bias of -1e9 in each key, are mostly so.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE RowOrigin origin_of_far_row(const BwdParams& p, const SeqSpan& span, int32_t i_head, int32_t i, float lse,
                                         float delta, const Masks& masks = {}) {
@@ -268,7 +268,8 @@ struct AllQueries {
   FMHA_DEVICE bool operator()(int32_t i_head, int32_t i) const { return true; }
 };
 
-// dK and dV of key j. With `adds` what those queries of which `takes(i_head, i)` add to dK and dV in memory.
+// dK and dV of key j. With `adds` the share of the queries that `takes(i_head, i)` accepts is added to dK and dV in
+// memory.
 template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks>
 FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {},
                              const Masks& masks = {}) {
@@ -372,7 +373,7 @@ FMHA_DEVICE void bwd_captured_element(const BwdParams& p, int64_t at) {
   }
 }
 
-// What the query whose LSE and delta are at `stats` adds to dSink: exp(sink - LSE) (dLSE - dO . O).
+// Share in dSink of the query whose LSE and delta are at `stats`: exp(sink - LSE) (dLSE - dO . O).
 FMHA_DEVICE float sink_term(const BwdParams& p, int64_t stats, float sink, RowOrigin row) {
   // +infinity stands for a row that saw nothing, its sink neither: both are -infinity.
   if (row.lse_log2 == infinity()) return 0.f;

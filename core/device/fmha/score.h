@@ -52,8 +52,8 @@ struct ExactTanh {
     return {cap * t, 1.f - t * t};
   }
 };
-// By one exponential and one reciprocal of `Unit`: tanh(x) = 1 - 2 w where w = 1 / (1 + e^(2 x)), so that the slope is
-// 4 w (1 - w). A score near 0 has the absolute error of one near the cap.
+// Soft-cap by one exponential and one reciprocal of `Unit`: tanh(x) = 1 - 2 w where w = 1 / (1 + e^(2 x)), so that
+// the slope is 4 w (1 - w). A score near 0 has the absolute error of one near the cap.
 template <class Unit>
 struct FastTanh {
   FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
@@ -61,7 +61,7 @@ struct FastTanh {
     return {cap - 2.f * cap * w, 4.f * w * (1.f - w)};
   }
 };
-// As exact as `ExactTanh`, without a branch or a division of an element.
+// Soft-cap that is as exact as `ExactTanh`, without a branch or a division for each element.
 template <class Unit>
 struct BranchlessTanh {
   FMHA_DEVICE static Scored capped(float s, float scale, float cap) {
@@ -69,7 +69,7 @@ struct BranchlessTanh {
     const float per_cap = min(1.f / cap, kLargestFloat);
     const float y = s * scale, x = y * per_cap, a = abs_of(x), square = x * x;
     const float w = Unit::rcp(1.f + Unit::exp2(2.f * kLog2E * a)), quotient = cap * (1.f - 2.f * w);
-    // Below 1/16 the quotient cancels.
+    // The quotient cancels below 1/16.
     const float series = y + y * square * (-1.f / 3.f + square * (2.f / 15.f));
     return {a < 0.0625f ? series : x < 0.f ? -quotient : quotient, 4.f * w * (1.f - w)};
   }
@@ -194,7 +194,7 @@ struct ScoreOf;
 template <FwdSpec spec, class Tanh, class... Map, class... Term>
 struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   static constexpr bool modifies = modifies_score(spec);
-  // Whether a score has an element of memory, of which there is none beyond the lengths.
+  // Whether a score reads an element of memory; there are none beyond the lengths.
   static constexpr bool reads = ElementBias::in(spec);
   // Whether pairs are hidden by a score of -infinity: they are no part of a row, whatever K and V have there.
   static constexpr bool hides = Functions::in(spec);
@@ -244,7 +244,7 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
     return x.slope;
   }
 
-  // Element (0, 0) where the pair is not there.
+  // Element of a pair; element (0, 0) where the pair is not there.
   FMHA_DEVICE float element(Pair pair, bool there = true) const {
     if constexpr (reads) return load_elem<spec.dtype_bias>(bias.data, there ? pair.i() * bias.row + pair.j() : 0);
     return 0.f;

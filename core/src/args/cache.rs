@@ -4,12 +4,13 @@ use super::{DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 
 /// K or V of a forward call.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum CacheSlice<'a> {
     /// Memory that the call reads.
     Read(DevSlice<'a>),
     /// Memory that the call appends to, then reads.
     Append(DevSliceMut<'a>),
-    /// V of a problem whose V lies in K's rows.
+    /// V of a problem whose V is the front of K's rows.
     InK,
 }
 

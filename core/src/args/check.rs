@@ -146,7 +146,7 @@ pub fn check_combine(
     operands.disjoint()
 }
 
-/// An argument, whichever its direction.
+/// An input or an output.
 #[derive(Clone, Copy)]
 struct Access {
     space: MemorySpace,
@@ -183,7 +183,8 @@ struct Operand {
     name: &'static str,
     access: Access,
     touched: u64,
-    /// For tensors: how they interleave.
+    /// Strides, shape and type by which tensors of one buffer interleave; `None` for memory that is no
+    /// tensor.
     lattice: Option<(Strides, Shape, DType)>,
 }
 
@@ -312,7 +313,7 @@ impl Operands {
         Ok(())
     }
 
-    /// What functions capture.
+    /// Checks the tensors and scalars that functions capture.
     fn captured(&mut self, problem: &FwdProblem, score: &ScoreArgs<'_>) -> Result<(), ProblemError> {
         let code = &problem.code;
         if code.is_empty() && score.captured.is_empty() && score.numbers.is_empty() {
@@ -378,7 +379,7 @@ impl Operands {
         self.tensor(name, access, strides, shape, dtype)
     }
 
-    /// What an append, a rotary embedding and a tree mask read.
+    /// Checks the operands of an append, a rotary embedding and a tree mask.
     fn cache_operands(
         &mut self,
         problem: &FwdProblem,
@@ -438,7 +439,7 @@ impl Operands {
         )
     }
 
-    /// A tensor, there iff wanted.
+    /// Checks a tensor that is given iff it is wanted.
     #[inline(always)]
     fn optional_tensor(
         &mut self,
@@ -468,7 +469,7 @@ impl Operands {
         self.numbers(name, slice.as_ref().map(Access::input), wanted, (elem, elems))
     }
 
-    /// An i32, u32 or f32 array, there iff wanted.
+    /// Checks an i32, u32 or f32 array that is given iff it is wanted.
     #[inline(always)]
     fn numbers(
         &mut self,
@@ -481,10 +482,10 @@ impl Operands {
         self.optional(name, access, wanted, elem, elems.saturating_mul(4), 4)
     }
 
-    /// Scratch, there if the plan needs some.
+    /// Checks scratch that is given if the plan needs some.
     fn workspace(&mut self, given: Option<&DevSliceMut<'_>>, wanted: Workspace) -> Result<(), ProblemError> {
         let needed = wanted.bytes > 0;
-        // One allocation may serve plans with and without.
+        // A caller may bring scratch to a plan that needs none.
         let access = given.map(Access::out).filter(|_| needed);
         self.optional("workspace", access, needed, ElemType::Scratch, wanted.bytes, Workspace::ALIGN)
     }
@@ -544,7 +545,7 @@ impl Operands {
         Ok(())
     }
 
-    /// What is wrong with an argument that does not fit.
+    /// Error for an argument that does not fit the plan.
     #[cold]
     fn misfit(
         &self,

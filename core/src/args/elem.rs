@@ -83,7 +83,7 @@ pub(crate) struct Told(AtomicU8);
 impl Told {
     /// Bit that is set if a call has set the type.
     const BY_A_CALL: u8 = 1 << 7;
-    /// The types that are no numbers; those of numbers follow.
+    /// Element types that are not numbers; those of numbers follow.
     const OTHERS: [ElemType; 4] = [ElemType::Bytes, ElemType::I32, ElemType::U32, ElemType::Scratch];
 
     pub(crate) fn new(elem: ElemType) -> Self {

@@ -55,11 +55,14 @@ pub struct DevSliceMut<'a> {
 // SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither
 // has interior mutability.
 unsafe impl Send for DevSlice<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Sync for DevSlice<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Send for DevSliceMut<'_> {}
-// SAFETY: as above.
+// SAFETY: a DevSlice is a `&[u8]` and a DevSliceMut a `&mut [u8]` that may lie on a device; neither has
+// interior mutability.
 unsafe impl Sync for DevSliceMut<'_> {}
 
 impl<'a> DevSlice<'a> {
@@ -92,7 +95,8 @@ impl<'a> DevSlice<'a> {
         Self { space, ptr, bytes, elem: elem.into(), memory: PhantomData }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -104,7 +108,7 @@ impl<'a> DevSlice<'a> {
         self.elem
     }
 
-    /// Where it lies.
+    /// Memory space of the address.
     #[must_use]
     pub fn space(&self) -> MemorySpace {
         self.space
@@ -122,11 +126,11 @@ impl<'a> DevSlice<'a> {
         self.bytes
     }
 
-    /// This memory without its first `bytes`; empty where it has fewer.
+    /// Returns this memory without its first `bytes`; empty where it has fewer.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         let bytes = bytes.min(self.bytes);
-        // Not `add`: the address of nothing may be null.
+        // `wrapping_add` and not `add`, since an empty slice may have a null address.
         Self { ptr: self.ptr.wrapping_add(bytes as usize), bytes: self.bytes - bytes, ..self }
     }
 
@@ -183,7 +187,8 @@ impl<'a> DevSliceMut<'a> {
         }
     }
 
-    /// This memory, with elements of this type where theirs was not told; i32 and u32 are told as either.
+    /// Returns this memory with elements of this type where their type was not known; i32 and u32 stand for
+    /// each other.
     #[must_use]
     pub fn typed(self, elem: impl Into<ElemType>) -> Self {
         Self { elem: self.elem.retyped(elem.into()), ..self }
@@ -195,7 +200,7 @@ impl<'a> DevSliceMut<'a> {
         self.elem
     }
 
-    /// Where it lies.
+    /// Memory space of the address.
     #[must_use]
     pub fn space(&self) -> MemorySpace {
         self.space
@@ -213,7 +218,8 @@ impl<'a> DevSliceMut<'a> {
         self.bytes
     }
 
-    /// This memory without its first `bytes`, for as long as it is borrowed; empty where it has fewer.
+    /// Returns this memory without its first `bytes`, for as long as it is borrowed; empty where it has
+    /// fewer.
     #[must_use]
     pub fn skip(&mut self, bytes: u64) -> DevSliceMut<'_> {
         let bytes = bytes.min(self.bytes);
@@ -222,7 +228,7 @@ impl<'a> DevSliceMut<'a> {
             ptr: self.ptr.wrapping_add(bytes as usize),
             bytes: self.bytes - bytes,
             elem: self.elem,
-            // What is written to a part is not the type of the whole.
+            // A write to a part of a buffer does not set the type of the whole buffer.
             told: self.told.filter(|_| bytes == 0),
             memory: PhantomData,
         }
@@ -240,7 +246,7 @@ impl<'a> DevSliceMut<'a> {
         Some(unsafe { std::slice::from_raw_parts_mut(ptr, self.bytes as usize) })
     }
 
-    /// This memory as an input of a later call.
+    /// Returns this memory as an input of a later call.
     #[must_use]
     pub fn as_input(&self) -> DevSlice<'_> {
         let elem =
@@ -283,7 +289,8 @@ pub struct SeqArgs<'a> {
     pub indices: Option<DevSlice<'a>>,
     /// i32 `[batch]`, or one for each token: entries of the lists in use, iff the problem says so.
     pub topk_length: Option<DevSlice<'a>>,
-    /// When K and V come, iff the problem's [`arrivals`](crate::FwdProblem::arrivals) is not 0.
+    /// Words that announce the pieces of K and V, iff the problem's [`arrivals`](crate::FwdProblem::arrivals)
+    /// is not 0.
     pub arrivals: Option<Arrivals<'a>>,
 }
 
@@ -298,7 +305,7 @@ pub struct Arrivals<'a> {
     /// every waiting thread to go on with whatever is there, and a thread that has waited for piece `i`
     /// beyond the timeout writes `i + 1`. No result of such a call is one.
     pub flags: DevSlice<'a>,
-    /// Pieces, a bit each, that are there before the call.
+    /// Bits of the pieces that are there before the call.
     pub here: u64,
     /// Nanoseconds that a thread waits for a piece.
     pub timeout_ns: u64,
@@ -325,7 +332,7 @@ pub struct ScoreArgs<'a> {
     pub captured: &'a [DevSlice<'a>],
     /// The numbers that score and mask capture, one for each of [`Code::numbers`](crate::Code::numbers).
     pub numbers: &'a [Number],
-    /// Where the dropout generator stands: there where the problem drops.
+    /// Position of the dropout generator; given iff the problem has dropout.
     pub dropout: Option<DropoutSeed>,
 }
 
@@ -380,7 +387,7 @@ pub struct FwdArgs<'a> {
     pub score: ScoreArgs<'a>,
     /// Masks as data.
     pub masks: MaskArgs<'a>,
-    /// Operands of what happens to the cache.
+    /// Operands of the cache's use.
     pub cache: CacheArgs<'a>,
     /// f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,

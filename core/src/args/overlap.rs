@@ -47,7 +47,7 @@ impl Axis {
 }
 
 impl Lattice {
-    /// A tensor that validation saw, of one element at least.
+    /// A tensor of at least one element, whose strides validation has checked.
     pub(super) fn strided(address: usize, strides: Strides, shape: Shape, dtype: DType) -> Self {
         let size = dtype.size_bytes();
         // The stride of an axis of one element is never used, and may be anything.

@@ -29,7 +29,7 @@ impl<'a> SeqArgs<'a> {
         indices: impl Into<Option<DevSlice<'a>>> => indices;
         /// i32: entries of the lists in use.
         topk_length: impl Into<Option<DevSlice<'a>>> => topk_length;
-        /// When K and V come.
+        /// Words that announce the pieces of K and V.
         arrivals: impl Into<Option<Arrivals<'a>>> => arrivals;
     }
 }
@@ -52,7 +52,7 @@ impl<'a> ScoreArgs<'a> {
         captured: &'a [DevSlice<'a>] => captured;
         /// The numbers that score and mask capture.
         numbers: &'a [Number] => numbers;
-        /// Where the dropout generator stands.
+        /// Position of the dropout generator.
         dropout: impl Into<Option<DropoutSeed>> => dropout;
     }
 }
@@ -99,7 +99,7 @@ impl<'a> FwdArgs<'a> {
         score: ScoreArgs<'a> => score;
         /// Masks as data.
         masks: MaskArgs<'a> => masks;
-        /// Operands of what happens to the cache.
+        /// Operands of the cache's use.
         cache: CacheArgs<'a> => cache;
         /// f32 `[1]`, iff the problem has it.
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;

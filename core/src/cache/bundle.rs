@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// Kilobytes that unpacking may take: the window of [`PRESET`] is 4 MB.
 const MOST_UNPACKING_KB: u32 = 64 << 10;
 
-/// What a file begins with.
+/// First bytes of a bundle's file.
 const MAGIC: &[u8; 8] = b"fmha-krn";
 
 /// The version of a file whose payload is the kernels: the disk cache had such ones, and packs them when it meets one.
@@ -59,11 +59,11 @@ struct Frame {
     kernels: OnceLock<std::result::Result<Vec<Arc<CompiledKernel>>, String>>,
 }
 
-/// A frame, as a file has it.
+/// A compiled kernel as a bundle's file stores it.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Stored {
     keys: Vec<SourceKey>,
-    /// How long they are unpacked.
+    /// Bytes of the kernel when it is unpacked.
     plain_bytes: u64,
     /// The kernels, in the order of their keys, packed by LZMA.
     bytes: Vec<u8>,
@@ -107,7 +107,7 @@ impl Stored {
 }
 
 impl Bundle {
-    /// These kernels; `name` is for messages.
+    /// Makes a bundle of these kernels; `name` is for messages.
     #[must_use]
     pub fn new(name: impl Into<String>, kernels: impl IntoIterator<Item = Arc<CompiledKernel>>) -> Self {
         let kernels: BTreeMap<_, _> = kernels.into_iter().map(|kernel| (kernel.key, kernel)).collect();
@@ -116,19 +116,19 @@ impl Bundle {
         Self { name: name.into(), frames, places, packed: false }
     }
 
-    /// Where it came from.
+    /// Name of the bundle's source, for messages.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// How many kernels it has.
+    /// Number of kernels.
     #[must_use]
     pub fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Whether it has none.
+    /// Whether the bundle has no kernels.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
@@ -322,7 +322,7 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.persist(path).map(|_| ()).map_err(|error| error.error)
 }
 
-/// What an ordinary new file has; the process' mask takes from it.
+/// Permissions of an ordinary new file, before the process' mask removes some.
 #[cfg(unix)]
 fn readable_by_all() -> Option<Permissions> {
     Some(std::os::unix::fs::PermissionsExt::from_mode(0o666))

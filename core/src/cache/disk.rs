@@ -17,8 +17,9 @@ use crate::error::Result;
 /// longest go.
 const LIMIT_BYTES: u64 = 2 << 30;
 
-/// A kernel that was used within this time goes for no other one; a new one is then not kept. Otherwise a program that
-/// uses more kernels than there is room for, in the same order each time, would find none of them.
+/// Time for which a kernel that was used is not removed to make room; a new one is then not kept. Otherwise a
+/// program that uses more kernels than there is room for, in the same order each time, would find none of
+/// them.
 const IN_USE_FOR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// An unfinished file this old has no writer any more: writing one takes less than a second.
@@ -46,7 +47,7 @@ pub(super) fn folder() -> Result<Option<PathBuf>> {
     })
 }
 
-/// Why there is no [`folder`].
+/// Reason why there is no [`folder`].
 pub(super) fn why_no_folder() -> String {
     let name = env::CACHE_DIR.name;
     match (env::CACHE_DIR.get(), folder()) {
@@ -145,10 +146,10 @@ impl Disk {
         let now = SystemTime::now();
         let mut kernels = Vec::new();
         for entry in fs::read_dir(&self.folder)?.flatten() {
-            // What another process has just removed is not there to be counted.
+            // A file that another process has just removed does not count.
             let Ok(metadata) = entry.metadata() else { continue };
             let modified = metadata.modified()?;
-            // By a clock that was wrong, a use is as far in the future.
+            // A clock that was wrong may place a use in the future; the distance counts as well.
             let unused_for = now.duration_since(modified).unwrap_or_else(|error| error.duration());
             let path = entry.path();
             if entry.file_name().to_string_lossy().starts_with(UNFINISHED) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 pub(crate) struct Patience {
     /// Time after which the user sees a message.
     pub(crate) says_after: Duration,
-    /// When the lock is gone without.
+    /// Time after which the process goes on without the lock.
     pub(crate) ends_after: Duration,
 }
 
@@ -23,7 +23,7 @@ impl Patience {
 /// Outcome of the wait for a lock.
 #[derive(Debug)]
 pub(crate) enum Locked {
-    /// Until it is dropped.
+    /// The lock is this process's until the value is dropped.
     Alone(FileLock),
     /// Another process has held it all the time.
     Held,

@@ -193,7 +193,7 @@ pub struct CompiledKernel {
     pub kernel: String,
     /// The architecture.
     pub arch: String,
-    /// [`Compiler::identity`] of what compiled it.
+    /// [`Compiler::identity`] of the compiler that made the kernel.
     pub compiler: String,
     /// [`Compiler::own_flags`] of what compiled it; those of the job are in `key`.
     pub own_flags: Vec<String>,
@@ -230,6 +230,7 @@ impl CompiledKernel {
 
 /// Source of a compiled kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Origin {
     /// A bundle, by its name.
     Bundle(String),
@@ -285,7 +286,7 @@ pub fn embed(bundle: Bundle) {
 #[derive(Clone, Debug)]
 pub struct Cache {
     bundles: Vec<Arc<Bundle>>,
-    /// Whether bundles of [`embed`] come before these.
+    /// Whether bundles of [`embed`] come before the cache's own.
     embedded: bool,
     disk: Option<Disk>,
     dump: Option<PathBuf>,

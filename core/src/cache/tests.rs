@@ -44,7 +44,7 @@ fn no_compiler() -> Result<&'static Counting> {
     Err(Error::NoDevice("no compiler: 0 places tried".to_owned()))
 }
 
-/// What never ends is known for no bundle by its first bytes, and what follows a bundle is not read.
+/// An endless file is refused by its first bytes, and bytes after a bundle are not read.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_bundle_is_read_no_further_than_its_header_says() {
@@ -156,8 +156,8 @@ fn a_bundle_is_written_beside_where_it_will_be_and_read_back_from_there() {
     let permissions = |path| std::fs::metadata(path).unwrap().permissions();
     assert_eq!(permissions(&path), permissions(&ordinary));
 
-    // It cannot even be begun in a folder that is not there: a file elsewhere might lie on another file system, from
-    // which none can be renamed.
+    // Writing fails where the folder does not exist: a temporary file elsewhere might lie on another file
+    // system, from which it could not be renamed.
     let Error::System { text, .. } = bundle.write(&folder.path().join("absent/b")).unwrap_err() else {
         panic!("another kind of error");
     };
@@ -215,7 +215,7 @@ fn another_compiler_or_another_flag_of_its_own_is_another_kernel_on_disk() {
             Ok(CompilerOutput { machine: vec![self.2], ..CompilerOutput::default() })
         }
     }
-    // A compiler that says nothing of flags adds none.
+    // A compiler without flags of its own adds none.
     assert!(made("one").own_flags.is_empty());
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(Vec::new(), Some(folder.path()));
@@ -251,7 +251,7 @@ fn what_a_killed_writer_has_left_is_removed_and_what_a_writer_still_writes_is_no
     assert_eq!([&orphan, &young, &not_ours].map(|path| path.exists()), [false, true, true]);
 }
 
-/// Loads nothing but numbers.
+/// A loader of tests: it counts loads, and a loaded kernel is a number.
 struct Numbers {
     compiler: Counting,
     loads: AtomicU32,
@@ -371,7 +371,7 @@ fn size_of(kernel: &Arc<CompiledKernel>) -> u64 {
 
 const DAY: u64 = 24 * 60 * 60;
 
-/// Files of four such kernels differ by less.
+/// Bytes by which files of four equal kernels may differ.
 const SLACK: u64 = 40;
 
 #[test]
@@ -383,7 +383,7 @@ fn as_many_kernels_go_as_the_limit_asks_and_no_more() {
         store_aged(&disk, kernel, days * DAY);
     }
     let disk = Disk::with_limit(folder.path(), 2 * size_of(&kernels[0]) + SLACK);
-    // What is not the cache's neither counts nor goes.
+    // A file that is not the cache's is neither counted nor removed.
     let notes = disk.folder().join("notes");
     std::fs::write(&notes, vec![0; 10_000]).unwrap();
     disk.store(&kernels[3]).unwrap();
@@ -469,7 +469,8 @@ fn what_an_earlier_cache_kept_unpacked_is_packed_when_it_is_used() {
     assert_eq!(disk.load(&name), None);
 }
 
-/// A cut file, a kernel under another one's name, and a file that is none: each is compiled anew and replaced.
+/// A cut file, a kernel under another kernel's name, and a file that is no kernel are each compiled anew and
+/// replaced.
 #[test]
 fn a_file_that_is_cut_or_of_another_kernel_is_not_taken() {
     let folder = tempfile::tempdir().unwrap();

@@ -70,19 +70,19 @@ impl Device {
         Self(Arc::new(backend))
     }
 
-    /// The name that selects its backend: `cpu`.
+    /// The word that selects the device's backend: `cpu`.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         self.0.kind()
     }
 
-    /// For people and logs: which device, how many cores, which instructions.
+    /// Description of the device for people and logs: its name, cores and instructions.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
     }
 
-    /// What it could reach at best with products of `dtype`.
+    /// Peak rates of the device for products of `dtype`.
     #[must_use]
     pub fn roofline(&self, dtype: DType) -> Roofline {
         self.0.roofline(dtype)
@@ -94,7 +94,7 @@ impl Device {
         self.0.kernels()
     }
 
-    /// Itself as a compiler of kernels, if it compiles any.
+    /// The backend as a compiler of kernels, if it compiles any.
     #[must_use]
     pub fn precompiler(&self) -> Option<&dyn Precompile> {
         self.0.precompiler()
@@ -169,7 +169,7 @@ impl Device {
         let one = problem.of_one_sequence()?;
         let mut planned = plan(one.as_ref().unwrap_or(problem))?;
         if one.is_some() {
-            // Nothing is launched.
+            // A problem without sequences, planned as if it had one, launches nothing.
             planned.parts.workspace = Workspace::NONE;
             planned.parts.steps.clear();
         }
@@ -201,7 +201,7 @@ impl Device {
         Ok(Stream::new(self, handle.unwrap_or(0), handle.is_some()))
     }
 
-    /// The stream that is always there.
+    /// The device's default stream.
     #[must_use]
     pub fn default_stream(&self) -> Stream {
         Stream::new(self, 0, false)

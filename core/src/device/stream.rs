@@ -108,7 +108,7 @@ impl Stream {
     /// Records like [`capture`](Self::capture), for recordings whose results are not used: calls with dropout
     /// are recorded too.
     pub(crate) fn capture_for_its_time(&self, queue: impl FnMut() -> Result<()>) -> Result<Recording> {
-        /// Ends the exception where `queue` panics too.
+        /// Guard that ends the recording's exception even where `queue` panics.
         struct Reset<'a>(&'a AtomicBool);
         impl Drop for Reset<'_> {
             fn drop(&mut self) {
@@ -120,7 +120,7 @@ impl Stream {
         self.capture(queue)
     }
 
-    /// Whether calls that drop may be recorded from it.
+    /// Whether a recording from this stream may contain dropout, whose mask each replay repeats.
     pub(crate) fn repeats_masks(&self) -> bool {
         self.repeats_masks.load(Ordering::Relaxed)
     }
@@ -236,7 +236,7 @@ impl Recording {
     pub unsafe fn replay(&self, stream: &Stream) -> Result<()> {
         let stream = stream.of(&self.device)?;
         match self.device.queues()? {
-            // SAFETY: the caller's promise; the graph lives as long as `self`.
+            // SAFETY: the caller keeps the contract of `replay`; the graph lives as long as `self`.
             Some(queues) => unsafe { queues.replay(self.graph, stream) },
             None => Err(no_streams(&self.device)),
         }

@@ -27,7 +27,7 @@ impl Operands {
         let tensor = |elems: u64| memory.alloc(4 * elems).unwrap();
         let shapes = [problem.shape_q(), problem.shape_k(), problem.shape_v()];
         let workspace = (plan.workspace().bytes > 0).then(|| {
-            // As the driver gives it: aligned to 256 bytes.
+            // An address as the driver gives it: aligned to 256 bytes.
             memory.alloc(plan.workspace().bytes + 256).unwrap()
         });
         Self {
@@ -256,7 +256,7 @@ fn a_plan_that_breaks_a_wish_is_refused_though_its_backend_made_it() {
     assert!(error.contains("toy: deterministic true is not kept"), "{error}");
 }
 
-/// What safe code uploads runs as what it is, or is refused.
+/// A buffer that safe code uploads is used as the type that it has, or refused.
 #[test]
 fn a_buffer_knows_the_type_of_what_was_uploaded() {
     let (device, _) = open(Toy::on_a_device());
@@ -297,7 +297,7 @@ fn a_plan_refuses_a_buffer_of_another_type() {
     assert!(log.take().is_empty(), "it was launched");
 }
 
-/// What one call writes is no operand of another type of a later one.
+/// An output of one call is refused as an operand of another type in a later call.
 #[test]
 fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     let (device, _) = open(Toy::on_a_device());
@@ -322,7 +322,7 @@ fn a_buffer_knows_the_type_of_what_a_call_wrote() {
     assert_eq!((o.elem(), o.slice_mut().as_input().elem()), (DType::Bf16.into(), DType::Bf16.into()));
     memory.upload(&[0u8; 64], &mut o).unwrap();
     assert_eq!(o.elem(), ElemType::Bytes);
-    // A part that is written says nothing of the whole.
+    // A write to a part of a buffer does not set the type of the whole.
     let mut whole = o.slice_mut();
     let mut args = FwdArgs::new(q.slice(), q.slice(), q.slice(), whole.skip(4));
     of_f32.run(&mut args, &stream).unwrap();
@@ -343,7 +343,7 @@ fn nothing_reads_a_workspace() {
     let said = memory.download(&scratch, &mut [0u8; 64]).unwrap_err().to_string();
     assert!(said.contains("from has elements of a workspace, but is read as bytes"), "{said}");
     assert!(memory.download(&scratch, &mut [0f32; 16]).is_err());
-    // A slice of it stays one, whatever it is called.
+    // A slice of scratch stays scratch, whatever type it is given.
     assert_eq!(scratch.slice().typed(DType::F32).elem(), ElemType::Scratch);
     assert_eq!(scratch.slice().typed(ElemType::Bytes).elem(), ElemType::Scratch);
     let plan = device.plan_fwd(&problem(), &PlanOptions::default()).unwrap();
@@ -363,7 +363,7 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
         unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, crate::ElemType::Bytes) }
     };
     let empty = || {
-        // SAFETY: as above.
+        // SAFETY: 0 bytes, at null.
         unsafe { DevSliceMut::from_raw(MemorySpace::Device, std::ptr::null_mut(), 0, crate::ElemType::Bytes) }
     };
     for layout in [QLayout::Batch, QLayout::Packed] {

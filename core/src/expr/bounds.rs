@@ -16,9 +16,9 @@ use super::graph::{Binary, Graph, Node, Type, Unary, Variable};
 pub enum Interval {
     /// Possible values of a bool.
     Bool {
-        /// Whether it may be false.
+        /// Whether the value may be false.
         no: bool,
-        /// Whether it may be true.
+        /// Whether the value may be true.
         yes: bool,
     },
     /// Integer range, both ends included.
@@ -34,7 +34,7 @@ pub enum Interval {
         lo: f64,
         /// The largest.
         hi: f64,
-        /// Whether it may be NaN.
+        /// Whether the value may be NaN.
         nan: bool,
     },
 }
@@ -50,7 +50,7 @@ impl Interval {
         }
     }
 
-    /// One value.
+    /// The interval of one value.
     #[must_use]
     pub fn of(value: Value) -> Self {
         match value {
@@ -64,7 +64,7 @@ impl Interval {
         }
     }
 
-    /// Whether a value is in it.
+    /// Whether the interval contains a value.
     #[must_use]
     pub fn contains(&self, value: Value) -> bool {
         match (*self, value) {
@@ -129,7 +129,7 @@ pub enum Seen {
     Nothing,
     /// Every pair: the tile needs no mask.
     Everything,
-    /// Some, or it is not known.
+    /// The mask shows some pairs of the tile, or it is not known.
     Part,
 }
 
@@ -474,7 +474,7 @@ fn binary_int(op: Binary, a: (i64, i64), b: (i64, i64)) -> Interval {
         }
         Binary::Mod => {
             if b.0 == b.1 && b.0 != 0 && a.0 != i64::MIN && floor_div(a.0, b.0) == floor_div(a.1, b.0) {
-                // One period.
+                // The remainder grows within one period of the divisor.
                 return int(&[floor_mod(a.0, b.0), floor_mod(a.1, b.0)].map(i128::from));
             }
             let hi = if b1 > 0 { b1 - 1 } else { 0 };

@@ -290,7 +290,7 @@ impl Walk {
                 let ratio = self.g(Binary::Div, at, x);
                 self.scaled(-0.5, ratio)
             }
-            // Steps: their slope is 0 wherever there is one.
+            // Step functions: their slope is 0 wherever it exists.
             Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Not | Unary::BitNot => return,
         };
         let term = self.times(above, slope);

@@ -34,7 +34,7 @@ impl Draw {
         (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
     }
 
-    /// One of these.
+    /// Draws an element of `all`.
     pub fn of<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.below(all.len())]
     }
@@ -73,7 +73,7 @@ pub fn score(seed: u64, kind: Kind) -> Result<Function, ExprError> {
     let root = match kind {
         Kind::Any => drawing.float(5)?,
         Kind::Tame | Kind::Bare => {
-            // The score stays one that a softmax has use for.
+            // The score stays in a range that a softmax can use.
             let s = drawing.graph.variable(Variable::Score);
             let factor = drawing.bounded(3)?;
             let (one, term) = (drawing.graph.float(1.0), drawing.bounded(4)?);
@@ -118,7 +118,7 @@ impl Drawing {
         self.graph.load(capture, &at)
     }
 
-    /// A value in the place of a captured one.
+    /// A drawn value in place of a captured one.
     fn instead(&mut self, of: Type) -> Drawn {
         let key = self.graph.variable(Variable::Key);
         match of {

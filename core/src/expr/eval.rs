@@ -36,7 +36,7 @@ impl Value {
         }
     }
 
-    /// Whether it is not 0.
+    /// The number as a bool: whether it is not 0.
     #[must_use]
     pub fn bool(self) -> bool {
         match self {

@@ -234,7 +234,7 @@ pub enum Unary {
 }
 
 impl Unary {
-    /// Every one.
+    /// All unary operations.
     pub const ALL: [Unary; 20] = [
         Unary::Neg,
         Unary::Abs,
@@ -312,9 +312,9 @@ pub enum Binary {
     FloorDiv,
     /// `a % b`, of b's sign; integers are 0 where b is 0.
     Mod,
-    /// The smaller; NaN where one is NaN.
+    /// The smaller of two; NaN where one is NaN.
     Min,
-    /// The larger; NaN where one is NaN.
+    /// The larger of two; NaN where one is NaN.
     Max,
     /// a to the power of b; float.
     Pow,
@@ -349,7 +349,7 @@ pub enum Binary {
 }
 
 impl Binary {
-    /// Every one.
+    /// All binary operations.
     pub const ALL: [Binary; 23] = [
         Binary::Add,
         Binary::Sub,
@@ -406,7 +406,7 @@ impl Binary {
         }
     }
 
-    /// Whether it compares, so that its result is a bool.
+    /// Whether the operation compares, so that its result is a bool.
     #[must_use]
     pub fn compares(self) -> bool {
         matches!(self, Binary::Lt | Binary::Le | Binary::Gt | Binary::Ge | Binary::Eq | Binary::Ne)
@@ -459,15 +459,16 @@ pub enum Node {
     Number(u32),
     /// An element of a captured tensor, by an integer for each axis.
     Load(u32, Box<[Id]>),
-    /// One operand.
+    /// An operation on one operand.
     Unary(Unary, Id),
-    /// Two operands, of one type.
+    /// An operation on two operands of one type.
     Binary(Binary, Id, Id),
     /// `select(condition, yes, no)`.
     Select(Id, Id, Id),
     /// `clamp(x, low, high)`, high where low is above it.
     Clamp(Id, Id, Id),
-    /// To this type: a float to an integer by cutting its fraction, saturating, NaN to 0; a number to a bool by `!= 0`.
+    /// Conversion to this type: a float to an integer by cutting its fraction, saturating, NaN to 0; a number
+    /// to a bool by `!= 0`.
     Cast(Type, Id),
 }
 
@@ -510,7 +511,7 @@ impl Node {
 /// The quiet NaN that every NaN constant is.
 pub(super) const NAN: u32 = 0x7fc0_0000;
 
-/// Nodes after their operands, each once, and what they capture.
+/// A graph: nodes, each once and after its operands, and its captures.
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     nodes: Vec<Node>,

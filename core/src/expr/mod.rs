@@ -123,7 +123,7 @@ impl Function {
         &self.0.graph
     }
 
-    /// The node that is its value.
+    /// The node whose value is the function's.
     #[must_use]
     pub fn root(&self) -> Id {
         self.0.root

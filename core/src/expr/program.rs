@@ -1,7 +1,7 @@
 //! Values over blocks of pairs at the speed of vectors: a register machine whose registers hold a block, so that one
 //! decision of the machine serves [`Program::BLOCK`] pairs and each operation is a loop that compilers vectorise.
 //!
-//! What depends on neither row, key nor score is computed once a head.
+//! Nodes that depend on neither row, key nor score are computed once a head.
 
 use super::eval::{
     Captured, HostTensor, Number, Pair, Rounding, Value, binary, compare, eval, floor_div, floor_mod, unary,
@@ -175,7 +175,7 @@ impl Program {
         Self { graph: graph.clone(), steps, uniform, roots, registers }
     }
 
-    /// Whether it reads the score.
+    /// Whether the program reads the score.
     #[must_use]
     pub fn reads_score(&self) -> bool {
         self.steps.iter().any(|step| step.operation == Operation::Score)
@@ -605,7 +605,7 @@ fn load<I: IntLane>(
 }
 
 impl Number {
-    /// The type of the capture that it is.
+    /// Type of the captured value.
     #[must_use]
     pub fn value_type(self) -> Type {
         match self {

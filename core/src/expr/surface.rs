@@ -418,15 +418,15 @@ methods! {
         abs = Abs;
         /// -1, 0 or 1.
         sign = Sign;
-        /// Largest whole number that is not above it.
+        /// Largest whole number that is not above `self`.
         floor = Floor;
-        /// Smallest whole number that is not below it.
+        /// Smallest whole number that is not below `self`.
         ceil = Ceil;
         /// Nearest whole number, ties to even.
         round = Round;
-        /// e to its power.
+        /// e to the power of `self`.
         exp = Exp;
-        /// 2 to its power.
+        /// 2 to the power of `self`.
         exp2 = Exp2;
         /// Natural logarithm.
         log = Log;
@@ -471,11 +471,11 @@ macro_rules! pairs {
 
 pairs! {
     Float {
-        /// The smaller; NaN where one is NaN.
+        /// The smaller of both; NaN where one is NaN.
         min = Min -> Float;
-        /// The larger; NaN where one is NaN.
+        /// The larger of both; NaN where one is NaN.
         max = Max -> Float;
-        /// To the power of `other`.
+        /// Power of `self` with the exponent `other`.
         pow = Pow -> Float;
         /// `<`.
         lt = Lt -> Bool;
@@ -491,11 +491,11 @@ pairs! {
         differs = Ne -> Bool;
     }
     Int {
-        /// The smaller.
+        /// The smaller of both.
         min = Min -> Int;
-        /// The larger.
+        /// The larger of both.
         max = Max -> Int;
-        /// Divided and rounded down; 0 where `other` is 0.
+        /// Quotient rounded down; 0 where `other` is 0.
         floor_div = FloorDiv -> Int;
         /// `<`.
         lt = Lt -> Bool;
@@ -513,14 +513,14 @@ pairs! {
 }
 
 impl Float {
-    /// Between two bounds, `high` where `low` is above it.
+    /// The value limited to `low ..= high`; `high` where `low` is above it.
     #[must_use]
     pub fn clamp(self, low: impl Into<Float>, high: impl Into<Float>) -> Float {
         let (low, high) = (low.into(), high.into());
         Float::of(checked(|graph| graph.clamp(self.id(), low.id(), high.id())))
     }
 
-    /// Without its fraction, saturating; NaN is 0.
+    /// The number without its fraction, saturating; NaN is 0.
     #[must_use]
     pub fn to_int(self) -> Int {
         Int::of(build(|graph| graph.cast(Type::Int, self.id())))
@@ -536,7 +536,7 @@ impl Int {
 }
 
 impl Bool {
-    /// 1 where it is true, else 0.
+    /// 1 for true, 0 for false.
     #[must_use]
     pub fn to_int(self) -> Int {
         Int::of(build(|graph| graph.cast(Type::Int, self.id())))

@@ -251,7 +251,7 @@ fn steps(graph: &Graph) -> bool {
     })
 }
 
-/// A function that has a derivative's operations, for its text.
+/// A function with the operations of a derivative, for its text.
 fn slope_of(score: &Function) -> Function {
     let slopes = score.slopes();
     Function::of(&slopes.graph, slopes.score).unwrap_or_else(|_| score.clone())
@@ -453,7 +453,7 @@ fn what_is_wrong_with_a_value_is_said_by_each_function_that_reads_it_and_by_no_o
     });
     assert_eq!(outer.unwrap_err().to_string(), "capture \"log\": the name is taken");
     assert!(Function::score(|s: Score, _: At| s * 2.0).is_ok());
-    // One name is another capture of each function.
+    // A name in two functions is two captures.
     assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 1>::new("t")[at.q]).is_ok());
     assert!(Function::score(|s: Score, at: At| s + Tensor::<f32, 2>::new("t")[(at.q, at.k)]).is_ok());
 }

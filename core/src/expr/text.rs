@@ -17,7 +17,7 @@ enum Token {
     End,
 }
 
-/// Longest first, so that `<=` is not `<`.
+/// Operators, longest first, so that `<=` is not read as `<`.
 const SYMBOLS: [&str; 29] = [
     "**", "//", "<<", ">>", "<=", ">=", "==", "!=", "&&", "||", "+", "-", "*", "/", "%", "<", ">", "&", "|",
     "^", "~", "(", ")", "[", "]", ",", ";", ":", "=",
@@ -552,7 +552,7 @@ pub(super) fn print(graph: &Graph, root: Id, name: impl Fn(usize) -> String) -> 
             Node::Load(capture, at) => (format!("{}[{}]", name(*capture as usize), list(at)), ATOM),
             Node::Unary(Unary::Not, a) => (format!("not {}", of(*a, NOT)), NOT),
             Node::Unary(op @ (Unary::Neg | Unary::BitNot), a) => {
-                // A constant after the sign would swallow it.
+                // A constant directly behind the sign would take the sign as its own.
                 let is_constant = matches!(graph.node(*a), Node::Int(_) | Node::Float(_));
                 let operand = if is_constant { format!("({})", of(*a, 0)) } else { of(*a, SIGN) };
                 (format!("{}{operand}", op.name()), SIGN)

@@ -12,13 +12,13 @@ abi_struct! {
     pub struct MaskTensor {
         /// The first number; null where there is no such mask.
         pub data: DevPtr<i32>,
-        /// From sequence to sequence.
+        /// Stride from sequence to sequence.
         pub batch: i64,
-        /// From head to head.
+        /// Stride from head to head.
         pub head: i64,
-        /// From query to query, or from block to block of them.
+        /// Stride from query to query, or from block to block of queries.
         pub row: i64,
-        /// From endpoint, word or index to the next.
+        /// Stride from endpoint, word or index to the next.
         pub dim: i64,
     }
 }

@@ -10,14 +10,14 @@ use crate::mask::{BlockClass, MaskBand};
 use crate::problem::{FwdProblem, ValidFwd};
 use crate::seq::SeqSpan;
 
-/// What masks as data say of a key.
+/// Answer of masks as data for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shown {
-    /// It is not seen.
+    /// The key is hidden.
     No,
-    /// It is seen, if a mask as code shows it too.
+    /// The key is seen, if a mask as code shows it too.
     Asked,
-    /// It is seen: its block is in the full list, where code is not asked.
+    /// The key is seen: its block is in the full list, which a mask as code does not change.
     Full,
 }
 
@@ -69,7 +69,7 @@ impl<'a> Words<'a> {
 struct ListedBlocks {
     lists: BlockLists,
     blocks_q: u32,
-    /// Where the blocks of a (sequence, head, block of queries) begin.
+    /// First block of each (sequence, head, block of queries) in the list.
     starts: Vec<usize>,
     blocks: Vec<(u32, bool)>,
 }
@@ -114,7 +114,7 @@ impl<'a> HostMasks<'a> {
         self.blocks.as_ref().is_some_and(|blocks| blocks.lists.full.is_some())
     }
 
-    /// Those of one sequence and query head.
+    /// Masks of one sequence and query head.
     #[must_use]
     pub fn head(&'a self, span: &SeqSpan, i_head: u32) -> HeadMasks<'a> {
         HeadMasks { masks: self, span: *span, i_head }
@@ -182,7 +182,7 @@ pub struct HeadMasks<'a> {
 }
 
 impl HeadMasks<'_> {
-    /// What is said of key `j` for query `i`.
+    /// Answer of masks as data for key `j` and query `i`.
     #[must_use]
     pub fn shown(&self, i: u32, j: u32) -> Shown {
         let mut shown = Shown::No;

@@ -164,13 +164,13 @@ impl BlockLists {
 }
 
 impl Masks {
-    /// Whether there is none.
+    /// Whether there are no masks as data.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// The fields that are there, by name.
+    /// Names of the masks that are given.
     fn names(&self) -> impl Iterator<Item = &'static str> {
         let has = [
             ("intervals", self.intervals.is_some()),
@@ -180,7 +180,7 @@ impl Masks {
         has.into_iter().filter_map(|(name, has)| has.then_some(name))
     }
 
-    /// For kernels that read no masks.
+    /// Refuses a problem for kernels that read no masks as data.
     ///
     /// # Errors
     /// A mask as data.
@@ -232,7 +232,8 @@ impl FwdProblem {
         !self.code.is_empty() || !self.masks.is_empty()
     }
 
-    /// For kernels that read masks as data, but neither beside a quantised cache nor beside a tree mask.
+    /// Refuses a problem for kernels that read masks as data, but neither beside a quantised cache nor beside
+    /// a tree mask.
     ///
     /// # Errors
     /// The cache's type, or the tree.

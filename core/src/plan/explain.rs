@@ -79,7 +79,7 @@ pub struct Explain {
 }
 
 impl Explain {
-    /// Prints what is known, one fact a row.
+    /// Prints the facts that are known, one a row.
     pub(super) fn rows(&self, row: &mut impl FnMut(&str, &dyn fmt::Display) -> fmt::Result) -> fmt::Result {
         if let Some(launch) = self.launch {
             let (groups, threads, shared) = (launch.groups, launch.threads, launch.shared_bytes);

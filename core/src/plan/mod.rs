@@ -42,10 +42,10 @@ impl Workspace {
     /// No scratch.
     pub const NONE: Self = Self { bytes: 0, zeroed_bytes: 0 };
 
-    /// What its first byte's address is a multiple of: what a device's allocator gives.
+    /// Required alignment of its first byte, in bytes: the alignment that a device's allocator gives.
     pub const ALIGN: usize = 256;
 
-    /// All of it cleared before each run.
+    /// A workspace that is cleared as a whole before each run.
     #[must_use]
     pub const fn zeroed(bytes: u64) -> Self {
         Self { bytes, zeroed_bytes: bytes }
@@ -77,7 +77,7 @@ pub struct Step {
     pub explain: Explain,
 }
 
-/// What a backend says of a plan.
+/// A backend's description of a plan.
 #[derive(Clone, Debug)]
 pub struct PlanParts {
     /// The kernel's name, as `PlanOptions::kernel` takes it; one of the steps bears it.
@@ -92,7 +92,7 @@ pub struct PlanParts {
     pub is_fallback: bool,
     /// Scratch that a run needs. Runs that may overlap in time need scratch of their own.
     pub workspace: Workspace,
-    /// What it holds to.
+    /// Promises that the plan keeps.
     pub promises: Promises,
 }
 
@@ -114,10 +114,10 @@ struct Sealed<P: Problem> {
 /// As [`Queues::zero`].
 unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream: u64) -> Result<()> {
     match queues {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `zero`.
         Some(queues) => unsafe { queues.zero(address, bytes, stream) },
         None => {
-            // SAFETY: as above; without queues it is host memory.
+            // SAFETY: the caller keeps the contract of `zero`; without queues it is host memory.
             unsafe { address.write_bytes(0, bytes as usize) };
             Ok(())
         }
@@ -155,7 +155,7 @@ pub type BwdPlan = Plan<ValidBwd>;
 /// A plan for merging partial results.
 pub type CombinePlan = Plan<ValidCombine>;
 
-/// What is known of a plan without launches of its own.
+/// Description of a plan that launches nothing of its own.
 static NO_LAUNCH: Explain =
     Explain { resources: None, launch: None, code: String::new(), remarks: String::new() };
 
@@ -216,12 +216,12 @@ impl<P: Problem> Plan<P> {
             // SAFETY: `Stream::of` gave a live handle of this device's.
             unsafe { self.refuse_captured_dropout(handle)? };
         }
-        // SAFETY: as above.
+        // SAFETY: `Stream::of` gave a live handle of this device's.
         unsafe { self.checked_run(args, handle) }
     }
 
-    /// As [`run`](Self::run), on a stream by its driver's handle (0: the default one): for callers who have
-    /// nothing else, as those of the C library.
+    /// Runs as [`run`](Self::run) does, on a stream given by its driver's handle (0: the default one), for
+    /// callers such as the C library who have nothing else.
     ///
     /// # Safety
     /// As [`Stream::from_raw`].
@@ -229,7 +229,7 @@ impl<P: Problem> Plan<P> {
     /// # Errors
     /// As [`run`](Self::run).
     pub unsafe fn run_on_raw(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `run_on_raw`.
         unsafe {
             self.refuse_captured_dropout(stream)?;
             self.checked_run(args, stream)
@@ -243,7 +243,7 @@ impl<P: Problem> Plan<P> {
     unsafe fn refuse_captured_dropout(&self, stream: u64) -> Result<()> {
         let Some(dropout) = self.0.problem.dropout() else { return Ok(()) };
         let Some(queues) = self.0.device.queues()? else { return Ok(()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `refuse_captured_dropout`.
         if !unsafe { queues.is_capturing(stream)? } {
             return Ok(());
         }
@@ -301,7 +301,7 @@ impl<P: Problem> Plan<P> {
         unsafe { launch.launch(&call) }
     }
 
-    /// What it computes.
+    /// The problem that the plan computes.
     #[must_use]
     pub fn problem(&self) -> &P {
         &self.0.problem
@@ -362,7 +362,7 @@ impl<P: Problem> Plan<P> {
         self.0.parts.workspace
     }
 
-    /// What it holds to.
+    /// Promises that the plan keeps.
     #[must_use]
     pub fn promises(&self) -> Promises {
         self.0.parts.promises

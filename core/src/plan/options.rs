@@ -10,6 +10,7 @@ use crate::setters::setters;
 /// Treatment of the running maximum of a row. Both kinds keep the rule that `tests/battery/tolerance.rs`
 /// derives; a plan says which one it uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Accuracy {
     /// The subtracted maximum may be too low by a bounded factor, and P is rounded wherever it then
     /// lies.

@@ -4,6 +4,7 @@ use num_traits::Float;
 
 /// Arithmetic that adds the products of a score, from which LSE follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ScoreSums {
     /// Sums in f32, in any order, each rounded.
     #[default]
@@ -26,7 +27,7 @@ impl ScoreSums {
     pub const fn bits(self) -> u32 {
         match self {
             Self::F32 => f32::MANTISSA_DIGITS,
-            // The sum so far is then an f32.
+            // A sum that keeps more bits than f32 has is rounded to f32.
             Self::Cut { bits, .. } if bits as u32 > f32::MANTISSA_DIGITS => f32::MANTISSA_DIGITS,
             Self::Cut { bits, .. } => bits as u32,
         }

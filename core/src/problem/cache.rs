@@ -1,4 +1,4 @@
-//! What a problem does with a KV cache: its checks, and what follows from it.
+//! Use of a KV cache by a problem: its checks, and the facts that follow from it.
 
 use super::{CacheUse, Dims, FwdProblem, MAX_SEQLEN, check_input, check_output, check_unit_stride};
 use crate::dtype::DType;
@@ -15,7 +15,7 @@ impl Append {
         Self::new(QLayout::Batch, problem.dims, seqlen_new)
     }
 
-    /// At most `seqlen_new` rows a sequence of a problem's, packed, contiguous s·h·d.
+    /// Appended rows of at most `seqlen_new` a sequence, packed, contiguous s·h·d.
     #[must_use]
     pub fn packed(problem: &FwdProblem, seqlen_new: u32) -> Self {
         Self::new(QLayout::Packed, problem.dims, seqlen_new)
@@ -65,8 +65,8 @@ impl FwdProblem {
         (k, Shape { dim: dims.head_dim_v, ..k })
     }
 
-    /// This problem over the cache in Q's type, with factors applied: a plan over a quantised cache has its bits.
-    /// `None` where the cache is in Q's type.
+    /// Returns this problem over the cache in Q's type, with factors applied: a plan over a quantised cache
+    /// has its bits. `None` where the cache is in Q's type.
     #[must_use]
     pub fn over_wide_cache(&self) -> Option<Self> {
         self.cache.dtype?;
@@ -99,7 +99,7 @@ impl FwdProblem {
         if let Some(rotary) = &self.cache.rotary {
             self.check_rotary(rotary)?;
         }
-        // However it is written: `b:-1,0` is the same band.
+        // The band decides, however it is written: `b:-1,0` is causal too.
         let is_causal = self.mask.bounds() == MaskSpec::CAUSAL.bounds() && self.mask.sink_columns == 0;
         ensure!(
             !self.cache.tree_mask || is_causal,

@@ -24,7 +24,7 @@ pub struct Code {
 /// The extents of a captured tensor. Its type is the functions' to say.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedTensor {
-    /// The name that functions read it by.
+    /// Name by which functions read the tensor.
     pub name: String,
     /// Extents, one at least each.
     pub shape: Vec<u32>,
@@ -73,7 +73,7 @@ pub struct CapturedGrad {
 }
 
 impl Code {
-    /// Whether there is neither.
+    /// Whether there is neither a score nor a mask as code.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.score.is_none() && self.mask.is_none()

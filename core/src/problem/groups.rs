@@ -77,11 +77,11 @@ pub struct Dropout {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Scales {
-    /// FP8 Q, where it is read.
+    /// Scaling of FP8 Q when it is read.
     pub descale_q: Descale,
-    /// FP8 K, where it is read.
+    /// Scaling of FP8 K when it is read.
     pub descale_k: Descale,
-    /// FP8 V, where it is read.
+    /// Scaling of FP8 V when it is read.
     pub descale_v: Descale,
     /// Whether FP8 O is multiplied by a number `scale_o`, f32 `[1]`, before it is rounded.
     pub scale_o: bool,

@@ -6,8 +6,10 @@ use crate::error::{ProblemError, Refusal, ensure};
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
 use crate::score::Bias;
 
-/// What an entry of a list names. Any other entry is absent: it names no key.
+/// Meaning of a list's entries. An entry outside the range that the meaning allows is absent: it names no
+/// key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ListEntries {
     /// A key's position in its sequence. A negative entry is absent, and one at or past the length.
     Positions,
@@ -23,11 +25,12 @@ pub enum ListEntries {
     },
 }
 
-/// What `topk_length`, i32, says of the lists; entries at and past it are never read. A number below 0 counts as 0, one
+/// Meaning of `topk_length`, i32; entries at and past it are never read. A number below 0 counts as 0, one
 /// beyond `topk` as `topk`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum ListLength {
-    /// There is none: every list has `topk` entries.
+    /// Every list has `topk` entries; there is no `topk_length`.
     Whole,
     /// `[batch]`: the entries of each list of a sequence.
     Sequence,
@@ -45,7 +48,7 @@ pub enum ListLength {
 pub struct KeyLists {
     /// Entries of a list; 0 makes every row empty.
     pub topk: u32,
-    /// What an entry names.
+    /// Meaning of the entries.
     pub entries: ListEntries,
     /// How many entries of a list are in use.
     pub length: ListLength,
@@ -68,7 +71,7 @@ impl KeyLists {
     }
 
     crate::setters::setters! {
-        /// What an entry names.
+        /// Meaning of the entries.
         entries: ListEntries => entries;
         /// How many entries of a list are in use.
         length: ListLength => length;
@@ -164,7 +167,7 @@ impl FwdProblem {
         if lists.entries == ListEntries::Addresses { self.check_addresses(topk) } else { Ok(()) }
     }
 
-    /// What a key's position would be needed for.
+    /// Refuses options that need a key's position beside lists of addresses.
     fn check_addresses(&self, topk: u32) -> Result<(), ProblemError> {
         let KvLayout::Paged { .. } = self.layout.kv else {
             let text =
@@ -207,7 +210,7 @@ impl FwdProblem {
         check_unit_stride("indices", "dim", lists.strides.dim, shape.dim)
     }
 
-    /// For kernels that read all keys.
+    /// Refuses a problem for kernels that read all keys.
     ///
     /// # Errors
     /// Lists of keys.

@@ -81,31 +81,31 @@ pub struct FwdProblem {
     pub layout: Layouts,
     /// The types of their elements.
     pub dtypes: DTypes,
-    /// Where their elements lie.
+    /// Strides of the tensors.
     pub strides: TensorStrides,
     /// Which keys a query sees.
     pub mask: MaskSpec,
     /// The keys that each query lists, in place of all keys.
     pub lists: Option<KeyLists>,
-    /// Which of these keys it sees, as data.
+    /// Masks as data, which hide keys of the band.
     pub masks: Masks,
-    /// What happens to a score before the softmax.
+    /// Modifiers of a score before the softmax.
     pub score: Score,
     /// A score and a mask as code.
     pub code: Code,
     /// Which elements of P are dropped.
     pub dropout: Dropout,
-    /// What FP8 tensors are multiplied by.
+    /// Factors of FP8 tensors.
     pub scales: Scales,
-    /// What happens to the KV cache besides that it is read.
+    /// Changes to the KV cache and to how it is read: append, rotary embedding, tree mask.
     pub cache: CacheUse,
-    /// Where the call stands in a larger one that it is a part of.
+    /// Place of the call within a larger one that it is a part of.
     pub part: Part,
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
-    /// In how many pieces K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are there before it. The
-    /// operands are [`Arrivals`](crate::Arrivals).
+    /// Number of pieces in which K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are
+    /// there before it. The operands are [`Arrivals`](crate::Arrivals).
     pub arrivals: u32,
 }
 
@@ -127,7 +127,7 @@ impl FwdProblem {
         Self::new(QLayout::Packed, KvLayout::Packed, dtype, dims)
     }
 
-    /// These layouts, contiguous, one type throughout; every option off.
+    /// Makes a problem of these layouts, contiguous, of one type throughout, with every option off.
     #[must_use]
     pub fn new(q_layout: QLayout, kv_layout: KvLayout, dtype: DType, dims: Dims) -> Self {
         let dtype_o = if dtype.is_fp8() { DType::Bf16 } else { dtype };
@@ -158,7 +158,7 @@ impl FwdProblem {
     }
 
     setters! {
-        /// The sizes. Strides stay as they are.
+        /// Sets the sizes. Strides stay as they are.
         dims: Dims => dims;
         /// How Q and O lie.
         q_layout: QLayout => layout.q;
@@ -198,11 +198,11 @@ impl FwdProblem {
         softmax_scale: impl Into<Option<f32>> => score.softmax_scale;
         /// `softcap * tanh(S / softcap)`, before the bias.
         softcap: impl Into<Option<f32>> => score.softcap;
-        /// What is added to a score.
+        /// Bias that is added to a score.
         bias: Bias => score.bias;
         /// Whether a learnable sink enters the denominator.
         sink: bool => score.sink;
-        /// What a scaled score becomes, as code.
+        /// Function that modifies a scaled score.
         score_code: impl Into<Option<Function>> => code.score;
         /// Which pairs are seen, as code.
         mask_code: impl Into<Option<Function>> => code.mask;
@@ -210,11 +210,11 @@ impl FwdProblem {
         captured: Vec<CapturedTensor> => code.captured;
         /// Probability that a `P` is dropped.
         p_drop: f32 => dropout.p_drop;
-        /// What FP8 Q is multiplied by.
+        /// Whether and how FP8 Q is scaled.
         descale_q: Descale => scales.descale_q;
-        /// What FP8 K is multiplied by.
+        /// Whether and how FP8 K is scaled.
         descale_k: Descale => scales.descale_k;
-        /// What FP8 V is multiplied by.
+        /// Whether and how FP8 V is scaled.
         descale_v: Descale => scales.descale_v;
         /// Whether FP8 O is multiplied by a number before it is rounded.
         scale_o: bool => scales.scale_o;
@@ -228,11 +228,11 @@ impl FwdProblem {
         rotary: impl Into<Option<Rotary>> => cache.rotary;
         /// Whether a tree mask replaces the causal mask among the last keys.
         tree_mask: bool => cache.tree_mask;
-        /// Where the call stands in a larger one that it is a part of.
+        /// Place of the call within a larger one that it is a part of.
         part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
-        /// In how many pieces K and V come while the call runs.
+        /// Number of pieces in which K and V come while the call runs.
         arrivals: u32 => arrivals;
         /// Whether the dropout keep mask is written.
         write_keep_mask: bool => dropout.write_keep_mask;
@@ -272,9 +272,9 @@ impl FwdProblem {
         self.extents(Totals { total_q, total_k, num_pages, total_new: None })
     }
 
-    /// What planning knows of the tensors' extents: of packed rows and of pages two, since the step from one
-    /// to the next is used. How many there are, fewer than an upper bound of the lengths too, comes with the
-    /// call, which is checked again.
+    /// The least extents that planning knows: two for packed rows and for pages, since the stride from one to
+    /// the next is used. The real number comes with the call, may be less than an upper bound of the lengths,
+    /// and is checked again.
     pub(crate) fn fewest(&self) -> Extents {
         let two = Some(2);
         self.extents(Totals { total_q: two, total_k: two, num_pages: two, total_new: None })

@@ -40,7 +40,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Whether it is the whole.
+    /// Whether the call is the whole.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         *self == Self::default()
@@ -192,7 +192,7 @@ mod tests {
             .p_drop(0.5)
     }
 
-    /// The band, as the device's half resolves it.
+    /// The band as the device's code resolves it.
     fn on_a_device(problem: &FwdProblem, seqlen_q: u32, seqlen_k: u32) -> MaskBand {
         let (bounds, sinks) = problem.device_mask();
         let diag = bounds.align.diagonal(seqlen_q, seqlen_k);

@@ -20,7 +20,7 @@ pub(crate) fn check_input(
     let most = MAX_EXTENT_BYTES / dtype.size_bytes();
     let fits = strides.extent(shape).is_some_and(|elems| elems <= most);
     ensure!(fits, name, "{name} strides {strides:?} reach beyond 2^62 bytes over {shape:?}");
-    // Strides of 0 hide how many there are.
+    // The number of elements is checked, which strides of 0 do not bound.
     ensure!(shape.num_elems() <= most, name, "{name} {shape:?} has more than {most} elements");
     Ok(())
 }
@@ -42,7 +42,7 @@ pub(crate) fn check_output(
     Ok(())
 }
 
-/// V: stride 1 where its layout says.
+/// Checks V's strides: 1 along the axis that its layout says.
 pub(crate) fn check_v(
     name: &'static str,
     strides: Strides,

@@ -43,7 +43,8 @@ pub struct HeadBackward {
     pub ds: Vec<f64>,
     /// dSink.
     pub dsink: f64,
-    /// This head's share of each captured tensor's gradient, dense; of a part of the rows nothing.
+    /// Share of this head in each captured tensor's gradient, dense; empty where only a part of the rows is
+    /// computed.
     pub dcaptured: Vec<Vec<f64>>,
     /// How far independent relative errors of the terms move each gradient, per unit of error. In
     /// [`Precision::Exact`] only, else empty.
@@ -83,7 +84,7 @@ pub fn is_far(lse: f64) -> bool {
     lse.is_finite() && lse.abs() > FAR_LSE
 }
 
-/// From this size on the rounding of an LSE to f32 shows in P; such a row's P are divided by their own sum.
+/// LSE from which on its rounding to f32 shows in P; such a row's P are divided by their own sum.
 const ROUNDED_LSE: f64 = 16384.0;
 
 /// Gradients of a whole problem.

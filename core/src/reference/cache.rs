@@ -28,7 +28,7 @@ impl<'a> Cached<'a> {
         let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, T::one())?;
         let advances = u32::from(problem.positions_advance());
         self.turn(&mut rows, |i| span.seqlen_cached + advances * i)?;
-        // A row is turned as it is stored.
+        // A row is stored rotated already.
         Ok(rows.into_iter().map(|x| x * descale).collect())
     }
 

@@ -140,7 +140,7 @@ impl<T: Float> Softmax<T> {
         if o.iter().all(|o| o.is_finite()) {
             return o;
         }
-        // Elements that have not stay as they are.
+        // Elements that did not overflow stay as they are.
         let again = sums(self.row_sum.recip());
         o.into_iter().zip(again).map(|(o, again)| if o.is_finite() { o } else { again }).collect()
     }

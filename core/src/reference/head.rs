@@ -29,7 +29,7 @@ pub enum Precision {
     AsInput(ScoreSums),
 }
 
-/// What attention reads, in host memory.
+/// Operands of attention in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// Q.
@@ -38,9 +38,9 @@ pub struct Inputs<'a> {
     pub k: DevSlice<'a>,
     /// V.
     pub v: DevSlice<'a>,
-    /// Where sequences lie. [`spans`](crate::seq::spans) has checked them.
+    /// Lengths and offsets of the sequences, which [`spans`](crate::seq::spans) has checked.
     pub seq: SeqArgs<'a>,
-    /// What happens to the cache. New keys are read from here, whether the cache has them already or not.
+    /// Operands of the cache. New keys are read from here, whether the cache has them already or not.
     pub cache: CacheArgs<'a>,
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
@@ -257,7 +257,7 @@ impl<'a, T: Float> Head<'a, T> {
         keys.iter().zip(products).map(|(&j, product)| self.capped(product, i, j) + self.bias(i, j)).collect()
     }
 
-    /// What the soft cap's slope is at (i, j).
+    /// Slope of the soft-cap at (i, j).
     pub(super) fn slope(&self, i: u32, j: u32) -> T {
         self.softcap.map_or(T::one(), |softcap| {
             let tanh = (self.coded(self.product(i, j), i, j) / softcap).tanh();
@@ -265,7 +265,7 @@ impl<'a, T: Float> Head<'a, T> {
         })
     }
 
-    /// The score before code, and what code's slope is there.
+    /// The score before code, and the slope of code there.
     pub(super) fn code_slope(&self, i: u32, j: u32) -> (T, T) {
         match &self.code {
             None => (T::zero(), T::one()),
@@ -276,7 +276,7 @@ impl<'a, T: Float> Head<'a, T> {
         }
     }
 
-    /// What is added to the score of (i, j).
+    /// Bias added to the score of (i, j).
     pub(super) fn bias(&self, i: u32, j: u32) -> T {
         if let (Bias::Elementwise(bias), Some(bytes)) = (self.problem.score.bias, self.bias) {
             let (b, h) = bias.broadcast.index(self.span.i_batch, self.i_head);
@@ -298,7 +298,7 @@ impl<'a, T: Float> Head<'a, T> {
         }
     }
 
-    /// What the input's precision keeps of a P before its product with V.
+    /// Rounds a P as the input's precision does before its product with V.
     ///
     /// An FP8 P is scaled by a power of two up to the type's largest number first, as every FP8
     /// kernel does: unscaled, the small ones would vanish.
@@ -308,8 +308,8 @@ impl<'a, T: Float> Head<'a, T> {
         self.rounded(value, scale, dtype)
     }
 
-    /// What the input's precision keeps of a dS before its products with K and Q; FP8 inputs have
-    /// theirs in the gradients' type.
+    /// Rounds a dS as the input's precision does before its products with K and Q; for FP8 inputs it is
+    /// rounded to the gradients' type.
     pub(super) fn score_gradient(&self, value: T, dtype_grad: DType) -> T {
         let dtype = self.problem.dtypes.qk;
         self.rounded(value, 1.0, if dtype.is_fp8() { dtype_grad } else { dtype })
@@ -322,7 +322,7 @@ impl<'a, T: Float> Head<'a, T> {
         real(dtype.round(value.to_f64().unwrap_or(f64::NAN) * scale) / scale)
     }
 
-    /// What a result of type `dtype` keeps of `value`.
+    /// Rounds `value` to a result of type `dtype`.
     pub(super) fn as_result(&self, value: T, dtype: DType) -> f64 {
         let value = value.to_f64().unwrap_or(f64::NAN);
         if self.is_exact() { value } else { dtype.round(value) }
@@ -376,7 +376,7 @@ pub(super) fn dots<'a, T: Float + 'a>(a: &[T], keys: &[u32], row: impl Fn(u32) -
     eights.chain(rest.iter().map(|&j| in_order(a, [row(j)])[0])).collect()
 }
 
-/// To the arithmetic's own type.
+/// Converts to the arithmetic's own type.
 pub(super) fn real<T: Float>(value: f64) -> T {
     T::from(value).unwrap_or_else(T::nan)
 }

@@ -1,4 +1,4 @@
-//! What a (query, key) pair adds to the gradients, and their sums.
+//! Contributions of a (query, key) pair to the gradients, and their sums.
 
 use num_traits::Float;
 
@@ -9,7 +9,7 @@ use crate::bwd::BwdProblem;
 use crate::dtype::DType;
 use crate::seq::SeqSpan;
 
-/// One query: what all its keys share.
+/// Numbers of a query that all its keys share.
 pub(super) struct Query<'a, T> {
     pub(super) i: u32,
     q: &'a [T],
@@ -23,7 +23,7 @@ pub(super) struct Query<'a, T> {
     is_far: bool,
 }
 
-/// What one (query, key) adds to the gradients.
+/// Contributions of one (query, key) pair to the gradients.
 pub(super) struct Pair<T> {
     /// `Z P`, the weight of dV.
     weight: T,
@@ -47,12 +47,12 @@ impl<'a, T: Float> Query<'a, T> {
         Self { i, q: row(&head.q, i, head.head_dim_qk), dout, lse, dlse, d, d_square, is_far }
     }
 
-    /// With key `j`, whose P is `p`.
+    /// Contributions of key `j`, whose P is `p`.
     pub(super) fn pair(&self, head: &Head<'_, T>, j: u32, p: T, dtype_grad: DType) -> Pair<T> {
         self.pair_of(head, j, p, dot(self.dout, row(&head.v, j, head.head_dim_v)), dtype_grad)
     }
 
-    /// With each of `keys`, whose P are `p`.
+    /// Contributions of each of `keys`, whose P are `p`.
     pub(super) fn pairs<'h>(
         &'h self,
         head: &'h Head<'_, T>,
@@ -133,7 +133,7 @@ fn plain<T: Float>(value: T) -> f64 {
     value.to_f64().unwrap_or(f64::NAN)
 }
 
-/// The gradients of one (sequence, query head) as they grow.
+/// Gradients of one (sequence, query head), summed pair by pair.
 pub(super) struct HeadSums<T> {
     dq: Sums<T>,
     dk: Sums<T>,

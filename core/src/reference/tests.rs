@@ -59,7 +59,7 @@ impl Operands {
             dout: noise(problem.shape_o().num_elems(), 7),
             dlse: noise(problem.extents(Totals::NONE).lse_elems, 8),
             indices: problem.lists.map_or(vec![], |lists| {
-                // From -1 to one past the last key, most of them twice or more.
+                // Entries from -1 to one past the last key, most of them twice or more.
                 let count = lists.shape(problem, Totals::NONE).num_elems();
                 let keys = problem.dims.seqlen_k as f32 + 1.0;
                 noise(count, 9).iter().map(|x| ((x + 1.0) / 2.0 * keys).floor() as i32 - 1).collect()
@@ -120,7 +120,7 @@ impl Operands {
         })
     }
 
-    /// Calls with backward's arguments, O and LSE these.
+    /// Calls `body` with backward's arguments and this O and LSE.
     fn with_args<R>(
         &self,
         problem: &BwdProblem,
@@ -694,7 +694,7 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
         };
         let heads = forward(&problem, &args, Precision::Exact).unwrap();
 
-        // By hand, each sequence alone: what is cached, then the new rows turned.
+        // The expected cache of each sequence: its cached rows, then the new rows, rotated.
         let turned = |rows: &[f32], position: &dyn Fn(usize) -> usize| -> Vec<f32> {
             let turn = |(at, row): (usize, &[f32])| {
                 let angle = |pair| (cos[position(at) * 2 + pair], sin[position(at) * 2 + pair]);

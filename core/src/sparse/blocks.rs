@@ -63,9 +63,9 @@ impl BlockOverlap {
     }
 }
 
-/// What each block's tokens have of the probabilities of compressed blocks: `sums[j] = sum_m sum_n p[(l' / d) j + m -
-/// n]` over `m < l' / d` and `n < l / d`, so a compressed block counts once for each stride of it that lies in block
-/// j. The caller adds the heads that share a choice.
+/// Sums the probabilities of compressed blocks over each block's tokens: `sums[j] = sum_m sum_n p[(l' / d) j
+/// + m - n]` over `m < l' / d` and `n < l / d`, so a compressed block counts once for each stride of it that
+/// lies in block j. The caller adds the heads that share a selection.
 ///
 /// `probabilities[c]` is that of the compressed block of tokens `c * stride ..`.
 ///
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(error.text, "maxima has 3 elements, but 4 are wanted");
     }
 
-    /// By the tokens that two blocks share, in strides.
+    /// The expected weights count the tokens that two blocks share, in strides.
     #[test]
     fn a_compressed_block_counts_once_for_each_stride_of_it_in_a_block() {
         for (compressed, stride, selected) in [(32, 16, 64), (16, 16, 16), (64, 16, 32), (48, 8, 24)] {

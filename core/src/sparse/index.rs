@@ -26,10 +26,10 @@ pub struct IndexProblem {
     pub dtype_k: DType,
 }
 
-/// Which keys of its sequence a query may choose among.
+/// Keys of its sequence among which a query may choose.
 #[derive(Clone, Copy, Debug)]
 pub enum Candidates<'a> {
-    /// All of them.
+    /// All keys.
     All,
     /// Keys up to its own position, where the last query stands on the last key.
     Causal,
@@ -53,7 +53,7 @@ pub struct IndexArgs<'a> {
     pub weights: &'a [f32],
     /// `[batch, seqlen_k]`: what each row of k is multiplied by, if anything.
     pub k_scale: Option<&'a [f32]>,
-    /// Which keys there are to choose among.
+    /// Keys among which queries may choose.
     pub candidates: Candidates<'a>,
 }
 

@@ -28,7 +28,7 @@ impl Burst {
         if !stream.device().has_clock() {
             return Err(no_clock(stream.device()));
         }
-        // The first call may load what the second finds.
+        // The first call may load data that the second finds in a cache.
         queue()?;
         let once = stream.seconds(&mut *queue)?;
         let calls = (BURST_SECONDS / once.max(1e-9)).ceil() as u32;
@@ -45,7 +45,8 @@ impl Burst {
     /// # Errors
     /// What the driver said.
     pub unsafe fn seconds(&self, stream: &Stream) -> Result<f64> {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller: the memory that the recorded calls named is still there, and
+        // nothing else uses it meanwhile.
         let seconds = stream.seconds(|| unsafe { self.recording.replay(stream) })?;
         Ok(seconds / f64::from(self.calls))
     }

@@ -1,6 +1,6 @@
 //! Ways to compute one call, each with what a model says of it: tables and models choose by the same rule.
 
-/// One way to compute a call.
+/// One way to compute a call, with its modelled time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate<T> {
     /// Candidate for the choice.
@@ -43,7 +43,7 @@ impl<T> Candidates<T> {
         Some(if fastest.micros * (1.0 + least_gain) < first.micros { fastest } else { first })
     }
 
-    /// Whether there is a choice at all.
+    /// Whether there are no candidates.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

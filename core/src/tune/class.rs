@@ -18,7 +18,7 @@ pub struct TileClass {
     facts: String,
 }
 
-/// A tensor as its strides are looked at.
+/// A tensor, as far as its strides matter.
 type Tensor = (&'static str, Strides, Shape, DType);
 
 impl TileClass {
@@ -207,7 +207,7 @@ mod tests {
         let class = of_bwd(|_| ());
         let same: [fn(&mut BwdProblem); 5] = [
             |p| p.fwd.score.softmax_scale = Some(0.3),
-            // LSE, which the forward call writes with O, plays no part.
+            // LSE, which the forward call writes with O, does not change a backward call's class.
             |p| p.fwd.write_lse = !p.fwd.write_lse,
             |p| *p = BwdProblem::new(FwdProblem::batch(DType::F16, Dims { seqlen_k: 5000, ..DIMS })),
             |p| p.dout.seq += 8,

@@ -99,7 +99,7 @@ impl TunedTiles {
             what: path.display().to_string(),
             text: error.to_string(),
         };
-        // Between reading and writing, no other process writes.
+        // The lock keeps other processes from writing between the reading and the writing.
         let _lock = lock(&path, Patience::USUAL).map_err(failed)?;
         let mut tiles = read(&path, &self.device);
         let text = self.texts.get(label).cloned().unwrap_or_default();

@@ -72,7 +72,7 @@ pub fn by_model(
 pub struct InTurns {
     /// Seconds of a call with the tile to beat.
     pub incumbent: Vec<f64>,
-    /// Seconds of a call with the one that challenges it.
+    /// Seconds of calls with the challenging tile.
     pub challenger: Vec<f64>,
 }
 
@@ -84,7 +84,7 @@ const HOPELESS: f64 = -0.03;
 const GLANCE_ROUNDS: usize = 2;
 
 impl InTurns {
-    /// Measures.
+    /// Runs the measurement.
     ///
     /// # Errors
     /// What the device said.
@@ -95,7 +95,7 @@ impl InTurns {
         rounds: u32,
     ) -> Result<Self, String> {
         let mut measured = Self::default();
-        // Caches and clocks are then as the rounds leave them.
+        // A burst leaves caches and clocks as the rounds do.
         timer.burst(incumbent)?;
         timer.burst(challenger)?;
         for round in 0..rounds {
@@ -257,7 +257,7 @@ pub fn search<T: Timer>(
     Ok(found)
 }
 
-/// The tile with each change that makes another of it.
+/// The tile with each of the changes that alter it.
 fn changed(tile: &TileOptions, changes: &[Change]) -> Vec<TileOptions> {
     changes.iter().map(|(knob, value)| with(tile, knob, value)).filter(|changed| changed != tile).collect()
 }

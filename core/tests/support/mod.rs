@@ -10,7 +10,7 @@ pub(crate) fn input(address: usize, elems: u64) -> DevSlice<'static> {
 
 /// Host memory of as many bytes as `elems` f32, to be written.
 pub(crate) fn output(address: usize, elems: u64) -> DevSliceMut<'static> {
-    // SAFETY: as above, nor write.
+    // SAFETY: the checks, and `bind`, never read or write through a slice.
     unsafe { DevSliceMut::from_raw(MemorySpace::Host, address as *mut u8, elems * 4, ElemType::Bytes) }
 }
 

@@ -73,7 +73,7 @@ impl Bench {
         };
         let mut fastest = timed(1)?;
         if fastest < LONG {
-            // Behind the first call's connections and modules, which take longer than many a call.
+            // The first call makes connections and loads modules, which take longer than many a call.
             fastest = timed(1)?;
         }
         let (calls, together) = match fastest {

@@ -91,7 +91,7 @@ impl Bench {
         }
         let queued = run();
         self.stream.synchronize()?;
-        // A moment for what the device has found.
+        // The pause gives the device time to report a fault.
         std::thread::sleep(Duration::from_millis(200));
         let heard = queued.and_then(|()| run()).err().map_or("nothing".to_owned(), |error| error.to_string());
         let (rank, seconds) = (self.group.rank(), start.elapsed().as_secs_f64());

@@ -17,9 +17,9 @@ pub(crate) fn page(device: &Device) -> u64 {
     if device.has_clock() { 2 << 20 } else { 1 }
 }
 
-/// One for each program, for as long as it lives.
+/// Memory and words that ranks share, made once for each program and kept as long as it lives.
 pub(crate) struct Meeting {
-    /// First: it is gone before what it watches.
+    /// Dropped first, before the memory that it watches.
     _watch: Option<Watch>,
     pub(super) device: Device,
     pub(super) coming: Coming,

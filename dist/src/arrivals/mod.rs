@@ -49,9 +49,9 @@ impl Rows {
 pub(crate) struct Home {
     /// Destination of the gradients of this rank's keys: a slot for each rank, in rank order.
     pub(crate) slots: [Buf; 2],
-    /// Behind each kernel: to which rank, dK and dV that no later one changes.
+    /// Rows of dK and dV that no later kernel changes, and the rank that they go to, for each kernel.
     pub(crate) steps: Vec<Vec<(u32, [Rows; 2])>>,
-    /// Ranks that send some here.
+    /// Ranks from which dK and dV come home to this one.
     pub(crate) from: Vec<u32>,
 }
 
@@ -72,9 +72,9 @@ pub(crate) struct Coming {
     pub(crate) own: Vec<Rows>,
     /// Sends in order: the destination rank, the piece, and its K and V.
     pub(crate) sends: Vec<(u32, usize, [Rows; 2])>,
-    /// Pieces that others send here.
+    /// Pieces that other ranks send to this one.
     pub(crate) expected: Vec<usize>,
-    /// Backward: what goes back.
+    /// Gradients that go back to the owners of their keys, in a backward.
     pub(crate) home: Option<Home>,
 }
 

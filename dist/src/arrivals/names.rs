@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use fmha::{DevBuffer, Device};
 
-/// Reason why there is no meeting.
+/// Reason why ranks cannot share memory.
 const NO_PEERS: &str = "its device shares no memory with other processes";
 
 /// Message of a rank to all others: the names of its buffers.

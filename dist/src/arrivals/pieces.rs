@@ -13,7 +13,7 @@ pub(crate) struct Piece {
     pub(crate) owner: u32,
     /// Rows of the whole.
     pub(crate) rows: Range<u32>,
-    /// The first one's row in the owner's own tensor.
+    /// Row of the piece's first row in the owner's own tensor.
     pub(crate) own_row: u32,
 }
 

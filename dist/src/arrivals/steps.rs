@@ -91,7 +91,8 @@ impl Meeting {
         unsafe { self.peers()?.words(words, stream.as_raw()) }.map_err(|error| Error::of(self.rank, &error))
     }
 
-    /// Rows of one buffer, which begins at the first address, to another one, by a copy engine.
+    /// Copies rows from one buffer to another by a copy engine; the addresses are those of the buffers' first
+    /// bytes.
     fn copy(&self, rows: &Rows, [from, to]: [u64; 2], stream: &Stream) -> Result<()> {
         let peers = self.peers()?;
         for (at, to_at, bytes) in rows.stretches() {

@@ -87,7 +87,7 @@ impl Looker {
         all.extend((0..self.pieces.len()).map(|piece| Word::Write { at: words.flag(piece), value: 1 }));
         let of = |rank| [words.free(rank), words.home(rank), words.home_free(rank)];
         all.extend((0..self.group.size()).flat_map(of).map(|at| Word::Write { at, value: 1 }));
-        // SAFETY: as above.
+        // SAFETY: the word is never freed; the stream has no other work.
         unsafe { peers.words(&all, stream) }
     }
 }

@@ -18,8 +18,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Before the first run nothing has come and nothing is late, all is free; nothing has come home, and all
-    /// is free for that.
+    /// Words before the first run: nothing has come and nothing is late, and every buffer is free.
     pub(super) fn at_first(pieces: usize, ranks: u32) -> Vec<u32> {
         let mut words = vec![0; pieces + 1];
         for value in [1, 0, 1] {

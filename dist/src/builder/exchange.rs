@@ -140,7 +140,7 @@ impl Builder<'_> {
         if is_long { own.into_iter().map(copy).collect() } else { None }
     }
 
-    /// Brings what has come packed to its places.
+    /// Unpacks received rows to their places.
     pub(crate) fn unpack(&mut self, came: Came) -> Result<()> {
         for (from, to, dtype) in came.unpack {
             self.copy_by_kernel(from, to, dtype)?;

@@ -1,4 +1,4 @@
-//! Partial results become one, and gradients are added.
+//! Merges of partial results, and sums of gradients.
 
 use fmha::{CombinePlan, CombineProblem, DType, Merge, PlanOptions, Shape, Strides};
 
@@ -161,7 +161,7 @@ impl Builder<'_> {
 
     fn plan_combine(&self, problem: CombineProblem) -> Result<CombinePlan> {
         let valid = problem.validate().map_err(|error| self.wrong(&error.into()))?;
-        // The wishes for attention's kernel are not those for another one.
+        // Options that name attention's kernel or tile are not for this kernel.
         let options = PlanOptions::default()
             .allow_fallback(self.options.allow_fallback)
             .deterministic(self.options.deterministic);

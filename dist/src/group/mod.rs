@@ -127,7 +127,7 @@ impl Exchange {
                 let Some(&bytes) = room.get(*buffer) else {
                     return wrong(format!("buffer {buffer} is none of {}", room.len()));
                 };
-                // Rows that overlap are more bytes than they end behind.
+                // A block whose rows overlap moves more bytes than lie up to its end.
                 let moved = block.end().max(block.bytes());
                 if moved > bytes {
                     return wrong(format!("buffer {buffer} has {bytes} bytes, but {moved} are moved"));
@@ -156,7 +156,7 @@ fn check_stretches(rank: u32, size: u32, bytes: u64, all: &DevSliceMut<'_>) -> R
 
 /// Ranks that compute together. Every rank makes the same calls in the same order.
 ///
-/// What fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
+/// A call that fails on one rank fails on all: an error names the rank whose fault it is, and after one no call
 /// succeeds. Nothing waits longer than the group's timeout.
 pub trait Group: Send + Sync {
     /// Index of this rank.
@@ -238,7 +238,8 @@ pub trait Group: Send + Sync {
                     block: block(at(peer - ranks.start)),
                 });
             }
-            // SAFETY: as above, and neither the other sink nor `own` has a byte of it.
+            // SAFETY: this rank's stretch lies inside `all`, as was checked. It is borrowed as long as this
+            // is, and nothing writes it, and neither the other sink nor `own` has a byte of it.
             sinks.push(unsafe {
                 DevSliceMut::from_raw(space, place(ranks.start), at(ranks.len() as u32), all.elem())
             });

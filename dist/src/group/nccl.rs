@@ -70,7 +70,7 @@ impl Api {
     unsafe fn of(library: Library) -> Result<Self, libloading::Error> {
         macro_rules! symbol {
             ($name:literal) => {
-                // SAFETY: the caller's promise; each field has its function's type.
+                // SAFETY: the caller keeps the contract of `of`; each field has its function's type.
                 *unsafe { library.get($name) }?
             };
         }
@@ -99,7 +99,7 @@ impl Api {
     }
 }
 
-/// A communicator, and whether it is still there.
+/// A communicator, and whether it still exists.
 struct Held {
     comm: Mutex<Option<Comm>>,
     /// Held while something is queued: the communicator is then in use, and its own mutex is free.
@@ -111,7 +111,8 @@ struct Held {
 // SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
 // that is stuck.
 unsafe impl Send for Held {}
-// SAFETY: as above.
+// SAFETY: a communicator is used by one thread at a time, which the mutexes see to, but for the abort of one
+// that is stuck.
 unsafe impl Sync for Held {}
 
 impl Held {
@@ -296,7 +297,8 @@ impl Nccl {
         }
         for (peer, buffer, offset, bytes) in rows(&exchange.receives) {
             let to = sinks[buffer].skip(offset).as_mut_ptr().cast();
-            // SAFETY: as above, and nothing else touches the memory.
+            // SAFETY: the exchange was checked: the row is in its buffer, device memory that lives until the
+            // stream is done, and nothing else touches the memory.
             let status = unsafe { (self.api.recv)(to, bytes as usize, BYTES, peer as c_int, comm, stream) };
             first = first.and(self.api.check(rank, "ncclRecv", status));
         }

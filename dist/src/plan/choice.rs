@@ -14,7 +14,7 @@ use crate::scheme::{SCHEMES, Scheme, most_groups};
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Choice {
-    /// The one that serves.
+    /// The scheme that is chosen.
     pub scheme: Scheme,
     /// Reason for the choice.
     pub reason: String,

@@ -1,4 +1,4 @@
-//! What is wrong with a problem, and what this crate does not take.
+//! Checks of a problem, and refusals of what this crate does not take.
 
 use fmha::{Bias, CacheUse, KvLayout, QLayout, VLayout};
 
@@ -88,7 +88,7 @@ impl Whole {
     }
 }
 
-/// Rows of a packed tensor, by where its sequences begin.
+/// Places of a packed tensor's rows, from the offsets of its sequences.
 fn packed_rows(field: &str, cu_seqlens: &[u32], batch: u32, side: &str, seqlen: u32) -> Result<u32, String> {
     let ascends = cu_seqlens.first() == Some(&0) && cu_seqlens.is_sorted();
     if !ascends || cu_seqlens.len() != batch as usize + 1 {

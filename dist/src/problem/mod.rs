@@ -130,7 +130,7 @@ impl Problem {
         let whole = &self.whole;
         let dims = whole.dims;
         let said = |as_others, text| if as_others { AS_OTHERS.to_owned() } else { text };
-        // A partition of other rows is of another length first.
+        // Sizes are compared first: a partition of other rows differs in them before it differs in runs.
         let fields = vec![
             ("batch", dims.batch.to_string()),
             ("seqlen_q", dims.seqlen_q.to_string()),

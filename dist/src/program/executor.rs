@@ -152,7 +152,7 @@ impl Executor<'_> {
         })
     }
 
-    /// When a step's keys come, if they do while it runs.
+    /// Words that announce a step's keys, if they come while it runs.
     fn arrivals(&self, part: &FwdProblem) -> Option<Arrivals<'_>> {
         self.meeting.filter(|_| part.arrivals > 0).map(Meeting::arrivals)
     }

@@ -9,7 +9,7 @@ pub(crate) enum Memory<'a> {
     Read(DevSlice<'a>),
     Write(DevSliceMut<'a>),
     Own(DevBuffer),
-    /// Not of this call.
+    /// A tensor that this call does not have.
     Absent,
 }
 

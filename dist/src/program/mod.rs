@@ -27,7 +27,7 @@ use crate::arrivals::Coming;
 use crate::group::{Block, Exchange};
 use crate::problem::ScoreOffsets;
 
-/// A buffer: one of the call's, or scratch.
+/// A buffer of the program: one of the call's, or scratch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Buf {
     Q,
@@ -100,7 +100,7 @@ pub(crate) enum Step {
     Forward { plan: FwdPlan, inputs: [At; 3], o: At, lse: At, score: ScoreOffsets },
     /// Gradients of some queries and keys: from Q, K, V, O, LSE and dO; dQ, dK and dV in f32.
     Backward(Box<Backward>),
-    /// Partial results of the same queries become one.
+    /// Merges partial results of the same queries.
     Combine { plan: CombinePlan, parts: Vec<[At; 2]>, o: At, lse: At },
     /// f32 gradients are added.
     Sum { plan: CombinePlan, terms: Vec<At>, to: At },

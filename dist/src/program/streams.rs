@@ -15,7 +15,7 @@ use super::{Buf, CALLS, Program, Step};
 
 /// The caller's stream.
 const CALLER: usize = 0;
-/// The one on which rows move.
+/// Index of the stream on which rows move.
 pub(super) const MOVING: usize = 1;
 /// The one that has every second launch of attention, so that where two do not wait for each other, the last
 /// tiles of one leave no processor idle.
@@ -81,12 +81,12 @@ impl Streams {
         Ok((stream, turn.stream == SECOND))
     }
 
-    /// A step is queued on its stream.
+    /// Records that a step is queued on its stream.
     pub(super) fn leave(&self, number: usize, stream: &Stream) -> Result<(), fmha::Error> {
         self.done[number].as_ref().map_or(Ok(()), |done| done.record(stream))
     }
 
-    /// The caller's stream has all of the run behind it.
+    /// Makes the caller's stream wait for the whole run.
     pub(super) fn end(&self, caller: &Stream) -> Result<(), fmha::Error> {
         self.turns.last().map_or(Ok(()), |end| self.wait(end, caller))
     }

@@ -15,7 +15,7 @@ use crate::builder::{Builder, MAX_PARTS};
 use crate::error::{Error, Result};
 use crate::problem::Whole;
 
-/// Each has a part, and the sinks are one.
+/// Most ranks: each has a part, and the sinks are one more.
 const MAX_RANKS: u32 = MAX_PARTS - 1;
 
 pub(super) fn takes(whole: &Whole, backward: bool) -> Result<()> {

@@ -284,7 +284,7 @@ fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Hom
     let mut steps: Vec<Vec<_>> = pairs.iter().map(|_| Vec::new()).collect();
     for owner in (0..b.ranks()).filter(|&owner| owner != b.rank()) {
         for keys in b.keys_of(owner) {
-            // Behind the last kernel whose queries see them.
+            // dK and dV leave after the last kernel whose queries see their keys.
             let seen = |(q, _): &(Piece, Piece)| b.whole.sees(q, &keys).is_some();
             let Some(step) = pairs.iter().rposition(seen) else { continue };
             let rows = [0, 1].map(|of| {

@@ -20,6 +20,7 @@ use crate::program::Program;
 
 /// Distribution of attention over ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Scheme {
     /// Every rank gathers the keys and values that its queries see, and attends once: O, LSE and dQ have the
     /// bits of one device wherever a row's bits do not depend on how many rows a call has. Memory: the whole

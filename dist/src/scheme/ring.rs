@@ -316,7 +316,8 @@ pub(super) fn backward(b: &mut Builder<'_>, wanted: Gradients, ranks_per_host: u
         if wanted.dsink && step == 0 {
             dsinks = sinks(b, &queries, &given)?;
         }
-        // After the last step this rank has the next host's keys, so that they are home with one more.
+        // The last step leaves this rank with the next host's keys, so that their gradients are home after
+        // one more.
         let then_owner = hosts.counterpart(hosts.owner(step) + hosts.count - 1);
         let then = [travelling[0].of(b, then_owner, step + 1), travelling[1].of(b, then_owner, step + 1)];
         pass_on(b, hosts, &[(shares[0], then[0]), (shares[1], then[1])])?;

@@ -228,7 +228,8 @@ pub(super) fn forward(b: &mut Builder<'_>) -> Result<()> {
         }
         gone.push(b.begin_exchange(&moves)?);
     }
-    // Behind all launches: a stream that waited for what has come would keep the next one.
+    // The unpacking stands behind all launches: a stream that waited for the data earlier would delay the
+    // next launch.
     gone.into_iter().try_for_each(|came| b.unpack(came))
 }
 

@@ -125,7 +125,7 @@ fn own_bias(problem: &Problem, operands: &Operands, rank: u32) -> Option<Vec<u8>
     Some(problem.q.split(tensor.elems(), shape.batch * shape.head, row_bytes, rank))
 }
 
-/// Strides of such a bias.
+/// The problem with strides of a bias whose rows are the rank's own.
 fn with_own_bias(problem: &Problem, rank: u32) -> Problem {
     let mut own = problem.clone();
     if let fmha::Bias::Elementwise(mut bias) = own.whole.score.bias {
@@ -261,7 +261,7 @@ pub(crate) enum End {
     Aborts,
 }
 
-/// A group whose rank ends when it is to make a call for the so-manieth time.
+/// A group whose rank ends before its call number `at`.
 pub(crate) struct Ends {
     group: Arc<dyn Group>,
     calls: AtomicU32,

@@ -1,4 +1,4 @@
-// What the rungs share: the call, where its rows lie, and the softmax of a warp's fragment.
+// Text that the rungs share: the call, the places of its rows, and the softmax of a warp's fragment.
 #pragma once
 #include <fmha/mma/fragment.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -27,7 +27,7 @@ FMHA_DEVICE Rows rows_of_head(const Call& call, int32_t head) {
   return {(int64_t(i_batch) * call.seqlen * call.heads + i_head) * dim, call.heads * dim};
 }
 
-// What a CTA computes: the queries [first_query, first_query + rows) of a head. Tiles of one head are neighbours.
+// Work of a CTA: the queries [first_query, first_query + rows) of a head. Tiles of one head are neighbours.
 struct Work {
   int32_t head, first_query;
 };

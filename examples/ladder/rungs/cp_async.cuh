@@ -31,7 +31,7 @@ FMHA_DEVICE void attention(const Call& call) {
   const int32_t warp_row = threadIdx.x / 32 * 16, first_row = work.first_query + warp_row;
   const int32_t num_blocks = blocks_of<kQueries, kKeys, causal>(call, work.first_query);
 
-  // A group of copies a block, an empty one beyond the last, so that one count of groups serves throughout.
+  // Each block is a group of copies, an empty one behind the last, so that one count of groups serves throughout.
   const auto load_block = [&](int32_t block) {
     if (block < num_blocks) {
       const int64_t first_key = rows.first + int64_t(block) * kKeys * rows.stride;

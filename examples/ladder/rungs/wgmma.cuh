@@ -9,7 +9,7 @@
 //           less: the second warpgroup computes meanwhile, if nothing makes both do the same at once. 450 to 600.
 // Measured  547, 1.7 times the step before; the library's sm90 746.
 //
-// What the library's kernel adds: products under way beside the softmax of the block before, turns that keep the two
+// Additions of the library's kernel: products under way beside the softmax of the block before, turns that keep the two
 // warpgroups apart, lazy rescaling, a persistent grid whose next tile's loads start early. docs/kernels/sm90-fwd.md has
 // each.
 #pragma once

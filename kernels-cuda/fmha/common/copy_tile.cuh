@@ -27,7 +27,8 @@ struct CopyWarps {
 
 template <int bytes, class Threads>
 struct Copier {
-  // One tile's copies stay under way while the next one's are issued; its barrier is arrived at after those.
+  // Barrier of the copies under way: a tile's copies stay under way while the next one's are issued, and their
+  // barrier is arrived at after those.
   ptx::Barrier* pending = nullptr;
 
   // Rows of a tile from where `row_of` says (null: zeros), `dim` elements each, zeros after them. Fewer than 4 bytes
@@ -67,7 +68,7 @@ struct Copier {
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive_if(*pending, true);
   }
-  // `full` is arrived at when what was copied last is there.
+  // Arrives at `full` once the last copies have landed.
   FMHA_DEVICE void finish(ptx::Barrier& full) {
     ptx::cp_async_commit_group();
     if (pending) {

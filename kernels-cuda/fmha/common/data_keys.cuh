@@ -17,7 +17,7 @@ struct DataKeys {
     return masks.sees(span, i_head, min(i, span.seqlen_q - 1), min(j, span.seqlen_k - 1));
   }
 
-  // What is known of the pairs of a tile.
+  // Class of the pairs of a tile, as far as it is known.
   struct Known {
     bool none, every;
   };
@@ -57,7 +57,7 @@ struct DataKeys {
     }
   }
 
-  // What intervals show one row of the keys.
+  // Class of one row of the keys by the intervals.
   FMHA_DEVICE Known in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, Range keys) const {
     const MaskDataParams& m = masks.m;
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
@@ -72,7 +72,7 @@ struct DataKeys {
     return known;
   }
 
-  // What bits show one row of the keys.
+  // Class of one row of the keys by the bits.
   FMHA_DEVICE Known in_bits(const SeqSpan& span, int32_t i_head, int32_t i, Range keys) const {
     const MaskDataParams& m = masks.m;
     Known known = {true, true};

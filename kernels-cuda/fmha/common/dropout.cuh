@@ -15,8 +15,8 @@ struct alignas(16) DropoutQuad {
 };
 using DropoutQuads = DropoutQuad[32];
 
-// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. Setting a bit by a predicated addition leaves the pipe
-// of comparisons, which the generator's XORs fill, to these.
+// Up to 23 bits, each set once, as an f32 from 2^23 to 2^24. A predicated addition sets a bit, so that the pipe of
+// comparisons stays free for the generator's XORs.
 struct CountedBits {
   float sum = 0x1p23f;
 
@@ -109,7 +109,7 @@ struct DroppedBits {
       if (i < count / 4) probs.elems[i / 4][i % 4] &= ~mask(i % 2, i / 2);
     }
   }
-  // P before it is packed.
+  // Applies dropout to P before it is packed.
   template <int count>
   FMHA_DEVICE void drop(mma::Accumulator<count>& probs) const {
 #pragma unroll

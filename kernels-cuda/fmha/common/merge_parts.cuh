@@ -22,12 +22,12 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
-// Parts of which a warp loads O at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
+// Parts whose O a warp loads at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
 // instructions.
 template <int32_t dim>
 constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
 
-// CTAs that go through their code before the parts are there, about one a multiprocessor: others start when it is
+// CTAs that go through their code before the parts are there, about one a multiprocessor, so that the others find it
 // cached.
 constexpr int32_t kEarly = 144;
 

@@ -36,7 +36,7 @@ FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_s
                          !(fabsf(sink * kLog2E) < kLargestShift);
     const float to_log2 = natural ? kLog2E : 1.f;
     const float seen_max = row_sum == 0.f ? -infinity() : natural ? row_max.natural : row_max.log2;
-    // Rounded: as one multiply-add with the difference below it would leave half a last place of itself.
+    // The product is rounded by itself: a multiply-add with the difference below would keep its rounding error.
     const float of_sink = natural ? sink : __fmul_rn(sink, kLog2E);
     const float top = fmaxf(seen_max, of_sink);
     if (top == -infinity()) return {0.f, -infinity()};

@@ -104,7 +104,7 @@ struct RecomputedRow {
       constexpr float of_p = p_scale(spec.dtype_v);
       float weight = round_to<spec.dtype_v>(prob * of_p) / of_p;
       if constexpr (spec.dropout) {
-        // Not words[j % 4], which would put them on the stack.
+        // An index by constants and not words[j % 4], which would put the words on the stack.
         const Array<uint32_t, 4> words = dropout_words(p, head_of_whole(p, span.i_batch, i_head), i, j / 4);
         const uint32_t even = j & 2 ? words[2] : words[0], odd = j & 2 ? words[3] : words[1];
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;

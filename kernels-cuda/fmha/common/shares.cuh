@@ -60,7 +60,7 @@ struct Share {
   int32_t i_batch = -1, begin = 0;   // the sequence that it stands in, and where that begins in the row
   BlocksOfTile blocks = {0, 0};
 
-  // `leaves`: the warp is the one that leaves for the merge how shares were dealt, in the last CTA.
+  // `leaves`: whether this warp, of the last CTA, stores for the merge how shares were dealt.
   FMHA_DEVICE Share(const FwdParams& p, const TileSchedule& schedule, bool leaves)
       : p(p), schedule(schedule), tiles_of_sequence(max(schedule.num_heads / max(p.batch, 1) * schedule.num_m_blocks, 1)) {
     total = sum_of_sequences();
@@ -139,7 +139,7 @@ struct Share {
     }
   }
 
-  // Whether nothing is left, of the present share and of those that the CTA has after it.
+  // Whether the CTA has walked its present share and all later ones.
   FMHA_DEVICE bool is_over() {
     if constexpr (shares_a_cta<tile>() > 1) {
       while (at >= end && index + int32_t(gridDim.x) < tile.shares) {

@@ -1,5 +1,5 @@
-// Tree masks: of the last keys of a sequence, as many as it has queries, each query sees those whose bits are set, of
-// the keys before them all. For speculative tokens, of which several may follow one.
+// Tree masks for speculative tokens, of which several may follow one. Each query sees all keys but the last ones of
+// its sequence, as many as there are queries; of those it sees the keys whose bits are set.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>

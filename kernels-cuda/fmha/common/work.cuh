@@ -9,8 +9,8 @@
 
 namespace fmha {
 
-// This CTA's place in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query
-// block of neighbouring heads (`cluster_heads`).
+// Place of this CTA in its cluster, whose CTAs have neighbouring query blocks of one head, or the same query block of
+// neighbouring heads (`cluster_heads`).
 template <auto tile>
 FMHA_DEVICE int32_t cluster_rank() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 
@@ -20,7 +20,7 @@ FMHA_DEVICE int32_t query_of(const FwdParams& p, int32_t row) {
   return tile.pack_gqa ? row / p.gqa_ratio : row;
 }
 
-// Whether a tile has whole groups of heads, which do not fill its rows: those that are left over are no row's.
+// Whether a tile has whole groups of heads, which do not fill its rows: the rows that are left over are padding.
 template <auto tile>
 FMHA_DEVICE constexpr bool whole_groups() {
   if constexpr (requires { tile.whole_groups; }) {
@@ -52,8 +52,8 @@ struct Work {
 };
 static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 
-// Split-KV: keys of a part of the longest sequence, where a tile sees one part of its sequence's keys; 0: it sees all
-// of them, as every tile of an architecture whose tiles have no such field.
+// Keys of a part of the longest sequence in split-KV, where a tile sees one part of its sequence's keys; 0: it sees
+// all of them, as every tile of an architecture without this field.
 template <auto tile>
 FMHA_DEVICE constexpr int split_keys() {
   if constexpr (requires { tile.split_keys; }) {
@@ -105,7 +105,7 @@ FMHA_DEVICE Range keys_of_part(const FwdParams& p, int32_t part, int32_t seqlen_
   return {min(part * keys, seqlen_k), min((part + 1) * keys, seqlen_k)};
 }
 
-// The keys that a tile's work is on: those of its part, of which it sees no others.
+// Keys of a tile's work: those of its part, which are all that it sees.
 template <auto tile>
 FMHA_DEVICE Range keys_of_work(const FwdParams& p, const Work& work) {
   if constexpr (split_keys<tile>() == 0) {
@@ -148,7 +148,7 @@ struct TileAt {
   int32_t i_batch, head, m_block;
 };
 
-// The tile's work on `own` keys, of those that its rows see: a part of the sequence's, or all of them.
+// Work of the tile on `own` of the keys that its rows see: a part of the sequence's keys, or all of them.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range& own) {
   Work work;
@@ -199,7 +199,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
     work.num_blocks = work.num_band_blocks = 1;
     work.last_block = -1;
     if constexpr (split_keys<tile>() > 0) {
-      // A block of its part, of which no key is seen.
+      // A part whose keys are all hidden has one block.
       if (span.seqlen_k > 0) work.last_block = own.begin / tile.block_n;
     }
   }
@@ -220,7 +220,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
   return work;
 }
 
-// Tile `index` of the order, resolved; num_blocks 0 if its sequence has no such rows.
+// Resolves tile `index` of the order; num_blocks is 0 if its sequence has no such rows.
 template <FwdSpec spec, auto tile>
 FMHA_DEVICE Work resolve_tile(const FwdParams& p, const TileSchedule& schedule, int32_t index) {
   const int32_t group_tiles = schedule.heads_per_l2_group * schedule.num_m_blocks;

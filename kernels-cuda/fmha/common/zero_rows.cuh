@@ -5,7 +5,8 @@
 
 namespace fmha {
 
-// Zeros the keys from `begin` on of a [dim, keys] tile, 16 bytes at a time, by `num_threads` of which this is `rank`.
+// Zeros the keys from `begin` on of a [dim, keys] tile, 16 bytes at a time, by `num_threads` threads, of which this
+// one is number `rank`.
 template <class Tile>
 FMHA_DEVICE void zero_columns(const Tile& tile, int32_t begin, int32_t rank, int32_t num_threads) {
   constexpr int elems = 16 / Tile::elem_bytes;  // of a word

@@ -35,14 +35,14 @@ FMHA_DEVICE bool bar_red_and(int id, bool value) {
   return all != 0;
 }
 
-// needs: sm_70. As bar_sync, from any one lane, which counts for its whole warp.
+// needs: sm_70. Waits as bar_sync does; any one lane counts for its whole warp.
 // PTX ISA: barrier.sync.
 template <int id, int num_threads>
 FMHA_DEVICE void barrier_sync() {
   asm volatile("barrier.sync %0, %1;" ::"n"(id), "n"(num_threads) : "memory");
 }
 
-// needs: sm_70. As bar_arrive, from any one lane, which counts for its whole warp.
+// needs: sm_70. Arrives as bar_arrive does; any one lane counts for its whole warp.
 // PTX ISA: barrier.arrive.
 template <int id, int num_threads>
 FMHA_DEVICE void barrier_arrive() {

@@ -23,7 +23,7 @@ FMHA_DEVICE void cp_reduce_async_bulk_add_f32(float* to, uint32_t from, uint32_t
                : "memory");
 }
 
-// needs: sm_90. From shared to global memory; `bytes` and both addresses are multiples of 16.
+// needs: sm_90. Copies from shared to global memory; `bytes` and both addresses are multiples of 16.
 // PTX ISA: cp.async.bulk.
 FMHA_DEVICE void cp_async_bulk_store(float* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -34,14 +34,14 @@ FMHA_DEVICE void cp_async_bulk_store(float* to, uint32_t from, uint32_t bytes) {
 // PTX ISA: cp.async.bulk.commit_group.
 FMHA_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// needs: sm_90. Until at most `pending` of this thread's groups have yet to read their shared memory.
+// needs: sm_90. Waits until at most `pending` of this thread's groups have yet to read their shared memory.
 // PTX ISA: cp.async.bulk.wait_group.
 template <int pending>
 FMHA_DEVICE void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// needs: sm_90. Until at most `pending` of this thread's groups have yet to write.
+// needs: sm_90. Waits until at most `pending` of this thread's groups have yet to write.
 // PTX ISA: cp.async.bulk.wait_group.
 template <int pending>
 FMHA_DEVICE void cp_async_bulk_wait_group() {

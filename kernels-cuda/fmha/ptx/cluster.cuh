@@ -41,8 +41,8 @@ FMHA_DEVICE uint32_t address_at(Barrier& barrier, uint32_t rank) {
   return address;
 }
 
-// needs: sm_90. From this CTA's shared memory to that of CTA `rank`, `to` and the barrier that counts the bytes by
-// their addresses here; `bytes` and both addresses are multiples of 16.
+// needs: sm_90. Copies from this CTA's shared memory to that of CTA `rank`; `to` and the barrier that counts the
+// bytes are addresses of this CTA. `bytes` and both addresses are multiples of 16.
 // PTX ISA: mapa, cp.async.bulk.
 FMHA_DEVICE void cp_async_bulk_at(uint32_t to, uint32_t rank, uint32_t from, uint32_t bytes, Barrier& barrier) {
   asm volatile(
@@ -73,8 +73,8 @@ FMHA_DEVICE void mbarrier_arrive_release_at(Barrier& barrier, uint32_t rank) {
       : "memory");
 }
 
-// needs: sm_90. Until the phase of this parity is complete, and what came before its arrivals in any CTA of the
-// cluster is visible.
+// needs: sm_90. Waits until the phase of this parity is complete. Memory that any CTA of the cluster wrote before its
+// arrival is then visible.
 // PTX ISA: mbarrier.try_wait.
 FMHA_DEVICE void mbarrier_wait_parity_cluster(Barrier& barrier, uint32_t parity) {
   asm volatile(

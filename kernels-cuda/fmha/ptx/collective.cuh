@@ -1,4 +1,4 @@
-// What the lanes of a warp tell each other: broadcasts, votes.
+// Exchange between the lanes of a warp: broadcasts, votes.
 // PTX ISA, Data Movement and Conversion Instructions: shfl.sync
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
 // PTX ISA, Parallel Synchronization and Communication Instructions: vote.sync

@@ -6,7 +6,7 @@
 
 namespace fmha::ptx {
 
-// needs: sm_80. `bytes` (4, 8 or 16, of which both addresses are multiples), the last of them zeros
+// needs: sm_80. Copies `bytes` (4, 8 or 16) between addresses that are multiples of them; the last ones are zeros
 // where `there` is less.
 // PTX ISA: cp.async.
 template <int bytes>
@@ -23,7 +23,7 @@ FMHA_DEVICE void cp_async(uint32_t to, const void* from, uint32_t there) {
 // PTX ISA: cp.async.commit_group.
 FMHA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// needs: sm_80. Until at most `pending` of this thread's groups are unfinished.
+// needs: sm_80. Waits until at most `pending` of this thread's groups are unfinished.
 // PTX ISA: cp.async.wait_group.
 template <int pending>
 FMHA_DEVICE void cp_async_wait_group() {

@@ -1,4 +1,4 @@
-// Numbers in global memory by which CTAs tell each other how far they are.
+// Numbers in global memory by which CTAs announce their progress.
 // PTX ISA, Data Movement and Conversion Instructions: ld
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
 // PTX ISA, Parallel Synchronization and Communication Instructions: red, membar / fence
@@ -8,7 +8,8 @@
 
 namespace fmha::ptx {
 
-// needs: sm_70. What came before the releases that gave this value is seen by this thread.
+// needs: sm_70. Reads a value; memory that was written before the releases of that value is then visible to this
+// thread.
 // PTX ISA: ld.
 FMHA_DEVICE int32_t ld_acquire_gpu(const int32_t* address) {
   int32_t value;
@@ -16,7 +17,7 @@ FMHA_DEVICE int32_t ld_acquire_gpu(const int32_t* address) {
   return value;
 }
 
-// needs: sm_70. As above, of releases by other devices and by the host's streams too.
+// needs: sm_70. Reads a value as ld_acquire_gpu does, also after releases by other devices and by the host's streams.
 // PTX ISA: ld.
 FMHA_DEVICE uint32_t ld_acquire_sys(const uint32_t* address) {
   uint32_t value;
@@ -38,7 +39,7 @@ FMHA_DEVICE uint64_t globaltimer() {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-nanosleep
 FMHA_DEVICE void nanosleep(uint32_t nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 
-// needs: sm_70. What this thread has done before is seen by who acquires.
+// needs: sm_70. Adds to a value; memory that this thread wrote before is visible to a thread that acquires the value.
 // PTX ISA: red.
 FMHA_DEVICE void red_release_gpu_add(int32_t* address, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");

@@ -34,8 +34,8 @@ FMHA_DEVICE uint32_t cvt_rn_f16x2_e4m3x2(uint32_t pair) {
   return wide;
 }
 
-// needs: sm_50. Four bytes of two registers: digit i of the selector (hexadecimal, from the right) says which of the
-// eight becomes byte i; those of `b` are 4 to 7.
+// needs: sm_50. Selects four bytes of two registers: digit i of the selector (hexadecimal, from the right) names the
+// byte that becomes byte i; those of `b` are 4 to 7.
 // PTX ISA: prmt.
 FMHA_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t bytes;

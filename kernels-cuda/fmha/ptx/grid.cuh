@@ -10,7 +10,8 @@ namespace fmha::ptx {
 // PTX ISA: griddepcontrol.launch_dependents.
 FMHA_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// needs: sm_90. Until the grids before have ended and their memory is seen; no wait where none was to be overlapped.
+// needs: sm_90. Waits until earlier grids have ended and their memory is visible; does not wait where none was to be
+// overlapped.
 // PTX ISA: griddepcontrol.wait.
 FMHA_DEVICE void wait_for_grids_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -27,8 +27,8 @@ FMHA_DEVICE void mbarrier_arrive_expect_tx(Barrier& barrier, uint32_t bytes) {
                : "memory");
 }
 
-// needs: sm_90. Predicated in the instruction: a branch here, before an aligned wgmma, could leave
-// lanes unconverged.
+// needs: sm_90. Arrives if `condition` holds, predicated in the instruction: a branch before an aligned wgmma could
+// leave lanes unconverged.
 // PTX ISA: mbarrier.arrive.
 FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
   asm volatile(
@@ -38,8 +38,8 @@ FMHA_DEVICE void mbarrier_arrive_if(Barrier& barrier, bool condition) {
       : "memory");
 }
 
-// needs: sm_80. Arrives once all that this thread has begun to copy by cp.async is there: an arrival that the barrier
-// counts on.
+// needs: sm_80. Arrives once all copies that this thread has begun by cp.async have landed: an arrival that the
+// barrier counts on.
 // PTX ISA: cp.async.mbarrier.arrive.
 FMHA_DEVICE void cp_async_mbarrier_arrive(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
@@ -59,7 +59,7 @@ FMHA_DEVICE bool mbarrier_test_parity(Barrier& barrier, uint32_t parity) {
   return complete;
 }
 
-// needs: sm_90. Until the phase of this parity is complete.
+// needs: sm_90. Waits until the phase of this parity is complete.
 // PTX ISA: mbarrier.try_wait.
 FMHA_DEVICE void mbarrier_wait_parity(Barrier& barrier, uint32_t parity) {
   asm volatile(

@@ -126,7 +126,7 @@ FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {
   return x;
 }
 
-// needs: sm_70. Its bits, likewise.
+// needs: sm_70. Reads two bytes if `condition` holds; else gives 0.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
   uint32_t x;
@@ -136,7 +136,7 @@ FMHA_DEVICE uint32_t ld_global_u16_if(const void* from, bool condition) {
   return x;
 }
 
-// needs: sm_70. Four bytes, at a multiple of 4, likewise.
+// needs: sm_70. Reads four bytes at a multiple of 4 if `condition` holds; else gives 0.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE uint32_t ld_global_b32_if(const void* from, bool condition) {
   uint32_t x;
@@ -146,7 +146,7 @@ FMHA_DEVICE uint32_t ld_global_b32_if(const void* from, bool condition) {
   return x;
 }
 
-// needs: sm_70. Eight bytes, at a multiple of 8, likewise.
+// needs: sm_70. Reads eight bytes at a multiple of 8 if `condition` holds; else gives 0.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE void ld_global_v2_b32_if(uint32_t (&v)[2], const void* from, bool condition) {
   asm volatile(
@@ -155,7 +155,7 @@ FMHA_DEVICE void ld_global_v2_b32_if(uint32_t (&v)[2], const void* from, bool co
       : "l"(from), "r"(int(condition)));
 }
 
-// needs: sm_70. Sixteen bytes, at a multiple of 16, likewise.
+// needs: sm_70. Reads sixteen bytes at a multiple of 16 if `condition` holds; else gives 0.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE void ld_global_v4_b32_if(uint32_t (&v)[4], const void* from, bool condition) {
   asm volatile(

@@ -19,26 +19,30 @@ FMHA_DEVICE void tcgen05_alloc(uint32_t to, uint32_t columns) {
                : "memory");
 }
 
-// needs: sm_100a. This CTA allocates no more. PTX ISA: tcgen05.relinquish_alloc_permit.
+// needs: sm_100a. Announces that this CTA allocates no more tensor memory.
+// PTX ISA: tcgen05.relinquish_alloc_permit.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_relinquish_alloc_permit() {
   asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(cta_group));
 }
 
-// needs: sm_100a. By the warp that allocated. PTX ISA: tcgen05.dealloc.
+// needs: sm_100a. Frees tensor memory, by the warp that allocated it.
+// PTX ISA: tcgen05.dealloc.
 template <int cta_group>
 FMHA_DEVICE void tcgen05_dealloc(uint32_t address, uint32_t columns) {
   asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns), "n"(cta_group));
 }
 
-// needs: sm_100a. What this thread did in tensor memory comes before what another does there after an arrival or a
-// barrier that follows. PTX ISA: tcgen05.fence::before_thread_sync.
+// needs: sm_100a. Orders this thread's accesses to tensor memory before those of other threads after an arrival or a
+// barrier that follows.
+// PTX ISA: tcgen05.fence::before_thread_sync.
 FMHA_DEVICE void tcgen05_fence_before_thread_sync() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
 
-// needs: sm_100a. What others did in tensor memory before the wait that precedes comes before what this thread does
-// there now. PTX ISA: tcgen05.fence::after_thread_sync.
+// needs: sm_100a. Orders this thread's accesses to tensor memory after those of other threads before the wait that
+// precedes.
+// PTX ISA: tcgen05.fence::after_thread_sync.
 FMHA_DEVICE void tcgen05_fence_after_thread_sync() {
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }

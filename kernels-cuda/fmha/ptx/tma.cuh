@@ -39,7 +39,8 @@ FMHA_DEVICE void cp_async_bulk_tensor_5d(uint32_t to, const TensorMap& map, Barr
       : "memory");
 }
 
-// needs: sm_90. As above, to the same addresses and barriers of every CTA whose bit is in `ctas`.
+// needs: sm_90. Copies as cp_async_bulk_tensor_4d does, to the same addresses and barriers of every CTA whose bit is
+// in `ctas`.
 // PTX ISA: cp.async.bulk.tensor, .multicast::cluster.
 FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap& map, Barrier& barrier, int32_t c0,
                                                    int32_t c1, int32_t c2, int32_t c3, uint16_t ctas, CacheHint hint) {
@@ -50,8 +51,8 @@ FMHA_DEVICE void cp_async_bulk_tensor_4d_multicast(uint32_t to, const TensorMap&
       : "memory");
 }
 
-// needs: sm_100a. As cp_async_bulk_tensor_4d, to this CTA, for a barrier of either CTA of its pair: an address in the
-// cluster's window.
+// needs: sm_100a. Copies to this CTA as cp_async_bulk_tensor_4d does, for a barrier of either CTA of its pair: an
+// address in the cluster's window.
 // PTX ISA: cp.async.bulk.tensor, .cta_group::2.
 FMHA_DEVICE void cp_async_bulk_tensor_4d_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t c0,
                                               int32_t c1, int32_t c2, int32_t c3, CacheHint hint) {

@@ -7,19 +7,19 @@
 
 namespace fmha::ptx {
 
-// needs: sm_100a. Until this thread's loads from tensor memory have their registers, of which the compiler learns by
-// tcgen05_loaded alone: it would else move their first use before the wait.
+// needs: sm_100a. Waits until this thread's loads from tensor memory have filled their registers. Only tcgen05_loaded
+// tells the compiler which: without it the compiler could move their first use before the wait.
 // PTX ISA: tcgen05.wait::ld.
 FMHA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }
 
-// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// No instruction: the compiler may use the registers of a load from here on, behind tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld.
 FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[8]) {
   asm volatile(""
                : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]), "+r"(r[7]));
 }
 
-// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// No instruction: the compiler may use the registers of a load from here on, behind tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld.
 FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[16]) {
   asm volatile(""
@@ -27,7 +27,7 @@ FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[16]) {
                  "+r"(r[8]), "+r"(r[9]), "+r"(r[10]), "+r"(r[11]), "+r"(r[12]), "+r"(r[13]), "+r"(r[14]), "+r"(r[15]));
 }
 
-// No instruction: the registers of a load are there from here on. After tcgen05_wait_ld.
+// No instruction: the compiler may use the registers of a load from here on, behind tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld.
 FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
   asm volatile(""
@@ -41,11 +41,11 @@ FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
 // PTX ISA: tcgen05.ld.red.
 FMHA_DEVICE void tcgen05_loaded(float& x) { asm volatile("" : "+f"(x)); }
 
-// needs: sm_100a. Until this thread's stores to tensor memory are done.
+// needs: sm_100a. Waits until this thread's stores to tensor memory are done.
 // PTX ISA: tcgen05.wait::st.
 FMHA_DEVICE void tcgen05_wait_st() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 
-// needs: sm_100a. 8 columns from `address` on. The registers are there after tcgen05_wait_ld.
+// needs: sm_100a. Loads 8 columns from `address` on; complete after tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld, .32x32b.x8.
 FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[8], uint32_t address) {
   asm volatile(
@@ -56,7 +56,7 @@ FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[8], uint32_t address) {
       : "r"(address));
 }
 
-// needs: sm_100a. 16 columns from `address` on. The registers are there after tcgen05_wait_ld.
+// needs: sm_100a. Loads 16 columns from `address` on; complete after tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld, .32x32b.x16.
 FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[16], uint32_t address) {
   asm volatile(
@@ -68,7 +68,7 @@ FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[16], uint32_t address) {
       : "r"(address));
 }
 
-// needs: sm_100a. 32 columns from `address` on. The registers are there after tcgen05_wait_ld.
+// needs: sm_100a. Loads 32 columns from `address` on; complete after tcgen05_wait_ld.
 // PTX ISA: tcgen05.ld, .32x32b.x32.
 FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[32], uint32_t address) {
   asm volatile(

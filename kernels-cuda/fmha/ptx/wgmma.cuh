@@ -15,7 +15,7 @@ FMHA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "m
 // PTX ISA: wgmma.commit_group.
 FMHA_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// needs: sm_90a. Until at most `pending` groups are unfinished.
+// needs: sm_90a. Waits until at most `pending` groups are unfinished.
 // PTX ISA: wgmma.wait_group.
 template <int pending>
 FMHA_DEVICE void wgmma_wait_group() {

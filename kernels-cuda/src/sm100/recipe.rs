@@ -131,7 +131,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, bind::fwd_params(call.problem, call.args), in_parts, main) }
     }
 }

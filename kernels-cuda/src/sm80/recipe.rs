@@ -174,7 +174,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
-        // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
+        // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let mut whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         if call.problem.cache.tree_mask {
             whole = tree_mask::without_upper_end(&whole);
@@ -206,7 +206,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             // the same extents; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }

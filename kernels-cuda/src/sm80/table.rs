@@ -11,7 +11,7 @@ use crate::operands::{stores_vectors, strides};
 use crate::split::price::{self, CONSTANTS, Keys, Walk};
 use crate::{lists, split};
 
-/// What tiles have to fit into, and how many there should be.
+/// Device limits that a tile has to fit into, and the number of multiprocessors to fill.
 #[derive(Clone, Copy, Debug)]
 pub struct Room {
     /// Dynamic shared memory that one CTA can have, bytes. A multiprocessor has 1 KiB more, and spends 1 KiB
@@ -258,7 +258,8 @@ impl Sm80Tile {
             (self.block_m, self.warps, self.stages) = (twin.block_m, twin.warps, twin.stages);
             return self.take_ctas_of_shares(spec, room);
         }
-        // What is widened in registers is bound by work, not by memory: more warps, of one block each.
+        // Work and not memory binds codes that are widened in registers, so more warps, of one block each,
+        // are better.
         let most = if self.reads_raw_blocks(spec) { 1 } else { self.stages.max(twin.stages) };
         let of = |stages| Self { stages, ..*self };
         let fits = |stages: &i32| of(*stages).smem_bytes(spec) <= room.smem_bytes;
@@ -266,7 +267,7 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, self.ctas.max(1));
     }
 
-    /// As many CTAs to a multiprocessor as there are shares for, or, where it holds fewer, as walk the same
+    /// Sets as many CTAs a multiprocessor as there are shares for, or, where it holds fewer, as walk the same
     /// number of shares each.
     fn take_ctas_of_shares(&mut self, spec: &FwdSpec, room: Room) {
         let num_sms = room.num_sms.max(1) as i32;
@@ -311,7 +312,7 @@ impl Sm80Tile {
         self.ctas = room.ctas(self.smem_bytes(spec)).clamp(1, 8);
     }
 
-    /// This tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory
+    /// Returns this tile with K and V by TMA, where it can bring them, there are 64 rows or more, and shared memory
     /// holds the barriers too. A CTA has a warp more, so one of eight warps takes the place of two of four,
     /// which would leave a thread 200 registers. Nine warps leave it 168, with which head dimensions above
     /// 192 spill.

@@ -23,7 +23,7 @@ pub struct Sm80Bwd {
 
 /// How a problem's gradients are summed.
 pub struct Tiles {
-    /// The ways of dQ, of which true is one pass.
+    /// Candidates for summing dQ: true is one pass.
     ways: Candidates<bool>,
     one_pass: bool,
     /// A tile to each launch, dQ's first.
@@ -212,7 +212,7 @@ pub(crate) fn launch_of(
     })
 }
 
-/// What the launches are compiled for. Masks as data hide keys as a band does.
+/// Spec for which the launches are compiled. Masks as data hide keys as a band does.
 fn spec_of(problem: &ValidBwd) -> BwdSpec {
     let mut spec = BwdSpec::of(problem);
     if !problem.fwd().masks.is_empty() && spec.fwd.mask == MaskKind::Full {

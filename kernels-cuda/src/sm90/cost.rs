@@ -67,7 +67,8 @@ const COUNTER_MICROS: f64 = 3.0;
 /// planning must be quick.
 const MOST_ROUNDS: u32 = 8;
 
-/// A fixed order evens out nothing that the model does not know of, such as rows that take exact maxima.
+/// Least gain for which a fixed order is taken: it cannot even out what the model does not know, such as rows
+/// that take exact maxima.
 pub const LEAST_GAIN_OF_ORDER: f64 = 0.02;
 
 /// Whether every sequence has the problem's lengths.
@@ -243,8 +244,8 @@ fn tiles_in_total(schedule: &TileSchedule, lengths: &[f64]) -> f64 {
     f64::from(schedule.num_heads) * lengths.iter().sum::<f64>()
 }
 
-/// When the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every second round
-/// from the last on.
+/// Time at which the last worker is done where tile t is worker t mod `workers`'; `backwards`: in every
+/// second round from the last on.
 fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bool) -> f64 {
     let mut busy = vec![0.0; workers];
     for (index, length) in tiles.enumerate() {
@@ -254,7 +255,7 @@ fn end_of_rounds(tiles: impl Iterator<Item = f64>, workers: usize, backwards: bo
     busy.into_iter().fold(0.0, f64::max)
 }
 
-/// When the last worker is done where each takes the next tile when it has none.
+/// Time at which the last worker is done where each takes the next tile as soon as it is free.
 fn end_of_claims(tiles: impl Iterator<Item = f64>, workers: usize) -> f64 {
     // Whole nanoseconds have an order.
     let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();

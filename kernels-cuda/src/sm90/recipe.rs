@@ -37,7 +37,7 @@ struct ValuesPlan {
 }
 
 impl ValuesPlan {
-    /// Behind the tile counter, and the whole workspace.
+    /// Places prepared values behind the tile counter, and returns the whole workspace too.
     fn new(values: PreparedValues, tile: &Sm90Tile, spec: &FwdSpec, counter_bytes: u64) -> (Self, Workspace) {
         let counts = counter_bytes;
         let zeroed_bytes = counts + values.counts_bytes(tile);
@@ -47,7 +47,7 @@ impl ValuesPlan {
         (Self { values, counts, blocks }, Workspace { bytes, zeroed_bytes })
     }
 
-    /// In a workspace.
+    /// Addresses of the prepared values in a workspace.
     fn at(&self, address: u64) -> PreparedValues {
         let (blocks, counts) = (DevPtr::new(address + self.blocks), DevPtr::new(address + self.counts));
         PreparedValues { blocks, counts, ..self.values }
@@ -77,10 +77,10 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     (theirs < NEARLY * ours).then(|| format!("it would take {ours:.0} us, sm80 {theirs:.0}"))
 }
 
-/// Refuses what is left to `sm80`.
+/// Refuses calls that are left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
-    // Nothing was measured with FP8 queries.
+    // Calls with FP8 queries were never measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
     if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {
@@ -317,7 +317,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }
@@ -423,7 +423,7 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     words.join(", ")
 }
 
-/// What TMA brings at once.
+/// Boxes of each tensor that one TMA instruction brings.
 #[must_use]
 pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };

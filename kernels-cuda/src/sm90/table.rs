@@ -29,7 +29,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
 
     tile.copy_bytes = copy_bytes(problem);
     if tile.copy_bytes > 0 {
-        // Beside three warpgroups the threads that copy would have too few registers.
+        // The threads that copy would have too few registers beside three warpgroups.
         tile.block_m = tile.block_m.min(128);
     }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
@@ -213,13 +213,14 @@ fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Ti
 const LEAST_SPLIT: u32 = 1024;
 const KEYS_TO_A_QUERY: u32 = 8;
 
-/// What parts may take of the whole's time, by the model: it knows masks' ends and small calls too little for less.
+/// Largest modelled time of parts, by the time of the whole, for which parts are taken. The model knows
+/// masks' ends and small calls too badly for a larger one.
 const WORTH_A_MERGE: f64 = 0.75;
 
 /// Parts of a sequence's keys, at most.
 const MOST_PARTS: u32 = 128;
 
-/// What a call of few tiles takes in parts, by a model of an H200.
+/// Modelled time of a call of few tiles in parts, fitted to an H200.
 struct CostOfParts {
     tiles: u32,
     num_sms: u32,
@@ -310,7 +311,8 @@ fn sees_few_keys(problem: &FwdProblem, spec: &FwdSpec) -> bool {
 /// Query rows of a kv head from which on its V is prepared once, beside the tiles or by a launch before: so
 /// many tiles would each do so again.
 pub const PREPARE_BESIDE_ROWS: u64 = 4096;
-/// As [`PREPARE_BESIDE_ROWS`].
+/// Query rows a kv head from which V is prepared by a launch before, as [`PREPARE_BESIDE_ROWS`] is for spare
+/// warps.
 pub const PREPARE_BEFORE_ROWS: u64 = 8192;
 
 /// Bytes of workspace that V may take.
@@ -480,7 +482,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
             TileOrder::Dynamic
         },
         ping_pong: PingPong::AtIssue,
-        // Where there is no room for a second Q.
+        // A tile that has no room for a second Q.
         lookahead: match (lookahead, widest(spec) >= 192) {
             (false, _) => Lookahead::Off,
             (true, false) => Lookahead::SecondQ,
@@ -524,7 +526,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
     if spec.dtype_v.is_fp8() {
         tile.take_fp8(spec);
     }
-    // Beside accumulators of their own for FP8's sums a soft-cap alone spills too.
+    // A soft-cap alone spills too beside FP8's own accumulators of sums.
     let heavy = modifies(spec) && (!modifies_lightly(spec) || tile.flushes_output());
     if adds_wide_elements(spec) && !spec.dropout {
         tile.take_bias(spec);
@@ -544,7 +546,7 @@ impl Sm90Tile {
         (self.lookahead, self.wait_anchor, self.skip_row_max) = (Lookahead::Off, 0, false);
     }
 
-    /// What a V of FP8 changes of a tile of 16-bit types.
+    /// Adjusts a tile of 16-bit types for a V of FP8.
     ///
     /// TFLOP/s on an H200, e4m3, S 8192, V brought to f16 beside P of 8 bits and FlashAttention-3: D 64 full
     /// 688, 628, 656, causal 632, 582, 621; D 128 full 878, 885, 986, causal 861, 797, 929; D 256 full 1008,
@@ -590,11 +592,12 @@ impl Sm90Tile {
         };
     }
 
-    /// What an elementwise bias of 16 bits changes: it takes shared memory, which lookahead or keys give.
+    /// Adjusts a tile for an elementwise bias of 16 bits: it takes shared memory, so lookahead or keys make
+    /// room.
     fn take_bias(&mut self, spec: &FwdSpec) {
         self.bias_stages = 1;
         match widest(spec) {
-            // Beside rows of whole swizzles, as D 72 has, a second Q has no room.
+            // A second Q has no room beside rows of whole swizzles, as D 72 has.
             ..=96 if tile_dim(spec.head_dim_qk, spec.dtype_qk) > 96 => self.lookahead = Lookahead::Off,
             ..=96 => {}
             128 => (self.block_n, self.wait_anchor, self.lookahead) = (128, 32, Lookahead::SparePiece),
@@ -603,12 +606,13 @@ impl Sm90Tile {
                 (self.lookahead, self.wait_anchor) = (Lookahead::Off, 0);
             }
         }
-        // Above D 192, and of three warpgroups' 160 registers where a mask cuts blocks, it spills beside the bias.
+        // `skip_row_max` spills beside the bias above D 192, and with three warpgroups' 160 registers where a
+        // mask cuts blocks.
         self.skip_row_max &= widest(spec) <= 192 && (self.block_m < 192 || spec.mask == MaskKind::Full);
     }
 
-    /// What dropout changes, beside nothing else: two bits a score are known before it, and few registers more are
-    /// taken than without it.
+    /// Adjusts a tile for dropout as the only modifier: two bits a score are known before it, which takes few
+    /// registers more.
     ///
     /// Causal bf16 on an H200, TFLOP/s: D 64 152 with three warpgroups and 96 keys, 156 with lookahead, 178
     /// with two, 128 keys and no row-max reductions; D 128 275 with 96 keys, 278 with lookahead and 128, 292

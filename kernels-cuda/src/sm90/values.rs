@@ -18,11 +18,11 @@ pub const PREPARE_THREADS: u32 = 256;
 /// Place where a row-major V of FP8 is converted to f16, or transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PrepareV {
-    /// In shared memory, by each tile's CTA, block by block. Any other V is loaded as it is.
+    /// Prepared in shared memory, by each tile's CTA, block by block. Any other V is loaded as it is.
     InTile,
-    /// In the workspace, by a launch before the kernel.
+    /// Prepared in the workspace, by a launch before the kernel.
     Before,
-    /// In the workspace, by spare warps of the kernel's CTAs, beside the tiles at work.
+    /// Prepared in the workspace, by spare warps of the kernel's CTAs, beside the tiles at work.
     Beside,
 }
 

@@ -88,7 +88,7 @@ impl Sm90BwdTile {
     fn check_roles(&self) -> Result<(), String> {
         let walk = self.walk;
         let set = walk.name();
-        // Half of what they leave is to be whole eights.
+        // Half of the registers that the load role leaves has to be a multiple of eight.
         if !matches!(self.load_registers, 24 | 40) {
             return Err(format!("load_registers {} is not 24 or 40", self.load_registers));
         }

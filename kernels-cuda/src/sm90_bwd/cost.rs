@@ -51,7 +51,7 @@ const TAIL_BEHIND_MASK: f64 = 0.22;
 const SUMS_MICROS_A_MB: f64 = 0.7;
 const ADDED_SUMS_MICROS_A_MB: f64 = 0.39;
 
-/// Microseconds of the launch that rounds these sums.
+/// Microseconds of the launch that rounds the f32 sums of dK and dV.
 const SUMS_MICROS: f64 = 4.0;
 
 /// Microseconds from a tile's last product to the next tile's first.
@@ -103,7 +103,7 @@ fn steps_of_key_blocks(tile: &Sm90BwdTile, problem: &BwdProblem, query_parts: u3
     let (num_blocks, num_keys) = (dims.seqlen_q.div_ceil(rows), dims.seqlen_k.div_ceil(keys) as usize);
     let mut steps = Vec::with_capacity(num_keys * query_parts as usize);
     for part in 0..query_parts {
-        // Where a query block's key blocks begin and end, summed up at last.
+        // Differences of the number of key blocks at each query block, which are summed up at last.
         let mut changes = vec![0_i64; num_keys + 1];
         for block in num_blocks * part / query_parts..num_blocks * (part + 1) / query_parts {
             let first = block * rows;
@@ -268,7 +268,7 @@ fn micros(
     let group = tile.heads_per_l2_group(problem, spec, num_sms, parts).unsigned_abs() as usize;
     let heads_at_a_time = (group / parts.queries as usize).max(1);
     let last = if is_packed {
-        // Tiles of other lengths fill what they leave.
+        // Tiles of other lengths fill the idle multiprocessors.
         longest
     } else if are_alike {
         rounds as f64 * longest
@@ -299,7 +299,7 @@ struct OfDq {
     zeros_micros: f64,
     /// Share of the main kernel that the semaphore of first stores takes.
     semaphore_share: f64,
-    /// Wait for the first store that others wait for.
+    /// Wait of later additions for a query block's first store.
     semaphore_micros: f64,
     /// Launch that finishes dQ.
     finish_micros: f64,
@@ -338,7 +338,7 @@ const LAUNCH_MICROS: f64 = 2.0;
 /// B1 H8 S1602 causal 75.5 and 82.7.
 const BESIDE_MICROS: f64 = 11.0;
 
-/// Longer sequences choose as these do.
+/// Longest sequence that is simulated; longer ones are taken to choose as it does.
 const LONGEST: u32 = 1 << 17;
 
 /// An H200's, whatever the device: the tile is of a table.
@@ -366,7 +366,7 @@ fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
     (in_a_row - HIDDEN_FIRST_STORES).max(0.0) * FIRST_STORE_MICROS * tiles / f64::from(NUM_SMS)
 }
 
-/// Microseconds of a call, to compare ways of dQ by.
+/// Modelled microseconds of a call, by which ways of dQ are compared.
 pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
     let mut problem = problem.clone();
     let is_packed = problem.fwd.layout.q == QLayout::Packed;
@@ -402,8 +402,8 @@ pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) ->
     main + launch + size * (delta + begin + finish)
 }
 
-/// When the last of `units` has done its tiles, in steps of a tile with one query head: each takes the next
-/// tile when it has none, key block after key block of all heads of an L2 group, group after group.
+/// Time at which the last of `units` has done its tiles, in steps of a tile with one query head: each takes
+/// the next tile when it is free, key block after key block of all heads of an L2 group, group after group.
 fn end_of_last(steps: &[u32], heads: usize, heads_at_a_time: usize, units: u32) -> u32 {
     let mut free: BinaryHeap<Reverse<u32>> = (0..units).map(|_| Reverse(0)).collect();
     let mut last = 0;

@@ -42,7 +42,7 @@ pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps("dbias", ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// `more`: a parameter, and its argument.
+/// Entry with tensor maps; `more`: one more parameter, and its argument.
 fn with_maps(
     name: &str,
     (smem, smem_bytes): (&str, i32),
@@ -168,7 +168,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
 
 /// `fmha/sm90_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    // The walks of which something holds, as C++ has it.
+    // C++ condition of the walks for which something holds.
     let any_of = |holds: &dyn Fn(BwdWalk) -> bool| {
         let walks: Vec<_> = BwdWalk::ALL.into_iter().filter(|&walk| holds(walk)).collect();
         let words: Vec<_> = walks.iter().map(|walk| format!("walk == {}", walk.c_literal())).collect();

@@ -245,7 +245,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 (&raw mut arrivals).cast(),
             ];
             let count = if fwd.arrivals > 0 { 4 } else { 3 };
-            // SAFETY: as above; the maps were made for the same extents; of keys that come it takes ArrivalParams too.
+            // SAFETY: the kernel takes BwdParams and Maps, made for the same extents, and ArrivalParams where
+            // keys come.
             unsafe { step.launch(&mut arguments[..count], call.stream)? };
         }
         Ok(())

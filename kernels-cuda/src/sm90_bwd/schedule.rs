@@ -49,7 +49,7 @@ abi_struct! {
         /// Query heads of all sequences whose rows preprocess takes; all of them unless the main kernel makes
         /// delta.
         pub num_first_query_heads: i32,
-        /// Query blocks of these heads.
+        /// Query blocks of the first query heads.
         pub num_first_q_blocks: i32,
         /// Sums of dK and dV in f32, with `head_parts`; with ordered additions also the counters of each of a
         /// tile's consumer warps. Set at each run.
@@ -72,8 +72,8 @@ const SHORT_PERIOD: u32 = 2;
 /// 3520 to 6912, D 128, an H100, with half of the heads upward 0.76 of the rate without order.
 const SHORT_BYTES: i64 = 20 << 20;
 
-/// Where half of the heads go upward, they are launched side by side in groups of so many at least, since key blocks
-/// that begin together wait for each other at their first query block.
+/// Least number of heads side by side where half of the heads go upward, since key blocks that begin together
+/// wait for each other at their first query block.
 const LEAST_SIDE_BY_SIDE: i64 = 16;
 
 /// Bytes of Q, dO and the sums of dQ of heads whose groups of ordered key blocks run side by side without a mask: in

@@ -52,7 +52,7 @@ impl Sm90BwdTile {
         (self.stages_ds + of_probs) * tile_bytes(self.block_m, self.block_n)
     }
 
-    /// Shared memory of what a CTA holds of the other one of its cluster: columns of K, and dS.
+    /// Bytes of shared memory for data of the cluster's other CTA: columns of K, and dS.
     const fn other_bytes(&self, dim: i32) -> i32 {
         if self.walk.cluster() == 1 {
             return 0;

@@ -107,7 +107,7 @@ fn dq_candidates_of(
         let way = Sm90BwdTile { dq_path, dq_finish, ..*tile };
         let mut fitted = way;
         fitted.fit_finish(spec);
-        // Where few heads are left to make delta of, preprocess makes all of it.
+        // Preprocess makes all of delta where few heads are left to make it of.
         let makes_delta =
             !way.makes_delta() || may_make_delta && cost::first_heads(&way, problem, spec) <= 0.5;
         (fitted == way && makes_delta).then_some(way)
@@ -188,7 +188,7 @@ pub fn default_tile(spec: &BwdSpec) -> Sm90BwdTile {
         vector_load: true,
         vector_store: spec.dtype_grad != DType::F32,
     };
-    // At D 64 one is too many already, but for ALiBi.
+    // One modifier takes too many registers at D 64 already, unless it is ALiBi.
     let wants_registers = modifiers > 1 || (dim == 64 && modifiers == 1 && spec.fwd.bias != BiasKind::Alibi);
     if !split_dims && !in_parts && wants_registers {
         tile.take_registers();
@@ -206,7 +206,8 @@ impl Sm90BwdTile {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
-    /// This tile with each key block's sums of dQ apart: CTAs are persistent as they are without an order.
+    /// Returns this tile with each key block's sums of dQ apart: CTAs are persistent as they are without an
+    /// order.
     fn with_dq_apart(&self, spec: &BwdSpec) -> Self {
         let without_order = default_tile(&BwdSpec { deterministic: false, ..*spec });
         Self { dq_path: DqPath::Apart, persistent: without_order.persistent, ..*self }

@@ -10,7 +10,7 @@ use crate::round_up;
 use crate::sm90::MAX_SMEM_BYTES;
 
 abi_spec! {
-    /// Tile of the kernels: how they compute.
+    /// Tile of the backward kernels.
     pub struct Sm90BwdTile {
         /// Query rows of a block: a multiple of 16.
         pub block_m: i32 = Takes::multiples(16, 16, 256).tuned_over(&[64, 80, 96, 128]),
@@ -158,7 +158,7 @@ impl Sm90BwdTile {
         !matches!(self.dq_finish, DqFinish::Launch)
     }
 
-    /// Whether it makes delta too.
+    /// Whether the main kernel makes delta too.
     #[must_use]
     pub const fn makes_delta(&self) -> bool {
         matches!(self.dq_finish, DqFinish::BesideWithDelta)

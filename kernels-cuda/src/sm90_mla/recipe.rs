@@ -145,7 +145,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
         let maps = Maps::of::<V::Driver>(call, &tile)?;
-        // SAFETY: the caller's promise; the plan's workspace was made for the same tile.
+        // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
             let mut schedule = schedule;
@@ -156,7 +156,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }

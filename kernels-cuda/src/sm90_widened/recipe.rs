@@ -16,7 +16,7 @@ use crate::sm100::{self, recipe::Sm100};
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
-    /// The reader's name where the cache is brought to it.
+    /// Name of the kernel that reads the widened cache.
     const WIDENED: &'static str;
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
     const GATHERS: bool;
@@ -213,7 +213,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
 }
 
 impl<R> Widened<R> {
-    /// A call as its reader has it.
+    /// Gives `then` the call over the widened cache.
     fn with_wide<T>(&self, call: &FwdCall<'_>, then: impl FnOnce(&FwdCall<'_>) -> T) -> T {
         let (args, places) = (call.args, &self.places);
         let start = args.workspace.as_ref().map_or(std::ptr::null_mut(), DevSliceMut::as_mut_ptr);

@@ -23,7 +23,7 @@ pub(crate) fn merge(
         return None;
     }
     let merging = Merging::new(problem, cut, stored, facts.instructions.tma);
-    // A launch of its own writes the keep mask.
+    // The keep mask is written by another launch.
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     let source = if problem.cache.tree_mask {
         split::merge_tree(&spec, merging)

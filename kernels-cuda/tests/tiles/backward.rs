@@ -1,4 +1,4 @@
-//! Hopper's backward: what its tile says, and what it refuses.
+//! Tests of the fields that Hopper's backward tile takes, and of those that it refuses.
 
 use fmha_core::source::includes;
 use fmha_core::spec::BwdSpec;

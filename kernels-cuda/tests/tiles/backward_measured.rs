@@ -144,7 +144,7 @@ fn the_ways_of_dq_of_the_tables_shapes_are_those_that_were_measured() {
     }
 }
 
-/// Rows of docs/kernels/sm80.md, causal, 16384 tokens of 2048 elements on an H200.
+/// Rows of docs/measured/sm80-h200.md, causal, 16384 tokens of 2048 elements on an H200.
 #[test]
 fn dq_is_summed_in_one_pass_where_that_was_measured_to_be_faster() {
     let causal = |head_dim: u32, seqlen: u32| {

@@ -17,7 +17,7 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
         chosen(&BwdProblem::new(fwd), "parts")
     };
     assert_eq!(of(3, 3, MaskSpec::NONE), "8");
-    // Behind a mask a tile of eight heads is half of a multiprocessor's work: 3670, 3147, 3115 and 3210 us.
+    // A tile of eight heads behind a mask is half of a multiprocessor's work: 3670, 3147, 3115 and 3210 us.
     assert_eq!(of(3, 3, MaskSpec::CAUSAL), "4");
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }

@@ -18,8 +18,8 @@ use fmha_kernels_cuda::{sm90, sm90_bwd};
 
 /// Each field that a user sets, and each value of it that has a name, in a row of the page.
 #[test]
-fn the_page_of_hoppers_knobs_has_every_field_and_every_named_value() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels/sm90-knobs.md");
+fn the_page_of_hoppers_fields_has_every_field_and_every_named_value() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/kernels/sm90-fields.md");
     let page = std::fs::read_to_string(path).unwrap();
     let (forward, backward) = page.split_once("## The backward's fields").unwrap();
     let backward = backward.split_once("\n## ").unwrap().0;

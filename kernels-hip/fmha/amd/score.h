@@ -20,7 +20,7 @@ FMHA_DEVICE bool functions_show(const FwdParams& p, const SeqSpan& span, int32_t
   if constexpr (!code::kIsGiven) return true;
   return Functions::of(p, span, i_head).template at<ExactTanh>(pair, product(), 1.f).score != -infinity();
 }
-// Q[i] . K[j] of so many elements, scaled.
+// Q[i] . K[j] over the head dimension, scaled.
 template <DType dtype_q, DType dtype_k>
 FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t i_head,
                                  int32_t i_head_kv, int32_t head_dim, int32_t i, int32_t j) {

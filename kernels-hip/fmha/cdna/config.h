@@ -85,7 +85,7 @@ struct LdsMatrix {
     return at;
   }
 
-  // This lane's fragment of step `c` of rows 32 * block ...
+  // Reads this lane's fragment of step `c` of rows 32 * block ...
   FMHA_DEVICE Frag frag(const LaneAddresses& lane, int block, int c) const {
     const int part = swizzled_part(block * kEdge, 2 * c);
     return *reinterpret_cast<const Frag*>(&bytes[lane[part / kFragBytes] + (offset(block * kEdge, 2 * c) - part)]);

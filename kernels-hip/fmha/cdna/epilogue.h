@@ -92,7 +92,7 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   OnlineRow row = wave.row;
   row.row_sum += wave.odd_key_sum;
   row.row_sum += other_half(row.row_sum);
-  // P's own scale leaves the sum here and the output below.
+  // The scale of P is taken out of the sum here and out of the output below.
   const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
   row.row_sum *= unscale;
   float o_scale = unscale;

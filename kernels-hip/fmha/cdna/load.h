@@ -262,8 +262,7 @@ class VLoad<spec, tile, VLayout::RowMajor> {
   static constexpr int group = min(8, pieces_per_row & -pieces_per_row), groups_per_row = pieces_per_row / group;
   static constexpr int runs_of_chunk = kFragBytes / kRun / C::v_bytes, runs_of_lines = kWaveSize * words / 32;
   static constexpr int runs = C::VMatrix::swaps_halves ? min(runs_of_chunk, runs_of_lines) : runs_of_chunk;
-  // So many groups fill a line of LDS: adjacent ones. What a row has left over of such sets comes last, each group
-  // with adjacent chunks.
+  // Groups that fill a line of LDS: adjacent ones. The rest of a row comes last, each group with adjacent chunks.
   static constexpr int groups_of_line = ceil_div(kChunksPerBankRow, group);
   static constexpr int in_sets = groups_per_row / groups_of_line * groups_of_line, chunks = num_runs / runs;
 

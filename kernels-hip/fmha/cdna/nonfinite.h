@@ -69,7 +69,7 @@ FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   return true;
 }
 
-// After O is written: adds the zeroed values of V to the queries that see their keys, one element after another; only
+// Adds the zeroed values of V to the queries that see their keys, after O is written, one element after another; only
 // inputs with NaN or infinity get here.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job, Range queries,
@@ -89,11 +89,12 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
     };
     if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) continue;
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
-    // These elements of O were written by this very lane, so it needs no synchronisation to read them.
+    // This lane has written these elements of O itself, so it needs no synchronisation to read them.
 #pragma nounroll
     for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
-      // Before it is scaled: of a product, the compiler makes the difference one FMA, which gives what rounding left.
+      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
+      // rounding left.
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {

@@ -335,7 +335,7 @@ struct Probabilities {
     }
   }
 
-  // After the last part.
+  // Stores the row sums, behind the last part.
   FMHA_DEVICE void write_sums(Wave<spec, tile>& wave) const { wave.row.row_sum = sum[0], wave.odd_key_sum = sum[1]; }
 
   template <int num>

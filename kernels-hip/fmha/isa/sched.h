@@ -25,7 +25,7 @@ FMHA_DEVICE int opaque_thread_idx() {
   return thread;
 }
 
-// needs: gfx90a. As opaque_in_vgpr, for a wave-uniform value in an SGPR.
+// needs: gfx90a. Makes a wave-uniform value in an SGPR opaque, as opaque_in_vgpr does for a VGPR.
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
 FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) { asm volatile("" : "+s"(x)); }
 

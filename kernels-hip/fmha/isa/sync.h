@@ -26,8 +26,8 @@ FMHA_DEVICE void s_barrier_of_lds() {
 #endif
 }
 
-// needs: gfx90a. No instruction: LDS serves a wave's accesses in order (CDNA3 ISA 4.4, LGKM_CNT), and the compiler
-// leaves those before this one before those after it.
+// needs: gfx90a. No instruction: LDS serves a wave's accesses in order (CDNA3 ISA 4.4, LGKM_CNT), so it is enough
+// that the compiler keeps earlier accesses before later ones.
 FMHA_DEVICE void lds_in_order() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
   __builtin_amdgcn_wave_barrier();

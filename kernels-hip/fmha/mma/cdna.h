@@ -170,7 +170,7 @@ FMHA_DEVICE float other_half(float x) {
 // would make a NaN quiet.
 FMHA_DEVICE float max_of_halves(float x, float opaque_neg_inf) {
 #if defined(__gfx950__)
-  // Each half of the wave finds its own in one result and the other's in the other.
+  // Each half of the wave finds its own value in one result and the other half's in the other.
   const u32x2 swapped = v_permlane32_swap_b32(bits_of(x), bits_of(x));
   return v_max3_f32(opaque_neg_inf, float_of(swapped[0]), float_of(swapped[1]));
 #else

@@ -54,8 +54,8 @@ struct Config {
   static constexpr bool by_element = tile.load == LoadPath::Element;
   // A lane on gfx11 has too few registers for its operands of wide rows of Q beside O: it keeps half of each.
   static constexpr bool halves_of_q = wave_dim_qk > 128;
-  // Operands of V that are read ahead of their products: the scheduler would read all, into registers that are not
-  // there.
+  // Operands of V that are read ahead of their products. Without a limit the scheduler would read all, into more
+  // registers than there are.
   static constexpr int blocks_ahead = wave_dim_qk + wave_dim_v > 448 ? 1 : wave_dim_qk + wave_dim_v > 256 ? 2 : 4;
   static constexpr int q_words = halves_of_q ? Fragment<spec.dtype_qk>::half_words : Fragment<spec.dtype_qk>::words;
 
@@ -79,7 +79,7 @@ struct Config {
   static constexpr int p_scale_log2 = spec.dtype_v == DType::E4m3Fn ? 8 : is_fp8(spec.dtype_v) ? 15 : 0;
 };
 
-// The wave's number among those that share their rows' columns.
+// Number of the wave among those that share their rows' columns.
 template <class C>
 FMHA_DEVICE int column_wave() {
   return C::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize) % C::column_waves;

@@ -1,4 +1,4 @@
-// From a wave's sums to O and LSE, and what a mask kept out of the products.
+// O and LSE from a wave's sums, and values that a mask kept out of the products.
 #pragma once
 #include <fmha/cdna/output.h>
 #include <fmha/isa/sync.h>
@@ -34,7 +34,7 @@ FMHA_DEVICE void store_run(uint8_t* to, float a, float b, float c, float d) {
   }
 }
 
-// What one workgroup works on.
+// Work of one workgroup.
 struct Job {
   SeqSpan span;
   int32_t i_head, i_head_kv;
@@ -47,7 +47,7 @@ FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query
   return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
 }
 
-// From the registers: head_dim_v and every stride of O are multiples of a run.
+// Stores O from registers: head_dim_v and every stride of O are multiples of a run.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, const Job& job, float o_scale) {
   const bool is_inside = wave.query < job.span.seqlen_q;
@@ -69,8 +69,8 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   });
 }
 
-// To any address, element by element: each block of O goes through the wave's own LDS block, so that the code of a
-// store is emitted once a block and not once a register.
+// Stores O to any address, element by element: each block of O goes through the wave's own LDS block, so that the
+// code of a store is emitted once a block and not once a register.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds,
                                 const CdnaParams& p, const Job& job, float o_scale) {
@@ -101,7 +101,7 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += other_half(row.row_sum);
-  // P's own scale leaves the sum here and the output below.
+  // The scale of P is taken out of the sum here and out of the output below.
   const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
   row.row_sum *= unscale;
   float o_scale = unscale;
@@ -130,8 +130,8 @@ FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::L
   else store_elements<spec, tile>(wave, lds, params, job, o_scale);
 }
 
-// After O is written: adds the values of V that went to LDS as 0 to the queries that see their keys, one element after
-// another. Each lane has its own query's elements of a parity that nobody else touches.
+// Adds the values of V that went to LDS as 0 to the queries that see their keys, after O is written, one element
+// after another. Each lane has its own query's elements of one parity, which no other lane touches.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job,
                                     int32_t first_key) {
@@ -152,7 +152,8 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
 #pragma nounroll
     for (int32_t dim = lane_half(); dim < params.head_dim_v; dim += 2) {
       float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
-      // Before it is scaled: of a product, the compiler makes the difference one FMA, which gives what rounding left.
+      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
+      // rounding left.
       if (value - value == 0.f) continue;
       value *= scale;
       if constexpr (spec.dropout) {

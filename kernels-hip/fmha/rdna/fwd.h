@@ -47,7 +47,7 @@ FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_k
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
 
-// For tests: the keep bit of every position within the lengths, masked or not.
+// Writes the keep bit of every position within the lengths, masked or not, for tests.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
   const FwdParams& p = params.fwd;

@@ -62,7 +62,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 );
                 return Err(Refusal::new(U::NAME, text));
             }
-            // dQ's is first, of which every problem has one.
+            // dQ's launch is first, since every problem has one.
             let stage = if products.is_empty() { Stage::Main } else { Stage::Gradients };
             products.push(launch(stage, U::launch(tile.sums), kernel.source(tile), workgroups, threads));
         }

@@ -23,7 +23,7 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     const MERGE: &'static str;
     /// Header that the kernel's entry includes.
     const HEADER: &'static str;
-    /// Whether it runs on RDNA, not on CDNA.
+    /// Whether the kernel runs on RDNA, and not on CDNA.
     const IS_RDNA: bool;
     /// Tile of the kernel.
     type Tile: Fields;
@@ -52,7 +52,7 @@ pub(crate) trait Split: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Way of loading Q, K and V.
     fn load(&self) -> LoadPath;
 
-    /// The kernel that takes any address, where it is another one.
+    /// The kernel that takes any address; `None` where this one does.
     fn for_any_address(&self) -> Option<Self>;
 
     /// Arguments of both launches.
@@ -151,7 +151,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        // SAFETY: the caller's promise; the workspace is as large as the plan said.
+        // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let fwd = unsafe { update::run(steps, call, workspace_of_parts(&self.0))? };
         let mut params = self.0.params(call.problem, call.args, &fwd);
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {

@@ -16,11 +16,11 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     const NAME: &'static str;
     /// The kernel's name where a launch before widens the cache.
     const WIDENED: &'static str;
-    /// What its entry includes.
+    /// Header that the kernel's entry includes.
     const HEADER: &'static str;
-    /// Whether it runs on RDNA, not on CDNA.
+    /// Whether the kernel runs on RDNA, and not on CDNA.
     const IS_RDNA: bool;
-    /// How it computes.
+    /// Type of the kernel's tile.
     type Tile: Fields;
 
     /// Whether it computes `problem` on `device`, and with which tile.
@@ -29,18 +29,18 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The field that it does not take, and its number.
     fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions) -> Result<Self, Refusal>;
 
-    /// How its measured tiles are kept.
+    /// Key and fields of the kernel's measured tiles.
     fn tiles() -> Tiles<ValidFwd> {
         Tiles::of_forward::<Self::Tile>(Self::NAME, const { &[Self::HEADER] })
     }
 
-    /// How it computes.
+    /// The kernel's tile.
     fn tile(&self) -> Self::Tile;
 
     /// How Q, K and V are read.
     fn load(&self) -> LoadPath;
 
-    /// What is compiled.
+    /// Source text of the kernel.
     fn source(&self) -> KernelSource;
 
     /// Threads of a workgroup.
@@ -55,7 +55,7 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// Bytes of which an operand's address has to be a multiple.
     fn alignment(&self, problem: &FwdProblem, operand: Operand) -> u64;
 
-    /// The kernel that takes any address, where it is another one.
+    /// The kernel that takes any address; `None` where this one does.
     fn for_any_address(&self, problem: &FwdProblem) -> Option<Self>;
 
     /// The rows that a plan prints.

@@ -49,7 +49,7 @@ impl Shared {
         self.far_square[at] += far * far;
     }
 
-    /// Compares element `at` with what was found there; `stored` rounds.
+    /// Compares the expected element `at` with the output at `place`; `stored` rounds the expected one.
     fn compare(&self, at: usize, place: Place, stored: impl Fn(f64) -> f64, groups: &mut Groups) {
         groups.add(place, stored(self.same[at]), self.square[at].sqrt(), self.far_square[at].sqrt());
     }
@@ -67,7 +67,7 @@ impl Shared {
     }
 }
 
-/// What one (sequence, kv head) adds.
+/// Contributions of one (sequence, kv head).
 struct Part {
     stats: Stats,
     forward: Forward,
@@ -295,7 +295,7 @@ fn compare_dbias_rows(host: &HostBwd, selection: &Selection, groups: &mut Groups
     for matrix in spread(matrices, chosen) {
         let (b, h) = (matrix / shape.head, matrix % shape.head);
         let shares = sharing(b, h).count().max(1) as u32;
-        // As many rows as for dQ, over all that share the matrix.
+        // The number of rows equals dQ's, over all that share the matrix.
         let rows = selection.rows(shape.seq);
         let rows: Vec<u32> = spread(shape.seq, (rows.len() as u32 / shares).clamp(1, shape.seq)).collect();
         let dim = shape.dim as usize;
@@ -444,7 +444,7 @@ mod tests {
                 assert_eq!(failing(&host, selection), [name]);
             }
         }
-        // With a sink beside them its keys weigh nothing, and the row is like any other.
+        // A sink takes all weight from the keys beside it, and the row is like any other.
         let mut host = solved_with(masked);
         assert_eq!(failing(&host, &sample), [""; 0]);
         let value = host.operands.expect(Operand::Dq).get(0, 35, 1, 2);

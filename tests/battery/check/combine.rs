@@ -114,7 +114,7 @@ fn check_sum(host: &HostCombine) -> Verdict {
             (index % shape.seq, index / shape.seq % shape.head, index / shape.seq / shape.head);
         for dim in 0..shape.dim {
             let term = |part| operands.expect(Operand::PartO(part)).get(batch, row, head, dim) as f32;
-            // What O held lies behind the parts.
+            // The previous content of O is one more part, behind the others.
             let held = (problem.merge == Merge::AddTo).then_some(problem.num_parts);
             let total = held
                 .into_iter()

@@ -22,8 +22,8 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 pub struct Selection {
     /// (index of the sequence, query head; of gradients, kv head); `None` = every one.
     pub heads: Option<Vec<(usize, u32)>>,
-    /// So many rows of each (of gradients, queries and keys), evenly spread, the first and the last among
-    /// them; `None` = all.
+    /// Number of rows to check of each tensor (of gradients, queries and keys), evenly spread, the first and
+    /// the last among them; `None` = all.
     pub rows: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! Every gradient, over every axis that it knows.
+//! Cases of every gradient, over every axis of the problem.
 
 use fmha_core::{
     Bias, BiasBroadcast, BiasGrad, BwdProblem, DType, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
@@ -173,7 +173,7 @@ fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
         fwd.score.softcap = Some(if has("large") { 70.0 } else { 2.0 });
     }
     if has("large") {
-        // So that the largest scores of a row, which alone have a gradient, lie where the cap bends.
+        // The scale places the largest scores of a row, which alone have a gradient, where the cap bends.
         fwd.score.softmax_scale = Some(30.0 / (fwd.dims.head_dim_qk as f32).sqrt());
     }
     if has("dropout") {

@@ -31,8 +31,8 @@ pub(crate) fn cases() -> Vec<Case> {
                             seqlen_q: 200,
                             seqlen_k: 700,
                             num_heads_q,
-                            // Not packed into tiles of several heads: far-apart and near scores are to be in
-                            // tiles of their own.
+                            // Heads are not packed: far-apart and near scores have to be in tiles of their
+                            // own.
                             num_heads_kv: num_heads_q,
                             head_dim_qk: head_dim,
                             head_dim_v: head_dim,

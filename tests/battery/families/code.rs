@@ -73,7 +73,7 @@ fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, L
         "negative_scale" => problem = problem.softmax_scale(-0.2),
         _ => {}
     }
-    // Expressions without captures: a drawn function always is one.
+    // Expressions without captures, which a draw always gives.
     if what != "mask" {
         problem = problem.score_code(draw::score(seed, Kind::Bare).ok());
     }

@@ -81,7 +81,7 @@ pub(crate) fn pages(problem: &FwdProblem, page_size: u32, seed: u64) -> (Vec<i32
     let mut table = Vec::new();
     for row in free.chunks(used.max(1) as usize).take(batch as usize) {
         table.extend(row.iter().take(used as usize));
-        // One column more than it takes.
+        // The table has one column more than the sequences use, with a wrong entry.
         table.push(i32::MIN);
     }
     (table, num_pages)
@@ -969,7 +969,7 @@ fn laws(cases: &mut Vec<Case>) {
                 let name = format!("decode/pages_may_be_renumbered/{at}");
                 let (problem, lengths) = base();
                 let (problem, mut lengths) = in_pages(problem, 8, lengths, &name);
-                // The entries that are there, in their order.
+                // Entries of the pages that exist, in order.
                 let most = lengths.totals.num_pages.unwrap_or(0).cast_signed();
                 lengths.block_table.iter_mut().for_each(|page| *page = (*page).clamp(0, most - 1));
                 push_law(cases, name, problem, lengths, LawKind::PermutedPages);
@@ -1031,7 +1031,7 @@ fn laws(cases: &mut Vec<Case>) {
         }
     }
     widened_caches(cases);
-    // Long and unlike, so that CTAs share the keys.
+    // Lengths that are long and unlike, so that CTAs share the keys.
     for (cache, dtype, head_dim, seqlen_q) in [
         (DType::E4m3Fn, DType::Bf16, 128, 1),
         (DType::E4m3Fn, DType::F16, 64, 3),

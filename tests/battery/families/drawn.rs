@@ -24,7 +24,7 @@ const AFFORDABLE: u64 = 1 << 29;
 const AFFORDABLE_BACKWARD: u64 = AFFORDABLE / 4;
 const MOST_CASES: u32 = 100_000;
 
-/// So many cases of a seed; written `SEED` (of which 1000 are drawn) or `SEED:COUNT`.
+/// Number of cases and their seed, written `SEED` (of which 1000 are drawn) or `SEED:COUNT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drawn {
     seed: u64,

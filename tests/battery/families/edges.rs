@@ -132,8 +132,8 @@ fn tiles(cases: &mut Vec<Case>) {
                 push(cases, name, masked(dtype, dims, mask), Lengths::default());
             }
         }
-        // Also: a window that leaves out blocks before and behind; sinks of several blocks; rows without keys
-        // by the block; keys that end before a window to the right does.
+        // More bands: a window that leaves out blocks before and behind; sinks of several blocks; rows
+        // without keys by the block; keys that end before a window to the right does.
         for (q, k, mask) in [
             (600, 1100, "b"),
             (1023, 513, "t"),
@@ -505,7 +505,7 @@ fn growth(cases: &mut Vec<Case>) {
             problem,
             Lengths::packed(&sequences),
         );
-        // So far apart, and for so long, that a kernel may give up its guesses.
+        // Scores lie so far apart, and for so long, that a kernel may give up its guesses.
         for mask in ["0", "b"] {
             let name = format!("edges/growth/huge_logits/{dtype}/s300x1500/d128/{mask}");
             push_of(cases, Init::HugeLogits, name, masked(dtype, dims(300, 1500, 128), mask));

@@ -14,7 +14,7 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     for ratio in [2, 5, 16] {
-        // One kv head for all.
+        // One kv head for all query heads.
         let name = format!("heads/mqa/bf16/h{ratio}/s9x70/b");
         let problem = masked(DType::Bf16, dims(9, 70, ratio, 1), "b");
         push(&mut cases, name, problem, Lengths::default());
@@ -46,8 +46,8 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     cases.push(Case::forward(name, problem, lengths, data));
 }
 
-/// So few queries that kernels put a kv head's query heads into one tile, and so many that they need not; slopes and
-/// sinks go by the query head, K and V by the other.
+/// Cases of so few queries that kernels put a kv head's query heads into one tile, and of so many that they
+/// need not; slopes and sinks go by the query head, K and V by the kv head.
 fn ratios(ratio: u32, num_heads_kv: u32, cases: &mut Vec<Case>) {
     for dtype in [DType::F32, DType::Bf16] {
         for (seqlen_q, seqlen_k) in [(3, 70), (70, 45)] {

@@ -72,7 +72,7 @@ fn lengths(kind: LawKind, dims: Dims) -> Lengths {
     Lengths { seqused_q: some(dims.seqlen_q), seqused_k: others(dims.seqlen_k), ..Lengths::default() }
 }
 
-/// More of the contract, where the law holds for it.
+/// Adds modifiers of the contract for which the law holds.
 fn modify(problem: &mut FwdProblem, kind: LawKind) {
     match kind {
         LawKind::GroupIsBatch | LawKind::Twice => {

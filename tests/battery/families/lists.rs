@@ -1,6 +1,6 @@
 //! Lists of keys: which keys a list names, how it and its keys lie, and what else happens to their scores.
 //!
-//! What no list names is NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
+//! Rows that no list names are NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
 
 use fmha_core::{
     Append, Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, FwdProblem, KeyLists,
@@ -33,7 +33,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-/// What a list names.
+/// Kinds of entries of a list.
 const STYLES: [&str; 6] = ["scattered", "repeated", "absent", "some_empty", "runs", "beyond"];
 
 /// Keys that are a multiple of this and 3 are in no list.
@@ -287,7 +287,7 @@ fn modified(mut problem: FwdProblem, modifier: &str) -> FwdProblem {
     problem
 }
 
-/// What becomes of a problem that has its lists.
+/// The problem, with an LSE that leaves sinks out where the modifier ends with "apart".
 fn finished(problem: FwdProblem, modifier: &str) -> FwdProblem {
     let apart = modifier.ends_with("apart");
     let lists = problem.lists.map(|lists| lists.lse_without_sink(apart));
@@ -487,7 +487,7 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
     .collect()
 }
 
-/// Calls that give the same bits again.
+/// Laws: calls with equal bits.
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {

@@ -125,7 +125,7 @@ fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, L
     (problem, lengths)
 }
 
-/// A word of these coordinates.
+/// A pseudo-random word of these coordinates.
 fn word(seed: u64, at: [u32; 4]) -> u64 {
     at.into_iter().fold(mix(seed), |word, x| mix(word ^ u64::from(x)))
 }
@@ -162,7 +162,7 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
     intervals.strides = spread(intervals.strides, shape, gap);
     let seqlen_k = problem.dims.seqlen_k.cast_signed();
     let drawn = |[b, i, h, m]: [u32; 4]| {
-        // One kind to a stretch of rows.
+        // Stretches of rows have one kind each.
         let stretch = i / 37;
         let kind = word(seed, [b, h, stretch, 9]) % 6;
         let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % 190) as i32;
@@ -236,7 +236,7 @@ fn draw_lists(
         let listed = |at: [u32; 3]| {
             let mut blocks: Vec<u32> =
                 (0..blocks).filter(|&block| what(at, block) == u64::from(is_full)).collect();
-            // In no order.
+            // The list's blocks have a random order.
             blocks.sort_unstable_by_key(|&block| word(seed, [at[0], at[1], at[2], 400 + block]));
             blocks
         };

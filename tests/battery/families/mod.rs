@@ -57,7 +57,7 @@ mod tests {
     use super::*;
     use crate::case::Body;
 
-    /// What is wrong with a case's problem.
+    /// The error of a case's problem, if it has one.
     pub(super) fn soundness(case: &Case) -> Result<(), fmha_core::ProblemError> {
         match &case.body {
             Body::Backward(backward) => backward.problem.clone().validate().map(|_| ()),

@@ -68,7 +68,7 @@ pub(crate) fn cases() -> Vec<Case> {
             }
         }
     }
-    // What is read again is of 8 bits, and P has their range or f16's.
+    // The type of the tensor that is read again is FP8, and P has the range of FP8 or of f16.
     for dtype in [DType::E4m3Fn, DType::E5m2] {
         for variant in ["batch", "group", "negative_scale"] {
             cases.extend(CAUSES[..3].iter().map(|&cause| case(dtype, variant, cause)));
@@ -223,7 +223,7 @@ fn large_values(cases: &mut Vec<Case>) {
                 if !with.is_empty() && mode.0 != "causal" {
                     continue;
                 }
-                // What is kept is twice as large, which must be f32's.
+                // Dropout doubles the kept P, which only f32 can hold.
                 if with == "/dropout" && what != "1e37" || with == "/f32_output" && dtype == DType::F32 {
                     continue;
                 }

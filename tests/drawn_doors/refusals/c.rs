@@ -5,7 +5,7 @@ use fmha_c::{FmhaCache, FmhaCall, FmhaGradients, FmhaTensor};
 use super::super::{c, cases};
 use super::{Tried, Wrong};
 
-/// A C call with what it points to.
+/// A C call, with the memory that it points to.
 #[derive(Clone)]
 struct CCall {
     call: FmhaCall,

@@ -19,12 +19,12 @@ struct Span {
     end: Place,
 }
 
-/// One mutant: what of a file is replaced by what.
+/// One mutant: a range of a file and its replacement.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Mutant {
     /// Path from the repository's root.
     pub(crate) file: String,
-    /// cargo-mutants' words for it, `FILE:LINE:COLUMN: ...` and all.
+    /// cargo-mutants' description, `FILE:LINE:COLUMN: ...` and all.
     pub(crate) name: String,
     pub(crate) genre: String,
     pub(crate) replacement: String,
@@ -32,7 +32,7 @@ pub(crate) struct Mutant {
 }
 
 impl Mutant {
-    /// The bytes of `text` that it replaces.
+    /// Range of the bytes of `text` that the mutant replaces.
     pub(crate) fn range(&self, text: &str) -> Range<usize> {
         offset(text, self.span.start)..offset(text, self.span.end)
     }

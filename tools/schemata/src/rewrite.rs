@@ -24,7 +24,7 @@ pub(crate) struct Rewritten {
     pub(crate) sites: Vec<(Range<usize>, Vec<u32>)>,
 }
 
-/// Why a mutant has no guard, by its number.
+/// Reasons why mutants have no guard, by their numbers.
 pub(crate) type LeftOut = BTreeMap<u32, &'static str>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -59,7 +59,7 @@ enum Operands {
 struct Site {
     range: Range<usize>,
     form: Form,
-    /// Number, what is replaced, by what.
+    /// Mutants: number, replaced range, replacement.
     mutants: Vec<(u32, Range<usize>, String)>,
     /// Start of the second operand; behind the end for other forms.
     second: usize,

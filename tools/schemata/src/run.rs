@@ -8,11 +8,11 @@ use std::sync::Mutex;
 use crate::mutant::Mutant;
 use crate::trial::{Ended, Place, Trial};
 
-/// So many trials run in a process each, then the rest in groups.
+/// Number of trials that run in a process each, before the rest run in groups.
 const ALONE: usize = 4;
 /// A trial that takes longer runs after the others: before them it would leave many short ones no time.
 const FIRST_SECONDS: f64 = 1.0;
-/// A group of trials takes about so many seconds.
+/// Seconds that a group of trials takes, roughly.
 const GROUP_SECONDS: f64 = 5.0;
 
 /// Fates of mutants, by their names.

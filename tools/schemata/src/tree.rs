@@ -232,7 +232,7 @@ fn errors(output: &str) -> Result<Vec<Fault>, String> {
     for line in output.lines().filter(|line| line.contains("\"compiler-message\"")) {
         let value: Value = serde_json::from_str(line).map_err(|error| error.to_string())?;
         let message = &value["message"];
-        // The last one counts the others.
+        // The last message only counts the others.
         let spans = message["spans"].as_array().filter(|spans| !spans.is_empty());
         if let (Some("error"), Some(spans)) = (message["level"].as_str(), spans) {
             let text = message["rendered"].as_str().unwrap_or_default().to_owned();

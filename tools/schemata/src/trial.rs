@@ -29,7 +29,7 @@ pub(crate) struct Trial {
     /// A test's name, or a regular expression of cases.
     pub(crate) filter: String,
     pub(crate) seconds: f64,
-    /// Numbers of the mutants whose sites it evaluates.
+    /// Numbers of the mutants whose sites the trial evaluates.
     pub(crate) reach: BTreeSet<u32>,
 }
 
@@ -66,7 +66,7 @@ impl Place {
     }
 }
 
-/// Removes what `from` does not have.
+/// Removes files that `from` does not have.
 fn remove_new(from: &Path, to: &Path) -> std::io::Result<()> {
     for entry in std::fs::read_dir(to).into_iter().flatten().flatten() {
         let (path, from) = (entry.path(), from.join(entry.file_name()));
@@ -80,7 +80,7 @@ fn remove_new(from: &Path, to: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Copies what is not there, or is of another size or time; says whether something was.
+/// Copies files that are absent or differ in size or time; returns whether it copied any.
 fn copy(from: &Path, to: &Path) -> std::io::Result<bool> {
     std::fs::create_dir_all(to)?;
     let mut is_new = false;
@@ -103,7 +103,7 @@ impl Trial {
         self.words.first().is_some_and(|word| word == "conformance")
     }
 
-    /// Whether one process can run this and `other`.
+    /// Whether one process can run this trial and `other`.
     pub(crate) fn goes_with(&self, other: &Self) -> bool {
         self.program == other.program && self.environment == other.environment && self.words == other.words
     }
@@ -132,7 +132,7 @@ impl Trial {
         command.envs(first.environment.iter().cloned()).env(switch.0, switch.1);
         command.current_dir(&first.folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let status = command.status()?;
-        // `timeout` is of the group that it kills.
+        // `timeout` is in the group that it kills, so its own death by signal 9 is a late end too.
         Ok(match (status.code(), status.signal()) {
             (Some(0), _) => Ended::Well,
             (Some(124 | 137), _) | (_, Some(9)) => Ended::Late,
@@ -218,7 +218,7 @@ pub(crate) fn stamp(trial: &Trial) -> u64 {
 /// Measurements of trials, by their stamps; nothing of those that do not end well with no mutant on.
 pub(crate) type Measured = BTreeMap<u64, Option<Trial>>;
 
-/// Measures those of `trials` that `known` has not.
+/// Measures the trials that `known` lacks.
 pub(crate) fn measure(
     trials: Vec<Trial>,
     known: &mut Measured,

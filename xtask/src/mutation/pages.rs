@@ -13,7 +13,7 @@ pub(crate) struct Page {
     /// Arguments of `fmha run` for every problem.
     pub(crate) operation: &'static [&'static str],
     pub(crate) broken: &'static [Broken],
-    /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: knobs that no table
+    /// Problems for `cargo xtask coverage`, which neither its battery nor the broken kernels run: fields that no table
     /// chooses, values that lie hidden.
     pub(crate) also_covered: &'static [&'static str],
 }
@@ -24,7 +24,7 @@ pub(crate) struct Broken {
     pub(crate) title: &'static str,
     /// The file that has the kernel's entry: of a call's launches those with code of it are taken.
     pub(crate) entry: &'static str,
-    /// The fewest, so that a CTA walks several tiles.
+    /// The fewest multiprocessors, so that a CTA walks several tiles.
     pub(crate) multiprocessors: u32,
     pub(crate) problems: &'static [&'static str],
 }
@@ -373,7 +373,7 @@ const HOPPER_BACKWARD: &[Broken] = &[
         ..MAIN
     },
     Broken {
-        // Clusters of several tiles, whose additions wait for each other's.
+        // Clusters of several tiles, whose additions wait for those of other clusters.
         title: "in an order, persistent, clusters of two, causal, D 256",
         problems: &[
             "-b 1 --heads 2 -s 200 --seqlen-k 250 -d 256 --prec bf16 --mask b --deterministic",

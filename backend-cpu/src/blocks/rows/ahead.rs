@@ -155,7 +155,7 @@ impl<'a> Ahead<'a> {
         self.every = self.run * LINE_BYTES * self.passes;
     }
 
-    /// Prefetches as much as one pass has read: `bytes`.
+    /// Prefetches `bytes`, as many as one pass has read.
     #[inline(always)]
     pub(crate) fn ask_for<S: Simd>(&mut self, s: S, bytes: usize) {
         self.owed += bytes;
@@ -246,7 +246,7 @@ impl<'a> Ahead<'a> {
         lines
     }
 
-    /// Whether there is one.
+    /// Moves to the next row that is to be prefetched; false: there is none.
     #[inline(always)]
     fn begin_row(&mut self) -> bool {
         if self.rows[0].0.is_empty() {

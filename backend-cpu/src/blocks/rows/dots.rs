@@ -17,7 +17,7 @@ pub(crate) struct Dots<'a> {
     pub(crate) stride: usize,
     /// Live queries of each head.
     pub(crate) live: &'a [usize],
-    /// One for each head.
+    /// Factors of the scores, one for each head.
     pub(crate) factors: &'a [f32],
     /// [`BLOCK_KEYS`] for each of the queries.
     pub(crate) scores: *mut f32,
@@ -170,7 +170,8 @@ unsafe fn add_unit<S: Simd, E: Elem, const Q: usize, const MET: u8>(
     keys: [*const u8; FOUR],
     (queries, stride): (*const f32, usize),
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: it is readable at each of `keys`, and of each of Q queries, which lie
+    // `stride` apart.
     unsafe {
         for (n, key) in keys.into_iter().enumerate() {
             if MET == met::CODES_AS_F32 {

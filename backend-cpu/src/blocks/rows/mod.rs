@@ -122,7 +122,7 @@ mod met {
         matches!(met, CODES_IN_PAIRS | CODES_AS_F32)
     }
 
-    /// Whether they are multiplied as f32.
+    /// Whether elements of this kind are multiplied as f32.
     pub(super) const fn are_f32(met: u8) -> bool {
         matches!(met, AS_F32 | CODES_AS_F32)
     }

@@ -13,7 +13,7 @@ pub(crate) struct RowSums {
 }
 
 impl RowSums {
-    /// Nothing seen.
+    /// Statistics before any key is seen.
     pub(crate) const EMPTY: Self = Self { row_max: f32::NEG_INFINITY, row_sum: 0.0 };
 
     /// The maximum to subtract: −inf − −inf would be NaN.
@@ -64,7 +64,7 @@ impl<S: Simd> Op<S> for SoftmaxRow<'_> {
     }
 }
 
-/// Rows whose factors are one vector at least.
+/// Rows that are processed together: their factors fill one vector at least.
 const TOGETHER: usize = 16;
 
 /// [`SoftmaxRow`] for rows that see all of a block, in steps that interleave with other work. Its bits are
@@ -106,7 +106,7 @@ impl<'a> SoftmaxRows<'a> {
         }
     }
 
-    /// The rows that are due after one of the steps.
+    /// Processes the rows that are due after one of the product's steps.
     #[inline(always)]
     pub(super) fn go_on<S: Simd>(&mut self, s: S) {
         self.due += self.sums.len();
@@ -160,7 +160,7 @@ unsafe fn largest_of_block<S: Simd>(s: S, scores: *const f32) -> f32 {
 unsafe fn exponentials<S: Simd>(s: S, scores: *mut f32, base: f32, round: DType) -> f32 {
     let mut sum = s.splat(0.0);
     for at in (0..BLOCK_KEYS).step_by(S::LANES) {
-        // SAFETY: the caller's promise; a block is whole vectors.
+        // SAFETY: the caller keeps the contract of `exponentials`; a block is whole vectors.
         unsafe {
             let p = exp(s, s.sub(s.load(scores.add(at)), s.splat(base)));
             sum = s.add(sum, p);
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
     use crate::simd::Portable;
 
-    /// Twice, so that the second block rescales.
+    /// The softmax runs over two blocks, so that the second one rescales.
     #[test]
     fn probabilities_of_a_row_are_rounded_to_the_type_of_v_and_their_sums_are_not() {
         let softmax = |round: DType| {

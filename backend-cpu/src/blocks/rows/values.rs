@@ -11,7 +11,7 @@ pub(crate) struct AddValues<'a> {
     pub(crate) values: Block<'a>,
     /// [`BLOCK_KEYS`] for each query. Those of bf16 are packed in place.
     pub(crate) weights: *mut f32,
-    /// One for each query.
+    /// Factors of the running sums, one for each query.
     pub(crate) alpha: *const f32,
     /// Queries of each head that see every key of the block.
     pub(crate) whole: &'a [usize],
@@ -86,8 +86,8 @@ impl AddValues<'_> {
         }
     }
 
-    // Not without optimisation: all types and ways in one function took 2.7 MB of stack with AMX, where a
-    // thread has 2 MB, and a decode ended the program.
+    // Inlining is left to the optimiser: all types and ways in one function took 2.7 MB of stack with AMX,
+    // where a thread has 2 MB, and a decode ended the program.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(
@@ -258,7 +258,8 @@ unsafe fn add_pair<S: Simd, const Q: usize, const UNITS: usize, const MET: u8>(
     from: [*const u8; 2],
     weights: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `UNITS` units are readable at both of `from`, weights of Q queries at
+    // `weights`.
     unsafe {
         let mut p = [s.splat(0.0); Q];
         for (q, p) in p.iter_mut().enumerate() {
@@ -302,7 +303,8 @@ unsafe fn add_row<S: Simd, E: Elem, const Q: usize, const UNITS: usize, const ME
     from: *const u8,
     weights: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `UNITS` units are readable at `from`, weights of Q queries at
+    // `weights`.
     unsafe {
         let mut p = [s.splat(0.0); Q];
         for (q, p) in p.iter_mut().enumerate() {

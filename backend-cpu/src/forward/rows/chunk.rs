@@ -332,7 +332,7 @@ impl<'a> Shared<'a> {
 struct Scores {
     here: *mut f32,
     next: *mut f32,
-    /// Whether `here` they are already.
+    /// Whether the rows in `here` are at their places already.
     are_there: bool,
     sums: [RowSums; MAX_STATES],
 }
@@ -407,7 +407,7 @@ impl Located {
     const NOWHERE: Self =
         Self { keys: [std::ptr::null(); BLOCK_KEYS], values: [std::ptr::null(); BLOCK_KEYS], count: 0 };
 
-    /// Brings those together that are not read where they lie.
+    /// Gathers those of a block's rows that are not read in place.
     fn bring<S: Simd>(&mut self, s: S, scratch: &mut Scratch, rows: &Rows<'_>, j: u32) {
         for (cached, at, scratch, widen) in [
             (&rows.k, &mut self.keys, &mut scratch.keys, &rows.widen_k),

@@ -40,7 +40,7 @@ const CHUNK_KEYS: u32 = 512;
 /// Rows of a task, of all query heads of one kv head.
 const MAX_ROWS: usize = 32;
 
-/// Rows of a task, of all its kv heads.
+/// Most rows of a task, over all its kv heads.
 const MAX_STATES: usize = 64;
 
 /// Tasks for each thread that are enough to keep all of them busy to the end.
@@ -68,7 +68,7 @@ struct Task {
     first_row: u32,
     rows: u32,
     chunks: (u32, u32),
-    /// Where its partial results begin, counted in rows; `None`: it folds and writes them itself.
+    /// First row of the task's partial results; `None`: the task merges and writes them itself.
     slot: Option<usize>,
 }
 
@@ -226,11 +226,11 @@ impl Shared<'_> {
         let most = (MAX_STATES / rows)
             .min(heads_of_block(self.k.row_bytes().max(self.v.row_bytes())))
             .clamp(1, heads as usize) as u32;
-        // As even as it goes.
+        // The heads of a task, as even over the tasks as possible.
         heads.div_ceil(heads.div_ceil(most))
     }
 
-    /// Tasks, folds, and how many slots they take.
+    /// Tasks of a call, the merges of partial results, and the number of their slots.
     fn row_tasks(
         &self,
         threads: usize,

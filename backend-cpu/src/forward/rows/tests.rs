@@ -69,7 +69,7 @@ fn attend_pages<S: Simd>(
 fn codes_have_the_bits_of_their_bf16_and_a_hidden_nan_stays_hidden_in_tiles_too() {
     let code = |i: u64, salt: u32| {
         let code = philox4x32_10([i as u32, salt, 0, 0], [1, 2])[0] as u8;
-        // Up to 28, no NaN; subnormals and both zeros too.
+        // A code of a number up to 28, without NaN; subnormals and both zeros are among them.
         code & 0xdf
     };
     let values = fp8_table(DType::E4m3Fn);

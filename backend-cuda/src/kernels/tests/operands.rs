@@ -211,12 +211,12 @@ fn forward_maps_say_where_elements_lie() {
     assert_eq!((one.q.dims, one.q.strides_bytes), ([64, 1, 1, 1, 1], [ANY; 4]));
     assert_eq!((one.k.dims, one.k.strides_bytes), ([64, 1, 1, 1], [ANY; 3]));
 
-    // Packed sequences are one, of the rows that there are.
+    // Packed sequences count as one sequence of all rows.
     let packed = facts_of(FwdProblem::group(DType::Bf16, two.dims), Totals::packed(333, 444));
     assert_eq!((packed.q.dims, packed.q.strides_bytes), ([64, 2, 333, 2, 1], [128, 512, 256, ANY]));
     assert_eq!((packed.k.dims, packed.k.strides_bytes), ([64, 444, 2, 1], [256, 128, ANY]));
 
-    // Nothing is read of keys that are not there.
+    // Operands of absent keys are not read.
     let no_keys = facts_of(of_lengths([200, 0], [4, 2], 64, "0"), Totals::NONE);
     assert_eq!([no_keys.k.address, no_keys.v.address], [HOME.of("q"); 2]);
     assert_eq!(no_keys.k.dims, [64, 1, 2, 1]);
@@ -304,7 +304,7 @@ fn backward_maps_say_where_elements_lie() {
     let long = of(of_lengths([2048, 2048], [64, 64], 64, "0"));
     assert_eq!(long[4].0, HOME.of("o"));
 
-    // Nothing is read of queries that are not there.
+    // Operands of absent queries are not read.
     let no_queries = of(of_lengths([0, 300], [2, 2], 64, "0"));
     assert_eq!(no_queries.map(|(address, ..)| address), ["k", "k", "v", "k", "k"].map(|name| HOME.of(name)));
 }

@@ -52,7 +52,7 @@ impl Local {
         let call = *call.ok_or_else(|| refused("call", "call is null".to_owned()))?;
         let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null".to_owned()))?;
         struct_bytes::<FmhaRanks>(ranks.struct_bytes)?;
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         let (pointed, choice) = unsafe { (Pointed::read(&call)?, Choice::read(options)?) };
         if choice.caller_workspace {
             let text = "caller_workspace 1: a plan over ranks has scratch of its own";
@@ -78,7 +78,7 @@ impl Local {
         let dims = whole.dims;
         let rows =
             |cu: &Option<Vec<u32>>, seqlen| cu.as_ref().and_then(|cu| cu.last().copied()).unwrap_or(seqlen);
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `read`.
         let (q, k) = unsafe {
             (
                 partition(

@@ -20,7 +20,7 @@ use shims::{Owned, Shims, Value};
 
 static SHIMS: OnceLock<Shims> = OnceLock::new();
 
-/// What an operator gives, in its schema's order.
+/// Results of an operator, in its schema's order.
 type Results = SmallVec<[Owned; 5]>;
 
 /// Defines the operators `fmha::*` in the torch that the process has imported; once.
@@ -46,7 +46,7 @@ pub fn register() -> Result<(), Wrong> {
 /// `stack` has `num_args` arguments of the operator's schema, which are the kernel's, and room for its results.
 unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args: u64, _num_results: u64) {
     let Some(shims) = SHIMS.get() else { return };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `kernel`.
     let ran = unsafe { run_kept(shims, &OPERATORS[AT], stack, num_args) };
     if !ran {
         shims.raise(crate::fmha_py_text());
@@ -59,7 +59,7 @@ unsafe extern "C-unwind" fn kernel<const AT: usize>(stack: *mut Value, num_args:
 /// As [`kernel`].
 #[inline(never)]
 unsafe fn run_kept(shims: &'static Shims, operator: &Operator, stack: *mut Value, num_args: u64) -> bool {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `run_kept`.
     let body = || unsafe { execute(shims, operator, stack, num_args) };
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok((results, list))) => {
@@ -148,7 +148,7 @@ unsafe fn execute(
 /// A score and a mask as code, as an operator takes them.
 struct Taken {
     texts: [CString; 2],
-    /// What `captured` points to.
+    /// Owner of the names that `captured` points to.
     _names: Vec<CString>,
     tensors: Vec<Owned>,
     captured: Vec<Captured>,
@@ -160,12 +160,13 @@ impl Taken {
     /// # Safety
     /// `words` are three texts, a list of tensors and one of numbers, all this call's.
     unsafe fn new(shims: &'static Shims, words: [Value; 5], wanted: i64) -> Result<Self, Wrong> {
-        // SAFETY: passed on. All go back, whatever is wrong with one.
+        // SAFETY: the caller keeps the contract of `new`. All go back, whatever is wrong with one.
         let (score, mask, names, tensors, numbers) = unsafe {
             let texts = (shims.text(words[0]), shims.text(words[1]), shims.text(words[2]));
             (texts.0, texts.1, texts.2, shims.listed(words[3]), shims.listed(words[4]))
         };
-        // SAFETY: as above: each handle is this call's.
+        // SAFETY: the caller keeps the contract of `new`. All go back, whatever is wrong with one: each
+        // handle is this call's.
         let tensors: Vec<Owned> = tensors?.into_iter().map(|word| unsafe { shims.own(word) }).collect();
         let numbers = numbers?;
         let names = names?.into_string().map_err(|error| error.to_string())?;
@@ -207,7 +208,7 @@ impl Taken {
         Ok(gradients)
     }
 
-    /// What a request points to, as long as this lives.
+    /// The functions of a request; the pointers are valid as long as `self`.
     fn code(&self) -> Code {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };
@@ -256,7 +257,7 @@ fn run(shims: &'static Shims, request: &mut Request) -> Result<(), Wrong> {
         let bytes = i64::try_from(bytes).map_err(|error| format!("workspace of {bytes} bytes: {error}"))?;
         let scratch = shims.empty(&[bytes + plans::ALIGNMENT as i64], U8, device)?;
         let start = scratch.describe("workspace")?.data.cast::<u8>();
-        // Stays within: so many bytes more were asked for.
+        // The aligned address stays inside the allocation, which has room for the alignment.
         Ok((scratch, start.wrapping_add(start.align_offset(plans::ALIGNMENT))))
     })
 }
@@ -309,7 +310,7 @@ impl Making<'_> {
         self.make(slot, of.shape(), of.dtype, of.device)
     }
 
-    /// In place of a result that nobody wants.
+    /// Returns a placeholder for a result that is not wanted.
     fn nothing(&mut self, device: Device) -> Result<(), Wrong> {
         self.results.extend(self.torch.map(|shims| shims.empty(&[0], FMHA_F32, device)).transpose()?);
         Ok(())

@@ -26,10 +26,10 @@ pub(super) enum Take {
     OptionalWritten,
 }
 
-/// How an operator takes its numbers.
+/// Form in which an operator takes its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Spelt {
-    /// The first so many of [`NUMBERS`].
+    /// The first so many of [`NUMBERS`], each as an argument.
     Each(usize),
     /// One number under which they were kept. An argument costs torch and Python 0.1 us; 13 of them are a
     /// third of what a call of Q, K and V costs on the host.
@@ -39,11 +39,12 @@ pub(super) enum Spelt {
 /// Whether an operator takes a score and a mask as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coding {
-    /// It does not.
+    /// The operator has no functions.
     None,
-    /// It does.
+    /// The operator has functions of score and mask.
     Forward,
-    /// It does, and gives a list of gradients: of the captured tensors that a number's bits say, from the lowest.
+    /// The operator has functions and also returns gradients of captured tensors: those whose bits are set in
+    /// a number, from the lowest bit.
     Backward,
 }
 
@@ -59,16 +60,16 @@ pub(super) struct Operator {
     pub(super) name: &'static str,
     /// The operator's tensors, which come first.
     pub(super) tensors: &'static [(Slot, Take)],
-    /// How its numbers follow.
+    /// Form in which the operator takes its numbers.
     pub(super) numbers: Spelt,
     /// Whether a seed may come last as a tensor of the host, [`DRAWN_SEED`], in place of the number: a
     /// compiler that draws it has a tensor alone.
     pub(super) is_seeded: bool,
     /// Whether, behind its numbers, it takes a score and a mask as code and what they capture.
     pub(super) code: Coding,
-    /// Tensors that it gives, besides a list of captured gradients.
+    /// Number of tensors that the operator returns, besides a list of captured gradients.
     num_results: usize,
-    /// Makes them and notes them in the request.
+    /// Makes the results and puts them into the request.
     pub(super) results: fn(&mut Making<'_>) -> Result<(), Wrong>,
     pub(super) kernel: Kernel,
 }
@@ -234,7 +235,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
         results: combined,
         kernel: kernel::<4>,
     },
-    // What most calls are: `forward` and `backward` of Q, K and V alone.
+    // `forward` and `backward` of Q, K and V alone, which most calls are.
     Operator {
         name: "plain",
         tensors: &[(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],

@@ -55,7 +55,7 @@ macro_rules! shims {
     };
 }
 
-/// What an optional's cell is given back by: from 2.13 by the interface, before by C++'s operator.
+/// Function that frees an optional's cell: from torch 2.13 on the C interface's, before that C++'s operator.
 #[derive(Clone, Copy)]
 enum Delete {
     Interface(unsafe extern "C" fn(*mut Value) -> Code),
@@ -102,7 +102,7 @@ shims! {
 /// # Safety
 /// `T` is the function's type.
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `T` is the function's type.
     unsafe { library.get::<T>(name.as_bytes()) }
         .map(|symbol| *symbol)
         .map_err(|error| format!("torch lacks {name}, which torch 2.10 has: {error}"))
@@ -112,7 +112,7 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, Wrong> {
 #[cfg(unix)]
 fn loaded(name: &str) -> Result<Library, Wrong> {
     use libloading::os::unix::{RTLD_LOCAL, RTLD_NOW};
-    /// `dlopen` must only find what is there already.
+    /// `dlopen` finds only a library that is loaded already.
     const RTLD_NOLOAD: i32 = if cfg!(target_vendor = "apple") { 0x10 } else { 4 };
     // SAFETY: it is not loaded anew, so no initialiser runs.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) }
@@ -131,7 +131,7 @@ fn file_of(library: &str) -> String {
 }
 
 impl Shims {
-    /// Finds them.
+    /// Finds the functions in the loaded libraries.
     ///
     /// # Errors
     /// Where torch was not imported, or is too old.
@@ -171,7 +171,7 @@ impl Shims {
         let gpu = ["torch_cuda", "torch_hip"]
             .into_iter()
             .find_map(|name| Some((name, loaded(&file_of(name)).ok()?)));
-        // SAFETY: as above.
+        // SAFETY: the types are those of the headers.
         let current_stream = gpu
             .as_ref()
             .and_then(|(_, library)| unsafe { symbol(library, "aoti_torch_get_current_cuda_stream").ok() });
@@ -279,7 +279,7 @@ impl Shims {
     /// # Safety
     /// As [`own`](Self::own).
     pub(super) unsafe fn own_optional(&'static self, word: Value) -> Option<Owned> {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `own_optional`.
         unsafe { self.optional(word).map(|word| self.own(word)) }
     }
 
@@ -371,7 +371,7 @@ impl Shims {
         }
     }
 
-    /// What a handle's tensor is; `name` as refusals say it.
+    /// Describes the tensor behind a handle; `name` is its name in refusals.
     fn describe(&self, name: &str, handle: Handle) -> Result<Tensor, Wrong> {
         let (mut dim, mut dtype, mut kind, mut index) = (0i64, 0i32, 0i32, 0i32);
         let (mut storage, mut offset) = (0i64, 0i64);
@@ -477,7 +477,7 @@ impl Owned {
         self.shims.describe(name, self.handle)
     }
 
-    /// Hands it over.
+    /// Gives the handle to the caller as a stack value.
     pub(super) fn into_value(self) -> Value {
         let handle = self.handle;
         std::mem::forget(self);

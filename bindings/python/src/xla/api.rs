@@ -71,14 +71,14 @@ impl Buffer {
     }
 }
 
-/// So many values at an address, none where the count is 0 or below.
+/// The `count` values at an address; none where the count is 0 or below.
 ///
 /// # Safety
 /// The framework lends them for the time of the call.
 unsafe fn lent<'a, T>(first: *const T, count: i64) -> &'a [T] {
     match usize::try_from(count) {
         Ok(count) if count > 0 && !first.is_null() => {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: the framework lends them for the time of the call.
             unsafe { std::slice::from_raw_parts(first, count) }
         }
         _ => &[],
@@ -192,7 +192,7 @@ struct OrdinalGet {
     ordinal: i32,
 }
 
-/// A function that is not called here, in its place.
+/// Place of a function that this crate does not call.
 type Unused = *const c_void;
 type Function<T> = unsafe extern "C" fn(*mut T) -> *mut XlaError;
 
@@ -261,7 +261,8 @@ impl CallFrame {
                     let theirs = self.api.as_ref().map(|api| (api.version.major, api.version.minor));
                     let stated = theirs.filter(|&version| version < VERSION).unwrap_or(VERSION);
                     ((*metadata).version.major, (*metadata).version.minor) = stated;
-                    // Not COMMAND_BUFFER_COMPATIBLE: scratch of a captured call would be others' when it is replayed.
+                    // The trait COMMAND_BUFFER_COMPATIBLE is not set: scratch of a captured call would belong
+                    // to others when it is replayed.
                     (*metadata).traits = 0;
                     true
                 }
@@ -283,7 +284,7 @@ impl CallFrame {
 
     /// The buffers to be written.
     pub(super) fn results(&self) -> &[&Buffer] {
-        // SAFETY: as above.
+        // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.results.buffers.cast(), self.results.size) }
     }
 
@@ -387,7 +388,7 @@ impl CallFrame {
         unsafe { (self.api().error_create)(&raw mut create) }
     }
 
-    /// What the framework said, if anything.
+    /// Converts the framework's error, if there is one, to a text.
     ///
     /// # Safety
     /// `error` is null or an error that is the caller's.
@@ -419,7 +420,8 @@ mod tests {
 
     use super::*;
 
-    /// What `offsetof` and `sizeof` give for the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their places.
+    /// Offsets and sizes equal those of the headers of jaxlib 0.10.2 and 0.11.2, whose fields keep their
+    /// places.
     #[test]
     fn structs_lie_as_the_header_has_them() {
         assert_eq!(size_of::<CallFrame>(), 176);
@@ -450,7 +452,7 @@ mod tests {
     }
 
     thread_local! {
-        /// What the stand-in of the framework was asked for, in order.
+        /// Calls that the framework's test double received, in order.
         static ASKED: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
     }
 
@@ -467,7 +469,7 @@ mod tests {
     }
 
     unsafe extern "C" fn text(args: *mut ErrorText) {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &mut *args };
         (args.message, args.code) = (c"no memory".as_ptr(), INVALID_ARGUMENT);
     }
@@ -477,13 +479,13 @@ mod tests {
     }
 
     unsafe extern "C" fn stream(args: *mut StreamGet) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         unsafe { (*args).stream = ptr::with_exposed_provenance_mut(77) };
         ptr::null_mut()
     }
 
     unsafe extern "C" fn allocate(args: *mut MemoryAllocate) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &mut *args };
         if args.size > 1 << 20 || args.alignment > 16 {
             return ptr::with_exposed_provenance_mut(1);
@@ -493,13 +495,13 @@ mod tests {
     }
 
     unsafe extern "C" fn free(args: *mut MemoryFree) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         let args = unsafe { &*args };
         asked(format!("free {} at {}", args.size, args.data as usize))
     }
 
     unsafe extern "C" fn ordinal(args: *mut OrdinalGet) -> *mut XlaError {
-        // SAFETY: as above.
+        // SAFETY: the handler's own struct, with a C string.
         unsafe { (*args).ordinal = 7 };
         ptr::null_mut()
     }
@@ -582,7 +584,7 @@ mod tests {
         assert!(unsafe { frame.answered() });
         assert_eq!((metadata.version.major, metadata.version.minor, metadata.traits), (0, 1, 0));
         frame.api = ptr::null();
-        // SAFETY: likewise.
+        // SAFETY: a frame of this test's.
         assert!(unsafe { frame.answered() });
         assert_eq!((metadata.version.major, metadata.version.minor), VERSION);
     }

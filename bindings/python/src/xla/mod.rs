@@ -27,7 +27,7 @@ const FIRST_GRADIENT: i64 = 1 << 17;
 /// XLA calls it, with its own frame.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_cpu(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_cpu`.
     unsafe { handle(frame, 0) }
 }
 
@@ -37,7 +37,7 @@ pub unsafe extern "C" fn fmha_xla_cpu(frame: *const CallFrame) -> *mut XlaError 
 /// As [`fmha_xla_cpu`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_cuda(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_cuda`.
     unsafe { handle(frame, 1) }
 }
 
@@ -47,16 +47,16 @@ pub unsafe extern "C" fn fmha_xla_cuda(frame: *const CallFrame) -> *mut XlaError
 /// As [`fmha_xla_cpu`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_xla_rocm(frame: *const CallFrame) -> *mut XlaError {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_xla_rocm`.
     unsafe { handle(frame, 2) }
 }
 
 /// # Safety
 /// As [`fmha_xla_cpu`].
 unsafe fn handle(frame: *const CallFrame, kind: i32) -> *mut XlaError {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `handle`.
     let Some(frame) = (unsafe { frame.as_ref() }) else { return std::ptr::null_mut() };
-    // SAFETY: likewise.
+    // SAFETY: the caller keeps the contract of `handle`.
     if unsafe { frame.answered() } {
         return std::ptr::null_mut();
     }
@@ -118,7 +118,7 @@ fn run(frame: &CallFrame, kind: i32) -> Result<(), Wrong> {
 struct Spelt {
     /// Score and mask.
     texts: [CString; 2],
-    /// What `captured` points to.
+    /// Owner of the names that `captured` points to.
     _names: Vec<CString>,
     captured: Vec<Captured>,
 }
@@ -161,7 +161,7 @@ impl Spelt {
         Ok(Self { texts: [score, mask], _names: names, captured })
     }
 
-    /// Where a captured tensor or its gradient goes; `None` of another slot.
+    /// Slot of a captured tensor or of its gradient; `None` for other slots.
     fn place(&mut self, slot: i64) -> Option<&mut Tensor> {
         let of = |first: i64| usize::try_from(slot.checked_sub(first)?).ok();
         match of(FIRST_GRADIENT) {
@@ -170,7 +170,7 @@ impl Spelt {
         }
     }
 
-    /// What a request points to, as long as this lives.
+    /// The functions of a request; the pointers are valid as long as `self`.
     fn code(&self) -> Option<Code> {
         let [score, mask] = &self.texts;
         let text = |text: &CString| if text.is_empty() { std::ptr::null() } else { text.as_ptr() };

@@ -146,7 +146,7 @@ mod tests {
         ["0", "b", "t"].map(|mask| [("mask".to_owned(), mask.to_owned())].into())
     }
 
-    /// Each rank knows by itself, whether it is it or the other one that begins what it began before.
+    /// Each rank knows by itself which of the two begins a call that the other began before.
     #[test]
     fn a_rank_goes_on_with_the_call_that_the_other_one_begins_and_with_no_other() {
         let plans = plans();

@@ -106,7 +106,7 @@ impl State {
             match self.planned(said.calls) {
                 Some(planned) if said.is_of(planned) => {}
                 Some(_) => return Some(said.calls),
-                // To come, or forgotten.
+                // A message that is still to come, or that was forgotten.
                 None if said.calls > self.calls => return None,
                 None => {}
             }

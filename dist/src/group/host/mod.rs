@@ -53,7 +53,7 @@ pub struct Host {
     link: Box<dyn Link>,
     /// Time that the running call has waited for other ranks; `None` between calls.
     waited: Mutex<Option<Duration>>,
-    /// Whether it has said farewell.
+    /// Whether the peer has said farewell.
     left: AtomicBool,
 }
 
@@ -308,7 +308,7 @@ fn packed<'a>(
     Some(packed)
 }
 
-/// Brings them to their places; as many as are wanted.
+/// Unpacks the bytes of a message to their places; as many as are wanted.
 fn unpack<'a>(
     mut bytes: &[u8],
     parcels: impl Iterator<Item = &'a Parcel>,

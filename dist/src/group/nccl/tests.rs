@@ -32,7 +32,7 @@ impl World {
     fn end(&self, rank: u32, how: &'static str) {
         self.ends.lock().unwrap().push((rank, how));
         self.ended.notify_all();
-        // Whoever looks at the ends with the letters in hand sees this one.
+        // A rank that looks at the ends while it holds the letters sees this one.
         drop(self.letters.lock().unwrap());
         self.come.notify_all();
     }
@@ -98,7 +98,7 @@ impl Rank {
     /// # Safety
     /// `comm` is one of the fake's.
     unsafe fn of<'a>(comm: Comm) -> &'a Self {
-        // SAFETY: the caller's promise; it is never freed.
+        // SAFETY: the caller keeps the contract of `of`; it is never freed.
         unsafe { &*comm.cast::<Self>() }
     }
 
@@ -462,7 +462,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             return agree(&group, &Ok(fields("96"))).unwrap_err();
         }
         if plans {
-            // After a call that all ranks have begun, no rank is at another call.
+            // Once all ranks have begun a call, no rank is at another call.
             std::thread::sleep(Duration::from_millis(300));
             assert_eq!(group.failure(), None);
         }

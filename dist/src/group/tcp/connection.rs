@@ -64,7 +64,7 @@ impl Drop for Mesh {
                     return false;
                 }
                 if stands_still || now >= end {
-                    // Nobody waits for its threads: this ends what they are in.
+                    // The shutdown ends what the connection's threads are in; they are not joined.
                     let _ = wire.stream.shutdown(Shutdown::Both);
                     return false;
                 }
@@ -86,7 +86,7 @@ struct Wire {
     moved: AtomicU64,
     /// The writer has ended.
     is_sent: AtomicBool,
-    /// When this rank left the group.
+    /// Time at which this rank left the group.
     left: OnceLock<Instant>,
     timeout: Duration,
 }

@@ -25,7 +25,7 @@ const LAST_WORD: Duration = Duration::from_millis(500);
 /// Largest number of connections that are checked at once.
 const MOST_HEARD: usize = 256;
 
-/// One to each other rank, none to itself.
+/// A connection to each other rank; `None` for this one.
 pub(super) type Streams = Vec<Option<TcpStream>>;
 
 /// A rank that has proved its identity, and its address.
@@ -254,7 +254,7 @@ impl<'a> Meeting<'a> {
             return wrong("rank", text);
         }
         let seat = &mut seats[rank as usize];
-        // One that has gone may have come again.
+        // A member whose connection has closed may come again.
         if seat.as_ref().is_some_and(|seat| !seat.talk.is_closed()) {
             return wrong("rank", format!("rank {rank} has come twice"));
         }
@@ -361,7 +361,7 @@ impl<'a> Meeting<'a> {
                 Ok((vec![address], Arc::new(Key::new(self.secret, &drawn))))
             }
         };
-        // At the address by which this rank reaches the root, or the one that the caller says.
+        // Address of the listener: the one by which this rank reaches the root, or the caller's.
         let mut listener: Option<TcpListener> = None;
         let listens = |stream: &TcpStream| {
             let mut own = stream.local_addr().map_err(|error| self.system(&error))?;
@@ -470,7 +470,7 @@ fn announce(path: &Path, address: SocketAddr, drawn: &[u8]) -> io::Result<()> {
     let mut text = format!("{address}\n");
     text.extend(drawn.iter().map(|byte| format!("{byte:02x}")));
     options.open(&beside)?.write_all(text.as_bytes())?;
-    // Renamed, so that no rank reads half of it.
+    // Renaming publishes the file whole, so that no rank reads half of it.
     std::fs::rename(&beside, path)
 }
 

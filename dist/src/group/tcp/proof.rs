@@ -70,7 +70,7 @@ pub(super) fn random() -> io::Result<[u8; 32]> {
     Ok(bytes)
 }
 
-/// The first four bytes of what ranks say.
+/// First four bytes of a rank's message.
 const MAGIC: u32 = 0xF3A1_D158;
 
 /// Bytes of an address: those of an IPv6 address, which IPv4's are mapped to, and of the port.
@@ -97,7 +97,7 @@ pub(super) fn address_of_bytes(bytes: &[u8; ADDRESS_BYTES]) -> SocketAddr {
 pub(super) struct Hello {
     pub(super) rank: u32,
     pub(super) size: u32,
-    /// The rank that is to listen there.
+    /// The rank that is expected to listen at the address.
     pub(super) wants: u32,
     /// Address of the rank that connects.
     pub(super) listens: SocketAddr,
@@ -146,7 +146,7 @@ pub(super) enum Answer {
     Welcome(Talk),
     /// Refusal by the other rank, which knows the secret.
     Refused(Error),
-    /// The other side answers, and does not know the secret.
+    /// The other side answers, but does not know this secret.
     OtherSecret,
 }
 

@@ -265,7 +265,7 @@ fn recorded(to: SocketAddr) -> (SocketAddr, JoinHandle<Vec<u8>>) {
             let _ = server.write_all(&bytes[..count]);
         }
         let _ = server.shutdown(std::net::Shutdown::Both);
-        // The end of the connection plays no part.
+        // The way in which the connection ends does not matter.
         let _ = answers.join();
         said
     });
@@ -306,13 +306,13 @@ fn a_rank_that_comes_twice_or_is_of_another_size_or_rank_is_named_on_every_rank(
             says(&error(ended), (rank, field, text));
         }
     }
-    // One of its connections has broken: it comes again.
+    // A member whose connection has broken comes again.
     let root = join(with(0, 2), LONG);
     let _other = dial(address);
     serves([root, join(with(1, 2), LONG)]);
 }
 
-/// Ranks above 0 prove it to each other too.
+/// Ranks above 0 prove the secret to each other too.
 #[test]
 fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
     let address = free();
@@ -320,7 +320,8 @@ fn a_stranger_at_the_port_of_a_member_takes_no_seat() {
     let key = key(SECRET_A);
     let root = join(with(0), LONG);
     let first = join(with(1), LONG);
-    // As rank 2, the test gets rank 1's address from the root, and first connects there with another secret.
+    // The test acts as rank 2: it gets rank 1's address from the root, and first connects there with another
+    // secret.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let hello = Hello { rank: 2, size: 3, wants: 0, listens: listener.local_addr().unwrap() };
     let talk = welcome(Talk::connect(dial(address), &hello, &key, after(LONG)).unwrap());
@@ -429,7 +430,7 @@ fn bytes_that_are_no_message_are_named_at_once() {
     }
 }
 
-/// At each message of a meeting, a rank or the root sends some bytes of garbage, and then goes on or closes.
+/// A rank or the root sends some bytes of garbage at each message of a meeting, and then goes on or closes.
 #[test]
 fn garbage_of_any_length_at_each_message_ends_in_time_and_takes_no_seat() {
     let mut state = 9u64;

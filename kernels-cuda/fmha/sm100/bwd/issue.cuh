@@ -3,8 +3,8 @@
 //   before:        S(0)  dP(0)
 //   of block i:    dV += P^T(i) dO(i)   S(i+1)   dQ(i) = dS(i) K   dK += dS^T(i) Q(i)   dP(i+1)
 //
-// So the exponentials of a block run under the products of dQ and dK of the one before. dP waits until dQ, over whose
-// columns it is written, has been read.
+// The exponentials of a block therefore run under the products of dQ and dK of the one before. dP waits until dQ,
+// over whose columns it is written, has been read.
 //
 // The products of one thread are computed in the order in which it issues them. So S may be written where P was read
 // by the product issued before, and no barrier has to announce that a place in tensor memory, or dS, has been read by

@@ -36,7 +36,7 @@ struct Loader {
     }
   }
 
-  // A tile of which the sequence has `there` rows; `full` is to count `more` bytes besides.
+  // Loads a tile of which the sequence has `there` rows; `full` counts `more` bytes besides.
   template <class Tile>
   FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, uint32_t more, int32_t i_batch, int32_t row,
                         int32_t i_head, int32_t there, ptx::CacheHint hint) {

@@ -25,7 +25,8 @@ struct Work {
   }
 };
 
-// CTAs: blocks of keys, the first ones, which a causal mask shows to most queries, first; of every head in turn.
+// Order of the CTAs: blocks of keys, the first ones, which a causal mask shows to most queries, first; in each block
+// all heads.
 template <BwdSpec spec>
 FMHA_DEVICE Work work_of(const BwdParams& p) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv, head = blockIdx.x % heads;

@@ -4,8 +4,8 @@
 
 namespace fmha::sm100 {
 
-// Elements `at` and those that follow, as many as `x` has and the row's `dims_left`: 16 bytes at a time where
-// `vector`, which then divide what is left.
+// Stores element `at` and the next ones, as many as `x` has and the row's `dims_left` allows: 16 bytes at a time
+// where `vector` is set, which then divide what is left.
 template <DType dtype, bool vector, int n>
 FMHA_DEVICE void store_columns(void* data, int64_t at, const float (&x)[n], int32_t dims_left, bool stored) {
   if constexpr (vector && dtype == DType::F32) {

@@ -37,7 +37,7 @@ FMHA_DEVICE consteval bool sums_dv(const Sm80BwdTile& tile) { return tile.sums =
 // Whether dS is made: of dV alone it is not.
 FMHA_DEVICE consteval bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
 
-// What a CTA that makes dS has of its own rows besides.
+// Own rows of V or dO, of a CTA that makes dS.
 template <class Tile, bool has>
 struct OwnValues {
   Tile own_value;
@@ -51,7 +51,7 @@ struct ScoreGradients {
 };
 template <class Tile>
 struct ScoreGradients<Tile, false> {};
-// What queries that are walked bring besides.
+// LSE and delta of walked queries.
 template <int columns, int stages>
 struct StatsOfBlocks {
   QueryStats<columns> stats[stages];

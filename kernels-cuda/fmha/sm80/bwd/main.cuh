@@ -7,7 +7,8 @@
 
 namespace fmha::sm80::bwd {
 
-// dQ of a block of queries of one head. CTAs: blocks of queries, those that see most keys first, of every head in turn.
+// dQ of a block of queries of one head. The CTAs are blocks of queries, those that see most keys first, and in each
+// block all heads.
 template <BwdSpec spec, Sm80BwdTile tile, class Keys>
 FMHA_DEVICE void query_owner(const BwdParams& p, Smem<spec, tile>& smem, const Keys& masks) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, num_blocks = ceil_div(p.fwd.seqlen_q, tile.rows);

@@ -7,7 +7,7 @@ namespace fmha::sm80::bwd {
 
 template <BwdSpec spec, Sm80BwdTile tile>
 FMHA_DEVICE void masked_main(const BwdParams& p, const MaskDataParams& masks) {
-  // What hides a pair may hide a NaN, of which a kernel whose spec has no mask knows nothing.
+  // A mask that hides a pair may hide a NaN, which a kernel whose spec has no mask does not look for.
   static_assert(spec.fwd.mask != MaskKind::Full, "sm80: masks as data hide keys");
   static_assert(!adds_dq(tile), "sm80: what finishes dQ knows no masks");
   main<spec, tile>(p, DataKeys{DataMasks{masks}});

@@ -1,4 +1,4 @@
-// What a CTA of the backward owns, and the walk over the blocks of the other side: their loads, and what each adds to
+// Own rows of a CTA of the backward, and its walk over the blocks of the other side: their loads, and their shares in
 // the sums.
 //
 // The blocks have a ring of `stages`: with two or more, the next one is copied while this one is computed with, and one
@@ -13,7 +13,7 @@
 
 namespace fmha::sm80::bwd {
 
-// What P and dS of a fragment take of its queries: of the thread's two rows, in registers.
+// LSE and delta of the queries of a fragment: of the thread's two rows, in registers.
 template <class Fragment>
 struct OwnQueries {
   float of_lse_log2[2], of_delta[2];
@@ -172,7 +172,7 @@ struct Owner {
     return of_band == BlockClass::Inside && !whole ? BlockClass::Edge : of_band;
   }
 
-  // What a block adds to the sums; and to dQ, by all warps together.
+  // Adds a block's share to the sums; and to dQ, by all warps together.
   template <class Queries>
   FMHA_DEVICE void add(int32_t slot, int32_t block, const Queries& queries) {
     const BlockClass kind = class_of(block);
@@ -217,7 +217,7 @@ struct Owner {
     }
   }
 
-  // To `sum`, what a block in slot 0 adds to the gradient of the scores as the softmax sees them.
+  // Adds to `sum` the share of a block in slot 0 in the gradient of the scores as the softmax sees them.
   template <class Queries>
   FMHA_DEVICE void add_gradient_of_scores(Fragment& sum, int32_t block, const Queries& queries) const {
     const BlockClass kind = class_of(block);
@@ -235,7 +235,7 @@ struct Owner {
     for (int e = 0; e < sum.num_elems; ++e) sum[e] += dp[0][e];
   }
 
-  // To `sums`, what a block adds to the gradients of captured tensors.
+  // Adds to `sums` a block's share in the gradients of captured tensors.
   template <class Queries, class Sums>
   FMHA_DEVICE void add_captured(int32_t slot, int32_t block, const Queries& queries, Sums& sums) const {
     const BlockClass kind = class_of(block);
@@ -288,7 +288,7 @@ struct Owner {
         ptx::cp_async_commit_group();
       }
     }
-    // What was copied for nobody.
+    // The last copies are waited for, although nothing reads them.
     ptx::cp_async_wait_group<0>();
   }
 };

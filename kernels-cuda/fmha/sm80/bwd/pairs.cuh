@@ -1,4 +1,4 @@
-// What becomes of a fragment of scores and of dP: rows are the owner's, columns those of the block that is walked.
+// P and dS of a fragment of scores and of dP: rows are the owner's, columns those of the block that is walked.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/common/seen_keys.cuh>

@@ -47,8 +47,8 @@ FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const v
   }
 }
 
-// A tile, of whose row r the elements are where `row_of(r)` says (null: zeros); `there_of(r, column)` of the sixteen
-// bytes from a column on are there. Not waited for.
+// Copies a tile without waiting for it. Row r's elements are at `row_of(r)` (null: zeros), and of the sixteen bytes
+// from a column on `there_of(r, column)` exist.
 template <int bytes, int threads, class Tile, class RowOf, class ThereOf>
 FMHA_DEVICE void copy_tile(const Tile& tile, const void* any, RowOf row_of, ThereOf there_of) {
   using Elem = typename Tile::Elem;

@@ -1,4 +1,4 @@
-// What a warp does with its rows: S = Q K^T, P = exp2(S - row maximum), O += P V, all of S, P and O in registers. The
+// Work of a warp on its rows: S = Q K^T, P = exp2(S - row maximum), O += P V, all of S, P and O in registers. The
 // accumulator of S, packed, is the operand A of P V, so that P never leaves the warp.
 #pragma once
 #include <fmha/common/score_modifiers.cuh>
@@ -52,7 +52,7 @@ struct Consumer {
     }
   }
 
-  // What masks as data show the warp's rows of the block that is computed next.
+  // Class of the next block for the warp's rows by masks as data.
   BlockClass by_data = BlockClass::Edge;
 
   FMHA_DEVICE SeqSpan span() const {

@@ -16,7 +16,7 @@ namespace fmha::sm80 {
 // warps of a multiprocessor, each at a place of its own, are to find it in the instruction cache.
 FMHA_DEVICE constexpr int unrolled_steps(int keys) { return keys > 32 ? 2 : 8; }
 
-// s = Q K^T, K raw: lane l reads of key 8 g + l / 4 elements 2 (l % 4) and the next, and those eight further on.
+// s = Q K^T, K raw: lane l reads elements 2 (l % 4) and the next of key 8 g + l / 4, and those eight further on.
 template <FwdSpec spec, Sm80Tile tile, bool unit, class QTile, class Raw, int n, int sixteens>
 FMHA_DEVICE void raw_product_abt(mma::Accumulator<n> (&s)[sixteens], const QTile& q, const Raw& k, float descale) {
   constexpr int steps = QTile::dim / mma::kDepth<uint16_t>;
@@ -105,7 +105,7 @@ FMHA_DEVICE void raw_product_ab(mma::Accumulator<n> (&o)[sixteens], const mma::R
   }
 }
 
-// A row's part of such an O: of every span a quarter, the (l % 4)-th.
+// Part of a row of O that a lane has: a quarter of every span, the (l % 4)-th.
 template <FwdSpec spec, bool vectors, int n>
 FMHA_DEVICE void store_lane_rows(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor, bool stored) {
   constexpr int span = raw_span(n), eighth = span / 8;

@@ -85,7 +85,7 @@ template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1 && Loader<spec, tile, Keys>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
-  // Groups, in their order: Q with K(0), V(0), K(1), V(1), ... So many may be under way when one is waited for.
+  // Groups of copies are Q with K(0), V(0), K(1), V(1), ... This many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
   loader.load_q();
   typename Loader<spec, tile, Keys>::KeyRows keys = {};

@@ -8,7 +8,7 @@ namespace fmha::sm80 {
 
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void fwd_masked(const FwdParams& p, const TileSchedule& schedule, const MaskDataParams& masks) {
-  // What hides a key may hide a NaN of V, of which a kernel whose spec has no mask knows nothing.
+  // A mask that hides a key may hide a NaN of V, which a kernel whose spec has no mask does not look for.
   static_assert(spec.mask != MaskKind::Full, "sm80: masks as data hide keys");
   static_assert(tile.split_keys == 0 && !tile.pack_gqa, "sm80: whole sequences, rows of one head");
   fwd<spec, tile>(p, schedule, DataKeys{DataMasks{masks}});

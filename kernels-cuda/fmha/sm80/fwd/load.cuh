@@ -11,8 +11,8 @@ template <FwdSpec spec, Sm80Tile tile, class Keys = EveryKey>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int bytes = tile.copy_bytes, threads = num_consumers(tile);
-  // Few warps to a multiprocessor's scheduler, of which each issues the copies of many bytes: what a copy takes of it
-  // counts.
+  // Whether a multiprocessor's scheduler has few warps, each of which issues the copies of many bytes: the
+  // instructions of a copy then count.
   static constexpr bool has_few_warps = tile.warps == 1 || tile.split_keys > 0;
 
   const FwdParams& p;
@@ -33,8 +33,8 @@ struct Loader {
                               [](int32_t, int32_t column) { return elems_there<spec.head_dim_qk, Elem>(column); });
   }
 
-  // The key behind the last one that the i-th block of the tile has: beyond come zeros, and in the first block those
-  // that no query of the sequence sees, whose V may be NaN.
+  // End of the keys that the i-th block of the tile has: zeros come behind it, and in the first block in place of
+  // keys that no query of the sequence sees, whose V may be NaN.
   FMHA_DEVICE int32_t end_of_keys(int32_t i, int32_t first_key) const {
     return i == 0 ? min(work.seqlen_k, first_key + work.first_dirty) : work.seqlen_k;
   }

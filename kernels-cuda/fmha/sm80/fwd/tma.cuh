@@ -99,7 +99,7 @@ FMHA_DEVICE void fwd_tma(const FwdParams& p, const TileSchedule& schedule, const
   ptx::cp_async_wait_group<0>();
   ptx::bar_sync<num_consumers(tile)>(kConsumersBarrier);
   const bool announces = threadIdx.x % 32 == 0;
-  // Not a Slot, whose two numbers more are spilled at head dimension 128.
+  // Two plain numbers and not a Slot, whose two numbers more are spilled at head dimension 128.
 #pragma unroll 1
   for (int32_t i = 0; i < work.num_blocks; ++i) {
     const int32_t block = block_at(work, i), s = i % tile.stages;

@@ -34,18 +34,20 @@ FMHA_DEVICE consteval bool adds_from_registers(const Sm90BwdTile& tile) {
 FMHA_DEVICE consteval bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
 FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
 
-// A gradient each leaves room for dQ on its way out where a block's P are stored when those of the block before have
-// been read.
+// Whether one slot holds P: with a gradient each, dQ needs room on its way out, and a block's P are stored when those
+// of the block before have been read.
 FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
 
-// One warpgroup loads and stores, the others consume. A consumer has 64 keys of the block; or all of its 64 keys, and
-// 32 of the queries of S with a part of the dimension of dQ, dK and dV, or one of dK and dV.
+// Queries of a step of split dimensions. One warpgroup loads and stores, the others consume. A consumer has 64 keys
+// of the block; or, with split dimensions, all of its 64 keys, and 32 of the queries of S with a part of the
+// dimension of dQ, dK and dV, or one of dK and dV.
 constexpr int kSplitQueries = 32;
 FMHA_DEVICE consteval int num_consumers(const Sm90BwdTile& tile) {
   return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
 }
-// A cluster's CTAs have neighbouring key blocks of one head. Each adds its share of dQ's dimension for both, from both
-// CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q and dO for both.
+// Rank of this CTA in its cluster, whose CTAs have neighbouring key blocks of one head. Each adds its share of dQ's
+// dimension for both, from both CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q
+// and dO for both.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t cluster_rank() {
   return in_clusters(tile) ? blockIdx.x % cluster_size(tile) : 0;
@@ -247,8 +249,8 @@ struct Smem : ClusterSmem<spec, tile>, DropoutSmem<spec, tile>, OneProbsSmem<spe
   Barrier dq_added;                      // the store role's arrival: what it has added to a block is in memory
   Barrier dq_added_seen;                 // the releasing thread's arrival: it has waited for `dq_added`
   Barrier tile_index_full[kTileIndexSlots];   // the load role's arrival: the next tile's index is there
-  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, of the
-  // other's load role, when all of these have arrived there.
+  // One arrival per consumer warp and per thread of `kNumDqThreads`; in a cluster's first CTA one more, by the other
+  // CTA's load role once all of these have arrived there.
   Barrier tile_index_empty[kTileIndexSlots];
   int32_t tile_index[kTileIndexSlots];
   int32_t dq_is_first;  // beside `dq_admitted`, or `dq_empty[0]`: nothing has been added to the block yet

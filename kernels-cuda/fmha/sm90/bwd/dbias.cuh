@@ -150,7 +150,7 @@ struct BiasConsumer {
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
     // A hidden V or dO may have made NaN of 0.
     if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at.first_query);
-    // So may rows behind the sequence.
+    // Rows behind the sequence may be NaN too.
     if (work.span.seqlen_q - at.first_query < tile.block_m) {
       const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();
 #pragma unroll

@@ -86,7 +86,7 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
     const int64_t key = first_key + (splits_dims(tile) ? 0 : consumer * mma::kRows) + warp * 16 + quad;
     if (key >= span.seqlen_k || column >= dim) continue;
     const float* from = first_part + consumer * share + (group * mma::kWarpgroup + warp * 32 + quad * 4) * 4;
-    // So that a lone part keeps its zeros' signs, as a tile with all query heads does.
+    // Sums begin at -0, so that a lone part keeps its zeros' signs, as a tile with all query heads does.
     float sums[2][8];
 #pragma unroll
     for (int e = 0; e < 16; ++e) sums[e / 8][e % 8] = -0.f;

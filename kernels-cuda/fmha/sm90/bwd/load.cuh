@@ -73,7 +73,7 @@ struct Loader {
     slot.advance();
   }
 
-  // A head's LSE and delta are there, where they are made beside the products.
+  // Waits until a head's LSE and delta are made, where they are made beside the products.
   FMHA_DEVICE void wait_for_delta(const Work& work, int32_t i_head) const {
     const int32_t head = work.span.i_batch * p.fwd.num_heads_q + i_head;
     if (head < schedule.num_first_query_heads) return;
@@ -96,7 +96,7 @@ struct Loader {
         head_of_delta = blocks.i_head;
       }
       load_queries(smem.q, smem.lse_log2, smem.q_full, smem.q_empty, q_slot, maps.q, p.lse_log2, work, blocks);
-      // Q's place is free before those of K and V are. S can start before V is there.
+      // K and V are loaded behind Q, whose place is free before theirs. S can start before V is there.
       if (first) {
         ptx::mbarrier_wait_parity(smem.kv_empty, tile_phase ^ 1);
         ptx::mbarrier_arrive_expect_tx(smem.k_full, S::KTile::tile_bytes);

@@ -72,7 +72,7 @@ struct KeptBits {
   }
 
  private:
-  // Calls made beside each other.
+  // Philox calls whose instructions are interleaved.
   static constexpr int kCalls = 2;
 
   template <int begin, int end, class RowOf>
@@ -178,8 +178,8 @@ struct Modifiers {
     }
     return biases;
   }
-  // There are no elements behind the lengths: zeros. One pointer moves on from column to column, since the addresses
-  // of all would take the registers of as many scores.
+  // Elements behind the lengths do not exist: they count as zeros. One pointer moves from column to column, since the
+  // addresses of all would take the registers of as many scores.
   template <bool whole>
   FMHA_DEVICE void fetch(Biases& biases) const {
     constexpr int elem_bytes = size_bytes(kFwd.dtype_bias);

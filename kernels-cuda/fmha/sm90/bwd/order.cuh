@@ -7,8 +7,9 @@
 
 namespace fmha::sm90::bwd {
 
-// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first, which masks leave
-// to the first ones, one of every head in turn. Ordered additions behind a mask have a launch order of their own.
+// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
+// them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch
+// order of their own.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
   const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
@@ -104,7 +105,7 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
   return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};
 }
 
-// A block's first row among those of `lse_log2`, `delta` and the sums of dQ.
+// First row of a block among those of `lse_log2`, `delta` and the sums of dQ.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int64_t first_row_of(const BwdParams& p, const Work& work, const QueryBlocks& blocks) {
   return stats_offset(p, work.span, blocks.i_head, blocks.current * tile.block_m);

@@ -61,8 +61,8 @@ struct Pairs {
     return first_query < work.uncut.begin || first_query >= work.uncut.end;
   }
 
-  // Whether no query of a block sees any of the warpgroup's keys: those of the upper half of a key block's first
-  // block on the diagonal.
+  // Whether no query of a block sees any of the warpgroup's keys: so it is for the upper half of a key block in its
+  // first block on the diagonal.
   FMHA_DEVICE bool sees_none(const Work& work, int32_t first_query) const {
     const int32_t first = first_key(work), last = min(first + mma::kRows, work.keys.end) - 1;
     return first > last || mask_of(work).skips(first_query, first_query + columns - 1, {first, last + 1});

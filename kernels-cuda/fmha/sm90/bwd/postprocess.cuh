@@ -33,7 +33,7 @@ FMHA_DEVICE void sink_gradient(const BwdParams& p, int32_t i_head) {
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void postprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   wait_for_launch_before();
-  // CTAs: those of query blocks, then a head of dSink each.
+  // The first CTAs finish dQ, `ctas` of them for each query block; behind them there is one for each head of dSink.
   constexpr int ctas = finish_ctas<spec, tile>();
   const int32_t num_of_blocks = finishes_dq(tile) ? 0 : num_q_blocks_of_all(p, schedule) * ctas;
   if (spec.write_dsink && int32_t(blockIdx.x) >= num_of_blocks) {

@@ -47,7 +47,7 @@ struct FarQueries {
     const float lse = p.fwd.lse[lse_offset(p.fwd, span, i_head, i)];
     return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)]);
   }
-  // This warp's share of a head's far queries.
+  // Computes this warp's share of a head's far queries.
   template <class Row>
   FMHA_DEVICE void for_each(int32_t i_head, Row row) const {
 #pragma unroll 1
@@ -170,7 +170,7 @@ FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& sched
   }
 }
 
-// The keys of a tile of which `warps`, a bit each, found dK or dV that are not finite.
+// Computes again the keys of a tile for which `warps`, a bit each, found dK or dV that are not finite.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);

@@ -28,7 +28,7 @@ FMHA_DEVICE int32_t first_key_of_other(const Work& work) {
 }
 
 // Calls `run` for each tile of this CTA: its own, and where CTAs are persistent those whose index the load role takes
-// from the scheduler's counter. Of each warp `signals` is true in one lane of those that call.
+// from the scheduler's counter. `signals` is true in one lane of each calling warp.
 template <Sm90BwdTile tile, class Shared, class Run>
 FMHA_DEVICE void for_each_tile(const Sm90BwdSchedule& schedule, Shared& smem, bool signals, Run run) {
   if constexpr (!tile.persistent && splits_dims(tile) && adds_from_registers(tile)) {
@@ -110,20 +110,20 @@ FMHA_DEVICE int32_t num_parts(const Sm90BwdSchedule& schedule) {
   return tile.head_parts ? schedule.num_head_parts * schedule.num_query_parts : 1;
 }
 
-// Whether a sequence's parts are by its own lengths, those of the schedule being by the longest: of packed sequences
-// whose additions have an order, so that a sequence's bits do not depend on the batch. Tiles of parts that a sequence
-// has not are empty.
+// Whether a sequence has parts by its own lengths, while the schedule's are by the longest: so it is for packed
+// sequences whose additions have an order, so that a sequence's bits do not depend on the batch. Parts beyond a
+// sequence's own are empty tiles.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool has_own_parts() {
   return tile.head_parts && spec.deterministic && spec.fwd.q_layout == QLayout::Packed;
 }
-// Whether each part leaves sums of dK and dV of its own, which a launch adds in their order (head_sums.cuh): of ordered
-// additions where lengths are equal. Else parts add to the same sums.
+// Whether each part has sums of dK and dV of its own, which a launch adds in their order (head_sums.cuh): so it is
+// for ordered additions where lengths are equal. Otherwise parts add to the same sums.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
   return spec.deterministic && !has_own_parts<spec, tile>();
 }
-// The numbers of a key among them, of dV and dK; and those of all.
+// Numbers of a key among the sums, of dV and dK; and the number of all.
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
 template <BwdSpec spec, Sm90BwdTile tile>

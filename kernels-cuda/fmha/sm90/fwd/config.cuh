@@ -37,8 +37,8 @@ FMHA_DEVICE consteval int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 // Warps 0, 2 and 3; warp 1 is the schedule role's.
 using CopyThreads = CopyWarps<0, 0b1101>;
 FMHA_DEVICE consteval int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
-// The next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies in pieces
-// of which one is spare.
+// Whether the next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies
+// in pieces of which one is spare.
 FMHA_DEVICE consteval bool looks_ahead(const Sm90Tile& tile) { return tile.lookahead != Lookahead::Off; }
 FMHA_DEVICE consteval bool splits_q(const Sm90Tile& tile) { return tile.lookahead == Lookahead::SparePiece; }
 // A block's P V of 8-bit operands is added to O in f32 registers.
@@ -52,8 +52,8 @@ FMHA_DEVICE consteval bool widens_v(const FwdSpec& spec, const Sm90Tile& tile) {
 FMHA_DEVICE consteval DType operand_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return widens_v(spec, tile) ? DType::F16 : spec.dtype_v;
 }
-// Whether a row-major V is turned in shared memory: wgmma reads tiles of 8-bit elements along their rows alone, and
-// those of V have to be along the keys (turn_values.cuh).
+// Whether a row-major V is transposed in shared memory: wgmma reads tiles of 8-bit elements along their rows alone,
+// and those of V have to be along the keys (turn_values.cuh).
 FMHA_DEVICE consteval bool turns_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return is_fp8(operand_v(spec, tile)) && spec.v_layout == VLayout::RowMajor;
 }
@@ -152,7 +152,7 @@ FMHA_DEVICE consteval int num_bias_slots(const Sm90Tile& tile) { return num_cons
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 
-// V as it lies in memory.
+// Shape of V as it lies in memory.
 template <FwdSpec spec, Sm90Tile tile>
 using RawTile = SmemTile<Storage<spec.dtype_v>, spec.v_layout == VLayout::ColMajor ? padded_dim(spec.head_dim_v) : tile.block_n,
                          spec.v_layout == VLayout::ColMajor ? tile.block_n : padded_dim(spec.head_dim_v)>;

@@ -131,7 +131,7 @@ struct Consumer {
     return !ptx::bar_red_and<mma::kWarpgroup>(kWorkWanted + 1 + index, !value);
   }
 
-  // Ping-pong: named barrier 1 + w tells warpgroup w that it may issue its products.
+  // Waits until this warpgroup may issue its products (ping-pong): named barrier 1 + w is warpgroup w's.
   FMHA_DEVICE void wait_ping_pong() const {
     if constexpr (takes_turns) ptx::bar_sync<2 * mma::kWarpgroup>(1 + index);
   }
@@ -572,7 +572,8 @@ struct Consumer {
 #pragma unroll 1
       for (; block >= exact_down_to; --block) step(block, has_hi && is_edge(block), block == 0);
       if (block < 0) return;
-      // The vote of a warp is uniform, and ptxas can prove it: otherwise slot indices leave the uniform registers.
+      // The vote of a warp is uniform, and ptxas can prove it: otherwise slot indices would not stay in uniform
+      // registers.
       if constexpr (marks_raised) raised = sees_mark();
       if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(block)))) {
         if constexpr (takes_three) {

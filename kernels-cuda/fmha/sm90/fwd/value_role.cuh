@@ -9,7 +9,8 @@
 
 namespace fmha::sm90 {
 
-// Named barrier: what the role's warps have zeroed is zero for both. Above those of the votes.
+// Named barrier behind which the zeros of both of the role's warps are visible to both. Its number lies above those
+// of the votes.
 constexpr int kValuesZeroed = 12;
 
 template <FwdSpec spec, Sm90Tile tile>

@@ -12,7 +12,7 @@
 
 namespace fmha::sm90 {
 
-// Eight elements to f16. Those of e5m2 are the upper halves of f16.
+// Converts eight elements to f16. Codes of e5m2 are the upper halves of f16.
 template <DType dtype>
 FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t second) {
   if constexpr (dtype == DType::E5m2) {
@@ -44,7 +44,7 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
   constexpr int stride = kValueWarps * rows;
 #pragma unroll 1
   for (int32_t group = warp; group < groups; group += at_once * kValueWarps) {
-    // A group whose turn it would be after the last is not there.
+    // The last iteration has no next group.
     const auto there = [&](int item) {
       return groups % (at_once * kValueWarps) == 0 || group + item / steps * kValueWarps < groups;
     };

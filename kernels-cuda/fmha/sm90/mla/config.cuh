@@ -21,15 +21,15 @@ constexpr int kSpan = 64;   // columns of a chunk, 128 bytes
 constexpr int kWarpgroup = mma::kWarpgroup;
 constexpr int kNumThreads = 3 * kWarpgroup;  // one warpgroup loads, two consume
 
-// Registers of a thread, by role: within those of the launch, which is all that `setmaxnreg` deals out. With 96 and
-// twice 208, which the multiprocessor has, an H200 waits for ever. Loading takes more where it widens.
+// Registers of a thread, by role, within those of the launch, which is all that `setmaxnreg` deals out. With 96 and
+// twice 208, which the multiprocessor has, an H200 waits for ever. The load role has more where it widens.
 constexpr int kLaunchRegs = 65536 / kNumThreads / 8 * 8;
 struct Regs {
   int load, consume;
 };
 FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.stored) ? Regs{88, 208} : Regs{72, 216}; }
 
-// Whether threads copy every row from where it lies. Barriers count such copies as they land, and the thread that
+// Whether threads copy every row by its own address. Barriers count such copies as they land, and the thread that
 // waits for one puts the fence between them and the tensor cores' reads.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
 
@@ -127,7 +127,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
   }
 };
 
-// This CTA's place in its cluster, whose CTAs have neighbouring tiles of rows and walk the same blocks.
+// Place of this CTA in its cluster, whose CTAs have neighbouring tiles of rows and walk the same blocks.
 template <Sm90MlaTile tile>
 FMHA_DEVICE uint32_t rank_in() { return tile.cluster > 1 ? blockIdx.x % tile.cluster : 0; }
 

@@ -112,7 +112,7 @@ struct Consumer {
       follow(r, new_max[r], shift[r]);
     }
   }
-  // The running maximum of a row is another one.
+  // Rescales a row's sum to another running maximum.
   FMHA_DEVICE void follow(int r, float row_max, float& shift) {
     RowStats& row = softmax.rows[r];
     shift = RowSoftmax::shift_of(finite_or_zero(row_max), scale_log2);
@@ -135,7 +135,7 @@ struct Consumer {
       probs.elems[word / 4][word % 4] = ptx::cvt_rn_x2<spec.dtype_v>(s[2 * word], s[2 * word + 1]);
     }
   }
-  // P to shared memory, and with the running maxima to the other warpgroup.
+  // Stores P to shared memory, and hands it with the running maxima to the other warpgroup.
   FMHA_DEVICE void hand_over() {
     // All warps have read the memory that takes P: the tail, by products of scores, where V is in K; otherwise the
     // chunk, by products with the other warpgroup's P.
@@ -211,7 +211,7 @@ struct Consumer {
     hand_over();
     finish_and_release(group);
   }
-  // The other's block: products with its half of V.
+  // Multiplies the other warpgroup's P of a block by this one's half of V.
   FMHA_DEVICE void do_other(int32_t i) {
     adopt_maxima();
     rescale();
@@ -220,8 +220,8 @@ struct Consumer {
     finish_and_release(other);
   }
 
-  // Blocks in their order. A slot is refilled while the other one's block is computed; what the products of a block
-  // have read is released before the scores of the next one are waited for.
+  // Walks the blocks in order. A slot is refilled while the other slot's block is computed; memory that the products
+  // of a block have read is released before the scores of the next one are waited for.
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();

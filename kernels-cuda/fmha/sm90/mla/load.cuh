@@ -150,7 +150,7 @@ struct Loader {
   const uint32_t bytes_of_lane = fmha::mma::word_offset<Chunk>(lane_row, (lane % 4 + lane / 4 % 2 * 4) * 8);
   const uint32_t wide_of_lane = fmha::mma::word_offset<Chunk>(lane_row, lane % 4 * 16);
 
-  // Address of the lane's bytes of chunk `at` of a part of so many chunks; beyond them, of the tail.
+  // Address of the lane's bytes of chunk `at` of a part of `count` chunks; beyond them, of the tail.
   template <int count>
   FMHA_DEVICE uint32_t bytes_at(const Part& part, int32_t at) const {
     const int32_t half = count + at;

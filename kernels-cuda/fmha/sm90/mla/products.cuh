@@ -11,7 +11,7 @@ using Probs = mma::RegisterTile<uint16_t, kKeys>;
 
 constexpr int kDepth = mma::kDepth<uint16_t>;
 
-// d (+)= sign * A B^T over so many chunks. Issues, opens and closes no group.
+// d (+)= sign * A B^T over `chunks` chunks. Issues, opens and closes no group.
 template <DType dtype, int sign, int chunks, class Chunk>
 FMHA_DEVICE void issue_abt(Scores& d, const Chunk* a, const Chunk* b, bool adds) {
   constexpr int steps_per_chunk = kSpan / kDepth;
@@ -49,7 +49,7 @@ FMHA_DEVICE void start_other(Output& o, const Chunk& p, const Chunk* v) {
   ptx::wgmma_commit_group();
 }
 
-// P into a chunk, where the products of the other warpgroup read it.
+// Stores P into a chunk, where the products of the other warpgroup read it.
 template <class Chunk>
 FMHA_DEVICE void store_probs(const Chunk& to, const Probs& p) {
   const int32_t lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;

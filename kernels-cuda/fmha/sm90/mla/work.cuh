@@ -1,4 +1,4 @@
-// A CTA's work: which rows of which sequence, and which of the keys.
+// Work of a CTA: its rows of a sequence and head, and its keys.
 #pragma once
 #include <fmha/common/part_keys.cuh>
 #include <fmha/mask.h>

@@ -44,7 +44,7 @@ struct Maybe<false, T> {
   using type = Nothing;
 };
 
-// Walked rows in LDS, in those of the two forms that products read: `rows` for scores and dP, `columns` for sums.
+// Walked rows in LDS, in the forms that products read: `rows` for scores and dP, `columns` for sums.
 template <class Rows, class Columns, bool by_row, bool by_column>
 struct WalkedForms {
   static constexpr bool has_rows = by_row, has_columns = by_column;
@@ -103,8 +103,8 @@ FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
                              p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
 }
 
-// Workgroups: blocks of own rows, those that see most first, of every head in turn. Workgroups are dealt to the XCDs
-// one after another, so that where heads are a multiple of them those of a head share an L2.
+// Order of the workgroups: blocks of own rows, those that see most first, and for each block all heads. Workgroups
+// are dealt to the XCDs one after another, so that where heads are a multiple of them those of a head share an L2.
 template <class U>
 FMHA_DEVICE Job job_of(const FwdParams& p) {
   constexpr MatrixBwdTile tile = U::tile;

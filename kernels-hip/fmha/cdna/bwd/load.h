@@ -160,7 +160,8 @@ struct BlockLoad {
     if (alike || loads_score) score.issue(from, thread);
     else value.issue(from, thread);
     if constexpr (!C::queries_own) {
-      // Stats are there for whole blocks of 32 queries; behind them a tile's block is past the lengths, and skipped.
+      // LSE and delta exist for whole blocks of 32 queries; behind them a tile's block is past the lengths, and
+      // skipped.
       const int32_t query = min(first + thread % tile.columns, int32_t(params.bwd.stats_batch) - 1);
       if (loads_stats) stat = stats[i_head * params.bwd.stats_head + query];
     }

@@ -1,5 +1,5 @@
-// What stands before and behind the products, a wave to a row: LSE and delta of each query before; behind, the rows
-// whose gradients the products cannot sum, dBias and dSink. All by the rules of fmha/row_bwd.h.
+// Launches before and behind the products, a wave to a row: LSE and delta of each query before; behind, the rows
+// whose gradients the products cannot sum, dBias and dSink. All follow the rules of fmha/row_bwd.h.
 //
 // Rows that are computed again, from memory, pair by pair:
 //   far     dQ of a query whose LSE is so large that P is to be measured from an origin of its own, and dK and dV of
@@ -25,7 +25,8 @@ FMHA_DEVICE int64_t num_key_words(const BwdParams& p) {
 // to a number's bits, those of the largest would become 0.
 FMHA_DEVICE float usual_nan(float x) { return is_nan(x) ? float_of(0x7fc00000) : x; }
 
-// The word of rows `first` ...: those of dQ, then of dK (with dV, where one launch sums both), then of dV.
+// Address of the flags of rows `first` ...: those of dQ, then of dK (with dV, where one launch sums both), then of
+// dV.
 FMHA_DEVICE int32_t* nonfinite_of(const BwdParams& p, BwdSums sums, int32_t i_batch, int32_t head, int32_t first) {
   if (sums == BwdSums::Dq) {
     return p.non_finite + (int64_t(i_batch) * p.fwd.num_heads_q + head) * ceil_div(p.fwd.seqlen_q, kRowsOfWord) +

@@ -7,7 +7,7 @@
 
 namespace fmha::cdna::bwd {
 
-// The walk's place: blocks of a head, then those of the next.
+// Position of the walk: blocks of a head, then those of the next.
 struct Place {
   int32_t i_head, i_block;
   FMHA_DEVICE void advance(const Blocks& blocks) {
@@ -157,7 +157,7 @@ FMHA_DEVICE void main(const MatrixBwdParams& params) {
     }
   }
   if constexpr (U::spec.mask != MaskKind::Full) {
-    // One of two waves that share a word may have no row: it leaves zeros.
+    // A wave without rows, of two that share a word, stores zeros.
     const int32_t first_of_word = U::edge == kRowsOfWord ? first : first / kRowsOfWord * kRowsOfWord;
     if (first_of_word >= end) return;
     float zero = 0.f;

@@ -32,8 +32,7 @@ struct Config {
   static constexpr int pv_steps = kTileKeys / 16;
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
-  // Steps whose columns of K are those of V in latent rows, however they are read, and those of them that are read
-  // once for both.
+  // Steps whose columns of K are columns of V too, in latent rows; and how many of them are read once for both.
   static constexpr int steps_of_v = column_waves > 1 && spec.head_dim_qk == spec.head_dim_v + 64 ? wave_columns / 16 : 0;
   static constexpr int latent_steps = spec.v_in_k ? steps_of_v : 0;
   static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
@@ -61,7 +60,7 @@ FMHA_DEVICE constexpr int first_elem(int step, int half, int i_wave) {
 // Key of register or element `j` of step `step` of P V, within a tile: where K Q left its probability.
 FMHA_DEVICE constexpr int key_of(int step, int j, int half) { return acc_row(8 * step + j, half); }
 
-// The wave's number among those that share their rows' columns.
+// Number of the wave among those that share their rows' columns.
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE int column_wave() {
   return Config<spec>::column_waves == 1 ? 0 : v_readfirstlane_b32(thread_idx() / kWaveSize);

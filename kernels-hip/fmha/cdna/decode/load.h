@@ -95,7 +95,7 @@ struct KTile {
   static constexpr int words = C::steps_of_load * 2 * C::stored_bytes;  // of a load
   Vec<uint32_t, words> chunks[loads];
 
-  // Columns from step `latent_steps` on; those before come with V.
+  // Loads the columns from step `latent_steps` on; those before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
     const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
@@ -140,7 +140,8 @@ struct VTile {
         const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
         load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
       }
-      // Keeps the addresses of both halves from being live together: rows of 512 leave no registers for that.
+      // The barrier keeps the addresses of both halves from being live together: rows of 512 leave no registers for
+      // that.
       if constexpr (C::column_waves > 1) sched_barrier();
     }
   }

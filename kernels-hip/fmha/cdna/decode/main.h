@@ -58,7 +58,7 @@ struct Wave {
     return key < job.span.seqlen_k && visible(job.band, query, key);
   }
 
-  // Mask by the tree mask, which covers the last keys, as many as there are queries.
+  // Whether the lane's row sees a key by the tree mask, which covers the last keys, as many as there are queries.
   FMHA_DEVICE bool sees_in_tree(const CdnaDecodeParams& params, int32_t key) const {
     const int32_t bit = key - (job.span.seqlen_k - job.span.seqlen_q);
     if (bit < 0 || bit >= job.span.seqlen_q) return bit < 0;
@@ -74,7 +74,7 @@ struct Wave {
     return block_class(job.band, job.queries, keys) != BlockClass::Inside;
   }
 
-  // Over the wave's columns. `latent`: those of K that came with V.
+  // Computes scores over the wave's columns. `latent`: the columns of K that came with V.
   template <class Latent>
   FMHA_DEVICE Acc scores(const KTile<spec>& k, const Latent& latent) const {
     Acc s = {};
@@ -98,7 +98,8 @@ struct Wave {
     } else {
       s *= p.softmax_scale;
     }
-    // Rounded here: a multiply-add with the maximum would leave half a last place of a large score.
+    // The product is rounded by itself: a multiply-add with the maximum would keep the rounding error of a large
+    // score.
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float rounded = s[i];
@@ -285,8 +286,8 @@ template <CdnaDecodeSpec spec>
 FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   int32_t at = workgroup_idx() * params.waves_of_group + v_readfirstlane_b32(thread_idx() / kWaveSize);
   if constexpr (Config<spec>::column_waves > 1) {
-    // Workgroups are dealt to the dies in turn: those with other rows of the same keys are kept on one, whose L2 has
-    // the keys.
+    // Workgroups are dealt to the dies round-robin; those with other rows of the same keys stay on one die, whose L2
+    // has the keys.
     const int32_t num_xcds = params.num_xcds, turn = workgroup_idx() / num_xcds;
     const int32_t keys = turn / params.row_blocks * num_xcds + workgroup_idx() % num_xcds;
     at = keys * params.row_blocks + turn % params.row_blocks;

@@ -34,7 +34,7 @@ struct SeenTiles {
     const Range rows = {0, span.seqlen_q};
     const Range seen = k_range(band, rows, span.seqlen_k);
     const int32_t sinks = ceil_div(sink_range(band, rows, span.seqlen_k).end, kShareKeys), first = seen.begin / kShareKeys;
-    // Sink columns that meet the other keys are one run with them.
+    // Sink columns that meet the other keys form one run with them.
     const bool meet = sinks >= first;
     const int32_t begin = meet ? 0 : first, before = meet ? 0 : sinks;
     // Rows that see nothing have a tile, in which they learn it.
@@ -97,7 +97,7 @@ class Piece {
     if (at_ < end_ || leaves) find(params, leaves);
   }
 
-  // Values in lanes of one register: as scalars they would have no room beside those of the walk.
+  // Values that lie in lanes of one register: there is no room for more scalars beside those of the walk.
   FMHA_DEVICE int parked() const {
     const int lane = opaque_thread_idx() % kWaveSize;
     int lanes = i_rows_;
@@ -168,7 +168,7 @@ class Piece {
     return rounds >= kLeastRounds ? max(rounds * params.round / pieces, 1) : stretches;
   }
 
-  // Finds the sequence that the piece begins in; where `leaves` tells the merge where each begins.
+  // Finds the sequence in which the piece begins; with `leaves` it stores for the merge where each sequence begins.
   FMHA_DEVICE void find(const CdnaDecodeParams& params, bool leaves) {
     int32_t FMHA_GLOBAL* const table = (int32_t FMHA_GLOBAL*)params.shares + kSharesHeader;
     const int32_t batch = params.call.fwd.batch;
@@ -229,7 +229,7 @@ class Piece {
   static FMHA_DEVICE int32_t lane() { return thread_idx() % kWaveSize; }
 };
 
-// Places of a row's parts: so many, every `step`-th from part `first` on.
+// Places of a row's parts, every `step`-th from part `first` on.
 struct PartsOfRow {
   int32_t first, step, count;
 

@@ -77,7 +77,8 @@ struct BlockCopy {
       stage.value.copy(query_rows(params.bwd.dout, job, i_head, first, v));
       const int thread = opaque_thread_idx(), row = thread % tile.columns;
       if (thread >= 2 * tile.columns) return;
-      // Stats are there for whole blocks of 32 queries; behind them a tile's block is past the lengths, and skipped.
+      // LSE and delta exist for whole blocks of 32 queries; behind them a tile's block is past the lengths, and
+      // skipped.
       const int32_t query = min(first + row, int32_t(params.bwd.stats_batch) - 1);
       const int64_t at = stats_offset(params.bwd, job.span, i_head, query);
       if (thread < tile.columns) stage.stats.lse_log2[row] = params.bwd.lse_log2[at];
@@ -119,7 +120,7 @@ struct OnWmma {
 
   using Tanh = ExactTanh;
 
-  // Nothing: what a lane's addresses are is worked out where they are used.
+  // Empty: a lane's addresses are worked out where they are used.
   struct Lanes {
     FMHA_DEVICE void find() {}
     FMHA_DEVICE Nothing score() const { return {}; }

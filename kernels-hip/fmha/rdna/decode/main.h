@@ -220,7 +220,7 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
           !needs_no_mask<spec, tile>(job, job.queries, first_key));
       s_barrier();  // all waves have copied the tile, and may read it
-      // These are, on the last step, the last tile's places again, which nothing reads.
+      // The last step takes the last tile's places again, which nothing reads.
       const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
       // Keeps the products before the branch in `put`. Behind it, all operands of V would be kept until then: 442

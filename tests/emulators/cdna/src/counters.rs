@@ -17,7 +17,8 @@ pub struct Counters {
     pub useful_waits: BTreeSet<u64>,
     /// Addresses of the `s_waitcnt` and `s_barrier` that were executed. Filled only while checking.
     pub synchronised: BTreeSet<u64>,
-    /// LDS instructions measured. This and what follows only with [`crate::Options::profile`].
+    /// LDS instructions measured. This counter and those behind it count only with
+    /// [`crate::Options::profile`].
     pub lds_accesses: u64,
     /// Cycles those need when no two lanes of a cycle fall into one bank.
     pub lds_cycles_min: u64,
@@ -48,7 +49,7 @@ impl Counters {
         self.executed[class as usize]
     }
 
-    /// Takes in what another launch, or another workgroup, counted.
+    /// Adds the counts of another launch or workgroup.
     pub fn add(&mut self, other: &Self) {
         for (sum, count) in self.executed.iter_mut().zip(other.executed) {
             *sum += count;

@@ -106,7 +106,7 @@ pub struct KernelInfo {
     pub scratch_bytes: u32,
     /// Registers per lane as the compiler counts them, vector and accumulator together.
     pub vgpr_count: u32,
-    /// Accumulator registers among them.
+    /// Accumulator registers, which `vgpr_count` includes.
     pub agpr_count: u32,
     /// Scalar registers.
     pub sgpr_count: u32,

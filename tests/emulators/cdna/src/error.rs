@@ -89,7 +89,7 @@ pub struct Fault {
     pub workgroup: [u32; 3],
     /// Wave in the workgroup.
     pub wave: u32,
-    /// The first lane concerned, where one is.
+    /// The first lane concerned, if lanes are.
     pub lane: Option<u32>,
     /// Details of the fault.
     pub detail: String,

@@ -15,7 +15,7 @@ pub(crate) const EXEC: u8 = 126;
 /// A source operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Src {
-    /// No such operand.
+    /// The operand is absent.
     None,
     /// First of the vector registers.
     V(VReg),

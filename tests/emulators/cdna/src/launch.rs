@@ -67,7 +67,7 @@ pub struct Module {
 }
 
 impl Module {
-    /// The kernels in it.
+    /// Kernels of the module.
     #[must_use]
     pub fn kernels(&self) -> &[KernelInfo] {
         &self.object.kernels
@@ -489,7 +489,8 @@ impl Run<'_> {
         if descriptor.rsrc2 >> 10 & 1 == 1 {
             push(wave, &[0]);
         }
-        // From gfx942 on scratch has its own registers; gfx90a gets the wave's offset, 0: scratch is the lane's own.
+        // gfx90a gets the wave's scratch offset, 0, since scratch is the lane's own; from gfx942 on scratch
+        // has its own registers.
         if descriptor.rsrc2 & 1 == 1 && self.device.arch == Arch::Gfx90a {
             push(wave, &[0]);
         }
@@ -500,7 +501,7 @@ impl Run<'_> {
             wave.v[0].0[l as usize] = x | y << 10 | z << 20;
         }
         wave.checks.define(0, launched);
-        // With preloaded arguments execution begins behind the 256 bytes that load them.
+        // Execution with preloaded arguments begins behind the 256 bytes that load them.
         let entry = self.info.entry + if preload > 0 { 256 } else { 0 };
         wave.pc = self.module.program.index_of(entry).ok_or_else(|| {
             LaunchError::Refused(format!("entry 0x{entry:x} of kernel {} is no instruction", self.info.name))

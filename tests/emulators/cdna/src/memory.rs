@@ -48,7 +48,7 @@ pub(crate) struct Allocation {
 
 // SAFETY: both pointers own their memory, which lives until `drop`; every access goes through atomics.
 unsafe impl Send for Allocation {}
-// SAFETY: as above.
+// SAFETY: both pointers own their memory, which lives until `drop`; every access goes through atomics.
 unsafe impl Sync for Allocation {}
 
 impl Drop for Allocation {

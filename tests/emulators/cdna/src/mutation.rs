@@ -34,7 +34,7 @@ enum Outcome {
     Caught(String),
     /// No report, and nothing that the instruction would have waited for.
     Idle,
-    /// No report; whether memory came out the same.
+    /// The mutant was not reported; whether memory came out equal.
     Survived(bool),
 }
 
@@ -192,14 +192,14 @@ fn outcome(inst: &Instruction, launch: &Recording, sound: &Ended) -> Outcome {
     }
 }
 
-/// Puts reasons to survivors; returns those that have none.
+/// Adds reasons to survivors; returns those without one.
 fn explain(arguments: &Arguments, rows: &mut Rows) -> Vec<String> {
     let mut unexplained = Vec::new();
     for ((place, mnemonic), row) in rows.iter_mut().filter(|(_, row)| !row.survived.is_empty()) {
         let line = line_text(place, &arguments.sources);
         let fits = |reason: &&[String; 3]| *mnemonic == reason[0] && line.contains(reason[1].as_str());
         match arguments.reasons.iter().find(fits) {
-            // Other results are a fault, whatever the reason.
+            // A survivor whose results differ is a fault, whatever its reason.
             Some(reason) if row.survived.iter().all(|one| one.ends_with("the same results")) => {
                 row.reason.clone_from(&reason[2]);
             }

@@ -11,7 +11,7 @@ macro_rules! ops {
             Memory,
             /// A matrix instruction: [`crate::exec::mfma::Shape`] says which.
             Mfma,
-            /// RDNA's matrix instruction: [`crate::exec::wmma`] goes by its name.
+            /// RDNA's matrix instruction, which [`crate::exec::wmma`] identifies by its name.
             Wmma,
             /// A vector comparison: the VOPC opcode in `imm` says which.
             Cmp,

@@ -8,7 +8,7 @@ use crate::elf::CodeObject;
 use crate::error::{LaunchError, LoadError};
 use crate::launch::{Device, Launch, Module, Options};
 
-/// A launch and what it starts from.
+/// A launch, and the memory from which it starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recording {
     /// The code object.

@@ -10,7 +10,7 @@ pub(crate) const VREGS: usize = 512;
 
 /// Slots behind the registers: three for sources that are no plain register, one for a result on its way.
 const SLOTS: usize = 4;
-/// The first of them.
+/// Index of the first slot.
 pub(crate) const SLOT: usize = VREGS;
 /// Slot in which a result waits for its modifiers.
 pub(crate) const RESULT: usize = VREGS + 3;
@@ -59,7 +59,7 @@ pub(crate) struct Wave {
     /// Private memory, `scratch_bytes` a lane.
     pub(crate) scratch: Vec<u8>,
     pub(crate) scratch_bytes: u32,
-    /// Which bytes of it hold something.
+    /// Bytes of scratch that hold something.
     pub(crate) scratch_defined: Vec<bool>,
     pub(crate) checks: RegChecks,
     /// Instructions executed.
@@ -108,7 +108,7 @@ impl Wave {
         &mut self.v[usize::from(reg) % VREGS]
     }
 
-    /// Every lane that there is is active.
+    /// Whether every lane of the wave is active.
     #[inline(always)]
     pub(crate) fn is_whole(&self) -> bool {
         self.exec() | self.absent == !0
@@ -124,7 +124,7 @@ impl Wave {
         }
     }
 
-    /// VCC: of a wave of 32 its low half alone.
+    /// VCC; for a wave of 32 its low half.
     #[inline(always)]
     pub(crate) fn vcc(&self) -> u64 {
         self.s64(VCC) & !self.absent

@@ -1,4 +1,4 @@
-//! Planted faults, each caught by its name, at its place.
+//! Planted faults, each reported by its name and place.
 
 mod common;
 

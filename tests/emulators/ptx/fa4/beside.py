@@ -1,6 +1,6 @@
 """Ours beside flash-attn-4's forward programs: one problem, one emulator, the same counters, as a table.
 
-    python beside.py --theirs COUNTERS.jsonl [--fmha target/release/fmha] [--page docs/kernels/sm100-fwd.md]
+    python beside.py --theirs COUNTERS.jsonl [--fmha target/release/fmha] [--page docs/measured/sm100-modelled.md]
 
 COUNTERS.jsonl is what `run.py --only s384x384 --counters` printed. Ours are counted by `fmha explain --emulate`. The table
 goes between the page's marks, or to the output.
@@ -48,7 +48,7 @@ def ours(fmha, dim, mask):
     for name, words in [("tensor_macs", "multiply-adds"), ("special_functions", "results at 16")]:
         found[name] = int(re.search(rf"(\d+) {words}", text)[1]) * tiles
     found["barrier_waits"] = int(re.search(r"(\d+) barrier waits", text)[1]) * tiles
-    # One sum there, of TMA's bytes too.
+    # The report has one sum of shared memory's bytes, from which TMA's are taken away.
     shared, copied = (int(re.search(words, text)[1]) for words in (r"shared memory, (\d+) bytes", r"(\d+) bytes by bulk"))
     found |= {"shared_passes": 0, "shared_matrix_bytes": (shared - copied) * tiles}
     found["warp_instructions"] = sum(found[name] for name in re.findall(r"\d+ warp instructions: (.+)", text))

@@ -12,7 +12,7 @@ pub struct Counters {
     pub divergences: u64,
     /// Bytes of shared memory that loads, stores and `ldmatrix` moved.
     pub shared_bytes: u64,
-    /// Passes over the banks of shared memory for them.
+    /// Passes over the banks of shared memory that these accesses took.
     pub shared_passes: u64,
     /// Passes beyond the least possible, those of `cp.async` too.
     pub bank_conflicts: u64,

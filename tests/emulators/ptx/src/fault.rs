@@ -109,7 +109,7 @@ impl Fault {
         Self::new(FaultKind::Unsupported, text)
     }
 
-    /// This fault, placed at a line unless it already has one.
+    /// Returns this fault, placed at a line unless it already has one.
     pub(crate) fn at(mut self, line: u32, source_line: u32) -> Self {
         if self.line == 0 {
             self.line = line;

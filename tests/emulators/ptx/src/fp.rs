@@ -137,7 +137,7 @@ pub(crate) fn bf16_to_f32(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// Nearest even, branch-free so that it vectorises.
+/// Rounds to nearest even, branch-free so that it vectorises.
 #[inline(always)]
 pub(crate) fn f32_to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
@@ -205,7 +205,7 @@ pub(crate) fn tf32(x: f32, round: Round) -> u32 {
 #[inline(always)]
 pub(crate) fn ex2(x: f32) -> f32 {
     let c = x.clamp(-152.0, 129.0);
-    // So large a sum has no place for a fraction, and its last bits are the whole number.
+    // The sum is so large that it has no fraction, and its last bits are the whole number.
     let sum = c + 12_582_912.0;
     let f = c - (sum - 12_582_912.0);
     let mut p = 1.525_273_4e-5f32;

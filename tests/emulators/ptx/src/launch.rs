@@ -15,7 +15,7 @@ use crate::op::{Code, Program};
 use crate::order::{Next, Order};
 use crate::parse::parse;
 
-/// When asynchronous operations complete.
+/// Time at which asynchronous operations complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Asynchrony {
     /// Completion at once: fast, and blind to missing waits.
@@ -46,7 +46,7 @@ pub enum RowShift {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Options {
-    /// When asynchronous operations complete.
+    /// Time at which asynchronous operations complete.
     pub asynchrony: Asynchrony,
     /// Track happens-before and report races, missing fences and registers in flight.
     pub happens_before: bool,
@@ -118,7 +118,7 @@ pub struct LaunchConfig {
 pub struct Report {
     /// Totals over all blocks.
     pub counters: Counters,
-    /// Warp instructions by what they do.
+    /// Warp instructions by kind.
     pub instructions: BTreeMap<&'static str, u64>,
     /// Warp instructions executed on each PTX line.
     pub lines: BTreeMap<u32, u64>,

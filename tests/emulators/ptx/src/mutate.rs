@@ -61,7 +61,7 @@ impl<'a> Found<'a> {
             && before.lines().any(|line| line.trim().strip_suffix(':') == Some(self.operands))
     }
 
-    /// Nothing in its place.
+    /// An instruction without effect, in place of this one.
     fn skipped(&self) -> String {
         format!("{} nanosleep.u32 0", self.guard)
     }

@@ -30,7 +30,7 @@ enum Outcome {
     NotExecuted,
     /// The report's name.
     Caught(String),
-    /// No report; whether memory came out the same.
+    /// The mutant was not reported; whether memory came out equal.
     Survived(bool),
 }
 
@@ -51,7 +51,7 @@ struct Survivor {
     reason: Option<String>,
 }
 
-/// Place (innermost line first), opcode, what was done.
+/// Key of a mutant: place (innermost line first), opcode, and the change.
 type Key = (Vec<SourceLine>, String, &'static str);
 
 fn arguments(words: impl Iterator<Item = String>) -> Result<Arguments, String> {

@@ -12,7 +12,7 @@ const LARGEST_PIECE: u64 = 20_000;
 
 /// Cluster to run next.
 pub(crate) enum Next {
-    /// The cluster of this index, from its start.
+    /// A cluster, by its index, from its start.
     Fresh(u32),
     /// Cluster that made room before.
     Resumed(Box<Cluster>),

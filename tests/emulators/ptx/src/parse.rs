@@ -237,7 +237,7 @@ impl Parser {
                         self.expect(']')?;
                         n
                     } else {
-                        // `.ptr .align 16` speaks of what the pointer points to.
+                        // `.ptr .align 16` describes the pointer's target, not the parameter.
                         align = 0;
                         1
                     };

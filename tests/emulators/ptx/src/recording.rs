@@ -4,7 +4,7 @@
 use crate::fault::{Fault, FaultKind};
 use crate::launch::{Device, Kernel, LaunchConfig, Options, Report};
 
-/// A launch and what it starts from.
+/// A launch, and the memory from which it starts.
 #[derive(Clone, Debug)]
 pub struct Recording {
     /// The module's text.
@@ -25,7 +25,7 @@ fn broken(what: &str) -> Fault {
     Fault::new(FaultKind::Launch, format!("recorded launch: {what}"))
 }
 
-/// Length, then bytes.
+/// Writes the length, then the bytes.
 fn put(out: &mut Vec<u8>, bytes: &[u8]) {
     out.extend((bytes.len() as u64).to_le_bytes());
     out.extend(bytes);
@@ -57,7 +57,7 @@ impl<'a> Reader<'a> {
 }
 
 impl Recording {
-    /// Records what `device.launch(kernel, config, args, ..)` would start from.
+    /// Records the launch that `device.launch(kernel, config, args, ..)` would start.
     #[must_use]
     pub fn new(device: &Device, kernel: &Kernel, config: &LaunchConfig, args: &[u8]) -> Self {
         Self {

@@ -326,7 +326,7 @@ fn shuffles_and_votes_follow_the_isa() {
 
 #[test]
 fn diverged_lanes_meet_again_and_loops_end_for_each_lane_alone() {
-    // Lane i adds i times; then all vote together.
+    // Lane i loops i times, and then all lanes vote.
     let a: [u64; 32] = std::array::from_fn(|i| i as u64);
     let got = lanes(
         32,

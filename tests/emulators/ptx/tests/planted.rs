@@ -97,7 +97,7 @@ fn a_tile_that_reads_one_row_too_many_is_out_of_bounds() {
         let fault = tile(65, 1, 64, &options).unwrap_err();
         assert_eq!(fault.kind, FaultKind::OutOfBounds, "{fault}");
         assert!(fault.text.contains("past the end of the 16384 bytes"), "{fault}");
-        // With the right map the same tile's last row is filled with zeros.
+        // A sound map fills the last row of this tile with zeros.
         assert!(tile(64, 1, 64, &options).is_ok());
     }
 }

@@ -47,9 +47,9 @@ struct Product {
     a_tmem: bool,
     /// Two blocks: each brings half of A's rows and half of B's columns.
     pair: bool,
-    /// Behind the products, rows of D's columns 4 to 11 are shifted from this lane on, read so.
+    /// Lane from which rows of D's columns 4 to 11 are shifted behind the products, and how they are read.
     shift: Option<(u32, RowShift)>,
-    /// Before the product that counts, so many whose A is shifted behind them.
+    /// Number of products whose A is shifted behind them, before the product that counts.
     ashift: u32,
     flaw: Flaw,
 }
@@ -392,7 +392,7 @@ fn a_is_shifted_in_tensor_memory_only_and_not_out_of_the_collector() {
         assert_eq!((fault.kind, fault.line as usize), (FaultKind::Unsupported, line), "{fault}");
         assert!(fault.text.contains("ashift"), "{fault}");
     }
-    // Not with M 64, though A would be there.
+    // M 64 is refused, though A has its rows.
     let m = |rows: u32| format!("{}, %q;", 1u32 << 4 | 1 << 7 | 1 << 10 | 4 << 17 | (rows / 16) << 24);
     assert!(text.contains(&m(128)));
     let device = Device::new();

@@ -99,14 +99,14 @@ impl TileDots<'_, '_> {
         ahead: &mut Ahead<'_>,
     ) {
         for col in (0..self.keys.dim).step_by(DEPTH) {
-            // SAFETY: the caller's promise; queries of the call.
+            // SAFETY: the caller keeps the contract of `multiply_in_place`; queries of the call.
             unsafe { s.tile_top(self.queries_of((head, group), col)) };
             for (tile, &step) in steps.iter().enumerate() {
                 if group == 0 {
                     ahead.ask_for(s, ROWS * DEPTH * 2 / 4 * self.quarters);
                 }
                 let first = self.keys.at(tile * ROWS, head).wrapping_add(col * 2);
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller keeps the contract of `multiply_in_place`.
                 unsafe { s.tile_down(tile, TileRows { first, step }) };
                 self.before.go_on(s);
             }
@@ -155,7 +155,7 @@ impl TileDots<'_, '_> {
         let queries = self.queries_of((head, 0), 0);
         let piece = |n: usize| self.staged.wrapping_add(n % TILES * PIECE_LEN);
         let vectors = self.keys.dim / COLUMNS;
-        // SAFETY: the caller's promise; pieces of the scratch.
+        // SAFETY: the caller keeps the contract of `multiply_half_of_codes`; pieces of the scratch.
         unsafe {
             for n in 0..vectors {
                 let offset = offset + (n * COLUMNS) as isize;
@@ -208,18 +208,19 @@ impl TileDots<'_, '_> {
                             let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
                             staged += 1;
                             if group == 0 {
-                                // SAFETY: the caller's promise; a piece of the scratch.
+                                // SAFETY: the caller keeps the contract of `multiply_pieces`; a piece of the
+                                // scratch.
                                 unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
                             }
                             TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
                         }
                     };
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller keeps the contract of `multiply_pieces`.
                     unsafe { self.multiply(s, (head, group), before.replace(Piece { tile, col, rows })) };
                     self.before.go_on(s);
                 }
             }
-            // SAFETY: the caller's promise; half of the accumulators.
+            // SAFETY: the caller keeps the contract of `multiply_pieces`; half of the accumulators.
             unsafe {
                 self.multiply(s, (head, group), before);
                 let lower = half.start > 0;
@@ -235,7 +236,7 @@ impl TileDots<'_, '_> {
     unsafe fn multiply<S: Simd>(&self, s: S, of: (usize, usize), piece: Option<Piece>) {
         let Some(Piece { tile, col, rows }) = piece else { return };
         for unit in (0..COLUMNS.min(self.keys.dim - col)).step_by(DEPTH) {
-            // SAFETY: the caller's promise; queries of the call.
+            // SAFETY: the caller keeps the contract of `multiply`; queries of the call.
             unsafe {
                 s.tile_top(self.queries_of(of, col + unit));
                 s.tile_down(tile, TileRows { first: rows.first.wrapping_add(unit * 2), ..rows });
@@ -261,7 +262,7 @@ impl TileDots<'_, '_> {
         if let (false, true, Some((rows, _))) =
             (E::IS_BF16, dim - col >= COLUMNS, keys[tile * ROWS..].split_first_chunk::<ROWS>())
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `stage`.
             unsafe { widen_tile(s, codes, (rows, offset), to, ahead) };
             return;
         }
@@ -336,7 +337,7 @@ impl TileDots<'_, '_> {
 unsafe fn multiply_piece<S: Simd, const TILE: usize>(s: S, queries: TileRows, n: usize, piece: *const f32) {
     for half in 0..2 {
         let queries = queries.first.wrapping_add((2 * n + half) * TILE_LEN * size_of::<f32>());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `multiply_piece`.
         unsafe {
             s.tile_top(TileRows { first: queries, step: (ROWS * size_of::<f32>()) as isize });
             let first = piece.cast::<u8>().wrapping_add(half * DEPTH * 2);

@@ -99,7 +99,7 @@ unsafe fn whole_codes(from: *const u8, rest: usize, copy: &mut [u8; COLUMNS]) ->
     if rest >= COLUMNS {
         return from;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `rest` bytes are readable at `from`.
     unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), rest) };
     copy.as_ptr()
 }
@@ -120,7 +120,7 @@ unsafe fn widen_tile<S: Simd>(
     let lines = ahead.lines();
     for n in 0..ROWS {
         s.prefetch(lines[n]);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `widen_tile`.
         unsafe {
             let [a, b] = s.widen_codes(codes, s.load_codes(rows[n].wrapping_offset(offset)));
             s.store(to.add(n * COLUMNS / 2), a);

@@ -124,7 +124,7 @@ impl TileValues<'_, '_> {
             let offset = head as isize * head_step + col as isize;
             for group in 0..queries.div_ceil(GROUP) {
                 let weights = self.weights_of_group(group);
-                // SAFETY: the caller's promise; pieces of the scratch.
+                // SAFETY: the caller keeps the contract of `add_codes`; pieces of the scratch.
                 unsafe {
                     s.tile_zero();
                     self.multiply_codes(s, &codes, (rows, offset), weights, group > 0);
@@ -155,7 +155,7 @@ impl TileValues<'_, '_> {
         weights: *const f32,
         are_widened: bool,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `multiply_codes`.
         unsafe {
             for (tile, rows) in rows.iter().enumerate() {
                 if !are_widened {
@@ -171,7 +171,7 @@ impl TileValues<'_, '_> {
     }
 
     /// `UNITS` tiles' columns from `col` on.
-    // Not without optimisation, as in `AddValues`: all of them in one function take much stack.
+    // Inlining is left to the optimiser, as in `AddValues`: all of them in one function take much stack.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn span<S: Simd, E: Elem, const UNITS: usize>(
         &mut self,
@@ -242,13 +242,13 @@ impl TileValues<'_, '_> {
         let staged = staged_tile(self.staged, tile);
         if let (false, true, Ok(rows)) = (E::IS_BF16, UNITS * DEPTH >= COLUMNS, <&[_; ROWS]>::try_from(keys))
         {
-            // SAFETY: the caller's promise.
+            // SAFETY: promised by the caller: `UNITS` tiles' columns from `col` on are the head's.
             unsafe { widen_tile(s, codes, (rows, offset), piece, ahead) };
             return staged;
         }
         for (n, key) in keys.iter().enumerate() {
             let (from, to) = (key.wrapping_offset(offset), piece.wrapping_add(n * COLUMNS / 2));
-            // SAFETY: the caller's promise; a row of the piece.
+            // SAFETY: the caller keeps the contract of `rows`; a row of the piece.
             unsafe {
                 if E::IS_BF16 {
                     for at in (0..UNITS * DEPTH).step_by(2 * S::LANES) {
@@ -286,7 +286,7 @@ impl TileValues<'_, '_> {
     ) {
         for &row in whole {
             let at = head * self.values.queries + row;
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller keeps the contract of `add`.
             unsafe {
                 let alpha = s.splat(*self.alpha.add(at));
                 let out = self.out.add(at * self.stride + col);
@@ -323,7 +323,7 @@ fn unit_of(rows: TileRows, unit: usize) -> TileRows {
     TileRows { first: rows.first.wrapping_add(unit * DEPTH * 2), ..rows }
 }
 
-/// A tile of rows where it is staged.
+/// A tile of staged rows.
 #[inline(always)]
 fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
     TileRows { first: staged.wrapping_add(tile * PIECE_LEN).cast(), step: (COLUMNS * 2) as isize }
@@ -335,7 +335,7 @@ fn staged_tile(staged: *mut f32, tile: usize) -> TileRows {
 /// The task has entered tiles; the tile's piece is there.
 #[inline(always)]
 unsafe fn multiply_tile<S: Simd>(s: S, staged: *mut f32, weights: *const f32, tile: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `multiply_tile`.
     unsafe {
         s.tile_left(left_tile(weights, tile));
         s.tile_right(0, unit_of(staged_tile(staged, tile), 0));
@@ -363,7 +363,7 @@ unsafe fn are_finite<S: Simd, const UNITS: usize>(s: S, sums: *const f32, rows: 
         for (unit, zeros) in zeros.iter_mut().enumerate() {
             for (odd, zeros) in zeros.iter_mut().enumerate() {
                 for lane in (0..ROWS).step_by(S::LANES) {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: promised by the caller: `sums` are 32 rows of 32.
                     let sum = unsafe { s.load(sums.add(place_of_sums(row % GROUP, 2 * unit + odd) + lane)) };
                     *zeros = s.fma(sum, zero, *zeros);
                 }
@@ -392,7 +392,7 @@ unsafe fn multiply_apart<S: Simd>(
     for (odd, kept) in [0x0000_ffff, 0xffff_0000].into_iter().enumerate() {
         let mut apart = Lines::<{ ROWS * APART_ROW }>::new();
         let mut again = Lines::<{ 4 * TILE_LEN }>::new();
-        // SAFETY: the caller's promise; whole tiles of both scratches.
+        // SAFETY: the caller keeps the contract of `multiply_apart`; whole tiles of both scratches.
         unsafe {
             s.tile_zero();
             for (tile, rows) in rows.iter().enumerate() {

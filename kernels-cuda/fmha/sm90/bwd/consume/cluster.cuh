@@ -11,7 +11,7 @@
 
 namespace fmha::sm90::bwd {
 
-// This CTA's dS, of the current slot, to the other one, by one thread.
+// Sends this CTA's dS of the current slot to the other CTA, by one thread.
 template <class C>
 FMHA_DEVICE void send_ds(const C& c) {
   if (threadIdx.x == mma::kWarpgroup) {
@@ -29,14 +29,14 @@ template <class C>
 FMHA_DEVICE void release_other_ds(const C& c, Barrier& empty) {
   ptx::mbarrier_arrive_at_if(empty, cluster_rank<C::tile>() ^ 1, c.signals);
 }
-// dK and dV leave through the memory of dS: behind it the other CTA has what this one sent.
+// Waits until the other CTA has received all dS of this one: dK and dV then overwrite its memory.
 template <class C>
 FMHA_DEVICE void wait_until_sent(const C& c) {
   auto slot = c.ds_slot;
   for (int i = 0; i < C::tile.stages_ds; ++i, slot.advance())
     ptx::mbarrier_wait_parity(c.smem.other_ds_empty[slot.index], slot.phase ^ 1);
 }
-// This consumer's columns of dQ of this CTA's keys, and then of the other's.
+// Computes this consumer's columns of dQ from this CTA's keys, and then from the other's.
 template <class C>
 FMHA_DEVICE void start_dq_of_own_keys(const C& c, typename C::Dq& dq, int32_t ds_slot) {
   const int32_t first_column = c.dq_output.share() * C::S::dq_columns;
@@ -75,7 +75,7 @@ struct InClusters {
   }
 
  private:
-  // Finds the block's S and dP in `s` and `dp`, made, and leaves there the next block's.
+  // Takes the block's S and dP from `s` and `dp`, and puts the next block's there.
   template <bool last, Edges edges>
   FMHA_DEVICE void step(const Work& work, const QueryBlocks& blocks, Scores& s, Scores& dp, Kept& kept) {
     typename C::Slopes slopes;

@@ -88,8 +88,8 @@ struct GradientEach {
     mma::start_product_atb<C::dtype>(c.dk, pairs, 0, rows, 0);
   }
 
-  // P and dS of this consumer's queries to shared memory; they are there for all behind `sync_consumers`. S and dP are
-  // under way, and so many products behind them.
+  // Stores P and dS of this consumer's queries to shared memory; all consumers may read them behind `sync_consumers`.
+  // S and dP are under way, with so many products behind them.
   template <int behind>
   FMHA_DEVICE void store_pairs(const Scores& s, Scores& dp, const Work& work, const QueryTile& at,
                                const typename C::Biases& biases, const Kept& kept) const {

@@ -14,7 +14,7 @@ struct InOrder {
   using C = Consumer<spec, tile>;
   using Scores = typename C::Scores;
   using Kept = typename C::Kept;
-  // A mask leaves some of a warpgroup's blocks nothing to do where a query block is shorter than a key block.
+  // Whether some of a warpgroup's blocks are hidden as a whole: a query block is shorter than a key block.
   static constexpr bool passes_hidden = spec.fwd.mask != MaskKind::Full && tile.block_m < tile.block_n;
 
   C& c;
@@ -52,8 +52,8 @@ struct InOrder {
     c.finish_step(dq, work, blocks);
   }
 
-  // A block whose queries see none of this warpgroup's keys: zeros of dS, and its share of the product dQ of the
-  // others' dS.
+  // Passes a block whose queries see none of this warpgroup's keys: stores zeros of dS, and computes its share of the
+  // product dQ of the others' dS.
   FMHA_DEVICE void pass(const Work& work, const QueryBlocks& blocks) {
     c.take_q(work, blocks.current, c.q_slot);
     c.take_dout(work, blocks.current, c.dout_slot);

@@ -9,7 +9,7 @@
 
 namespace fmha::sm90::bwd {
 
-// P of this consumer's queries, for all; it is there behind `sync_consumers`.
+// Stores P of this consumer's queries for all consumers, which may read it behind `sync_consumers`.
 template <class C>
 FMHA_DEVICE void share_probs(const C& c, const typename C::Scores& x, const typename C::Kept& kept) {
   // Single slot: waits until all consumers have read P and dS of the block before.
@@ -43,7 +43,7 @@ FMHA_DEVICE void share_ds(const C& c, typename C::Scores& dp, const typename C::
   c.sync_consumers();
 }
 
-// This consumer's columns of dQ, dV and dK.
+// Computes this consumer's columns of dQ, dV and dK.
 template <class C>
 FMHA_DEVICE void start_own_dq(const C& c, typename C::Dq& dq) {
   const auto& ds = c.smem.ds[c.ds_slot.index][0];

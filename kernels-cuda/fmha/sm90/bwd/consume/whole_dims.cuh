@@ -4,8 +4,8 @@
 
 namespace fmha::sm90::bwd {
 
-// This consumer's rows of dS^T, of part `part` of the block's queries, for all consumers: they are there behind
-// `sync_consumers`.
+// Stores this consumer's rows of dS^T, of part `part` of the block's queries, for all consumers, which may read them
+// behind `sync_consumers`.
 template <int part = 0, class C>
 FMHA_DEVICE void store_ds(const C& c, const typename C::Operand& ds) {
   // Single slot: waits until the other consumers have read dS of the block before.

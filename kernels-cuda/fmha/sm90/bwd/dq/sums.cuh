@@ -55,8 +55,8 @@ FMHA_DEVICE int64_t part_of_sums(const BwdParams& p, int32_t key_block) {
 
 // ---- Counters in global memory. Preprocess clears them.
 
-// A query block's semaphore, of the block whose first row among those of `lse_log2`, `delta` and the sums is
-// `first_row`. Ordered: the CTAs that have added. FirstStores: one of the three states.
+// Semaphore of the query block whose first row among those of `lse_log2`, `delta` and the sums is `first_row`.
+// Ordered: the number of CTAs that have added. FirstStores: one of the three states.
 template <Sm90BwdTile tile>
 FMHA_DEVICE int32_t* dq_semaphore(const BwdParams& p, int64_t first_row) {
   return p.dq_semaphores + first_row / tile.block_m;
@@ -213,7 +213,7 @@ FMHA_DEVICE int32_t position_at(const BwdParams& p, const Sm90BwdSchedule& sched
     const Stagger stagger = stagger_of<spec, tile>(schedule, work);
     const int32_t member = work.key_block - stagger.first;
     if (stagger.stride == 0) return work.key_block;
-    // Members up to `begun` have passed this block when the others have yet to wrap round.
+    // Last member that has passed this block while the others have yet to wrap round.
     const int32_t begun = min((block - work.q_blocks.begin) / stagger.stride, stagger.size - 1);
     return stagger.first + (member <= begun ? begun - member : begun + stagger.size - member);
   }

@@ -27,7 +27,7 @@ unsafe fn elf_bytes<'i>(image: *const u8) -> Call<&'i [u8]> {
     for i in 0..half(56) {
         // SAFETY: the program headers are inside the file.
         let segment = unsafe { image.add((segments_at + i * half(54)) as usize) };
-        // SAFETY: as above; offset and file size lie at 8 and 32.
+        // SAFETY: the program headers are inside the file; offset and file size lie at 8 and 32.
         let (offset, bytes) = unsafe {
             (segment.add(8).cast::<u64>().read_unaligned(), segment.add(32).cast::<u64>().read_unaligned())
         };
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn hipModuleLoadDataEx(
     _options: *mut c_void,
     _values: *mut *mut c_void,
 ) -> Status {
-    // SAFETY: the same contract.
+    // SAFETY: the caller keeps the contract of `hipModuleLoadData`, which this function has too.
     unsafe { hipModuleLoadData(module, image) }
 }
 

@@ -66,9 +66,9 @@ fn named(counters: &Counters) -> [(&'static str, u64); 9] {
     ]
 }
 
-/// Not of HIP's interface: what the last launches (at most 64) did, as a JSON array, oldest first. Asking
-/// forgets them; the first time there are none, since counting begins with it. The text is the caller's until
-/// [`fmhaEmulatorForget`].
+/// Extension of HIP's interface: returns a JSON array of what the last launches (at most 64) did, oldest
+/// first, and forgets them. The first call returns none, since counting begins with it. The text is the
+/// caller's until [`fmhaEmulatorForget`].
 #[unsafe(no_mangle)]
 pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
     ASKED.store(true, Relaxed);
@@ -78,6 +78,6 @@ pub extern "C" fn fmhaEmulatorLaunches() -> *mut c_char {
 /// Frees a text of [`fmhaEmulatorLaunches`], which is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmhaEmulatorForget(text: *mut c_char) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller keeps the contract of `fmhaEmulatorForget`.
     unsafe { launches::forget(text) }
 }

@@ -25,7 +25,7 @@ pub(crate) struct State {
     /// Function handles: module and kernel name.
     pub(crate) functions: HashMap<usize, (Arc<Loaded>, String)>,
     pub(crate) streams: HashMap<usize, Stream>,
-    /// When each event was recorded, in seconds since the runtime began.
+    /// Time at which each event was recorded, in seconds since the runtime began.
     pub(crate) events: HashMap<usize, Option<f64>>,
     pub(crate) graphs: HashMap<usize, Graph>,
     pub(crate) executables: HashMap<usize, Graph>,
@@ -55,7 +55,8 @@ pub(crate) struct Stream {
 }
 
 static RUNTIME: LazyLock<Runtime> = LazyLock::new(|| {
-    // This library is loaded for emulation alone: unless told otherwise it has one device of each kind.
+    // One device of each kind, unless the environment says otherwise: this library is loaded for emulation
+    // alone.
     let names =
         std::env::var("FMHA_EMULATE").unwrap_or_else(|_| "gfx90a,gfx942,gfx950,gfx1100,gfx1201".to_owned());
     let checks = match std::env::var("FMHA_EMULATE_CHECKS").as_deref() {
@@ -155,7 +156,7 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T) -> Call {
     if to.is_null() {
         return Err(Status::INVALID_VALUE);
     }
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `to` is null or valid for a write.
     unsafe { to.write(value) };
     Ok(())
 }
@@ -201,7 +202,7 @@ pub(crate) fn execute(node: &Node) -> Call {
     }
 }
 
-/// Why a node did not run to its end.
+/// Reason why a node did not run to its end.
 pub(crate) enum Failure {
     Status(Status),
     Launch(LaunchError),

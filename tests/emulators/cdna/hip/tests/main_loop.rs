@@ -141,7 +141,7 @@ fn recorded(backend: &Device, case: &Case, plan: PlanOptions, folder: &Path) -> 
     counters
 }
 
-/// Where launches are recorded, while it is held: one test of this program at a time.
+/// Records of launches, owned by one test of this program at a time.
 struct Records {
     folder: PathBuf,
     _alone: MutexGuard<'static, ()>,

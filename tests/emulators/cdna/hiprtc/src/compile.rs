@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// A source, its headers, and what became of them.
+/// A source with its headers, and the result of its compilation.
 #[derive(Default)]
 pub(crate) struct Program {
     source: String,

@@ -37,14 +37,14 @@ fn programs() -> MutexGuard<'static, Programs> {
 /// # Safety
 /// `text` is null or a string that a zero ends.
 unsafe fn string(text: *const c_char) -> Option<String> {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `text` is null or a string that a zero ends.
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 /// # Safety
 /// `texts` has `count` strings, or `count` is 0.
 unsafe fn strings(texts: *const *const c_char, count: c_int) -> Vec<String> {
-    // SAFETY: the caller promised it.
+    // SAFETY: promised by the caller: `texts` has `count` strings, or `count` is 0.
     (0..count.max(0) as usize).filter_map(|i| unsafe { string(*texts.add(i)) }).collect()
 }
 
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn hiprtcDestroyProgram(program: *mut usize) -> c_int {
     let handle = unsafe { program.read() };
     match programs().by_handle.remove(&handle) {
         Some(_) => {
-            // SAFETY: as above.
+            // SAFETY: not null, and valid by hipRTC's contract.
             unsafe { program.write(0) };
             SUCCESS
         }

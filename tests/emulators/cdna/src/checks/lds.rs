@@ -23,7 +23,7 @@ pub(crate) struct DmaWrite {
 
 /// Epoch of a direct load that has not arrived.
 const IN_FLIGHT: u32 = 0xff_ffff;
-/// Reader field: more than one wave.
+/// Value of the reader field for more than one wave.
 const MANY: u32 = 0xff;
 /// Writer field: atomics, of any waves.
 const ATOMIC: u32 = 0xfe;

@@ -32,7 +32,7 @@ impl Checks {
         lds_races: true,
         barriers: true,
     };
-    /// None: the fast mode.
+    /// No checks: the fast mode.
     pub const NONE: Self = Self {
         uninit_registers: false,
         uninit_lds: false,

@@ -255,7 +255,7 @@ fn vop3(arch: Arch, pc: u64, words: &[u32]) -> Option<Inst> {
     }
     inst.size = source.0.size();
     if matches!(inst.op, Op::VPermlane16B32 | Op::VPermlanex16B32) {
-        // These bits say that inactive lanes are read, and what lanes beyond the row's read.
+        // The two bits select whether inactive lanes are read, and what lanes outside the row read.
         inst.imm = i32::from(inst.op_sel & 3);
         inst.op_sel = 0;
     }

@@ -99,7 +99,7 @@ fn floats<T: PartialOrd>(predicate: u32, pair: impl Fn(usize) -> (T, T)) -> u64 
         5 => lanes(|l| pair(l).0 < pair(l).1 || pair(l).0 > pair(l).1),
         6 => lanes(|l| pair(l).0 >= pair(l).1),
         7 => lanes(|l| pair(l).0.partial_cmp(&pair(l).1).is_some()),
-        // Not the mirror of the lower eight: NaN makes these true.
+        // The upper eight comparisons do not mirror the lower eight: a NaN makes them true.
         8 => !lanes(|l| pair(l).0.partial_cmp(&pair(l).1).is_some()),
         9 => !lanes(|l| pair(l).0 >= pair(l).1),
         10 => !lanes(|l| pair(l).0 < pair(l).1 || pair(l).0 > pair(l).1),

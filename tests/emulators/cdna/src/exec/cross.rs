@@ -10,7 +10,7 @@ use crate::wave::{LANES, Lanes, Wave};
 pub(crate) fn cross(wave: &mut Wave, inst: &Inst, check: bool) -> Exec<bool> {
     match inst.op {
         Op::VReadfirstlaneB32 => {
-            // With EXEC zero the hardware reads lane 0.
+            // The hardware reads lane 0 where EXEC is zero.
             let exec = wave.exec();
             let lane = if exec == 0 { 0 } else { exec.trailing_zeros() as usize };
             read_lane(wave, inst, lane, check)?;

@@ -24,7 +24,8 @@ impl Group<'_> {
             }
             MemKind::Load2 { bytes, .. } => {
                 let step = u16::from(bytes / 4);
-                // Both addresses are read first: the destination may be the address register.
+                // Both addresses are read before the destination is written, which may be the address
+                // register.
                 let both = [mem.offset, mem.offset2].map(|offset| lane_addresses(wave, &mem, offset));
                 for (i, addresses) in both.iter().enumerate() {
                     self.lds_load(wave, inst.vdst + step * i as u16, addresses, bytes, false, Half::Whole)?;

@@ -126,7 +126,7 @@ impl Shape {
     /// Passes of four cycles each: 8 for gfx942's 32x32x8 f16, 16 for gfx950's 32x32x64 of FP8.
     pub(crate) fn passes(&self, arch: Arch) -> u64 {
         let flops = 2 * self.m * self.m * self.k * self.blocks;
-        // Multiply-adds a pass; they give the published peak rates.
+        // Multiply-adds a pass, from the published peak rates.
         let per_pass = match (arch, self.a.bits().max(self.b.bits())) {
             (_, 32) => 128,
             (Arch::Gfx90a | Arch::Gfx1100 | Arch::Gfx1201, _) => 512,

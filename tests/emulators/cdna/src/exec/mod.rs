@@ -253,7 +253,7 @@ impl Group<'_> {
         Ok(())
     }
 
-    /// On the instruction that the wave executes.
+    /// Marks the instruction that the wave executes.
     #[inline(always)]
     fn mark(&mut self, wave: &Wave, mark: u8) {
         if let Some(slot) = self.marks.get_mut(wave.pc as usize) {

@@ -8,7 +8,7 @@ use crate::num::{bf16, f16, func};
 use crate::op::Op;
 use crate::wave::{LANES, Lanes, Wave};
 
-/// Both halves of source `k`, each in its own lanes, with `op_sel` and signs applied.
+/// Halves of source `k`, each in its own lanes, with `op_sel` and signs applied.
 #[inline(always)]
 fn halves(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
     let raw = match inst.src[k] {
@@ -27,7 +27,7 @@ fn halves(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
     (pick(inst.op_sel, inst.neg), pick(inst.op_sel_hi, inst.neg_hi))
 }
 
-/// Both f32 of source `k`.
+/// The two f32 of source `k`.
 #[inline(always)]
 fn pair(wave: &Wave, inst: &Inst, k: usize) -> (Lanes, Lanes) {
     let pick = |select: u8, negate: u8| {

@@ -188,7 +188,7 @@ fn valu_body(wave: &mut Wave, inst: &Inst) -> Exec<bool> {
         Op::VSinF32 => unary(wave, inst, |a| (turns(f(a)).sin() as f32).to_bits()),
         Op::VCosF32 => unary(wave, inst, |a| (turns(f(a)).cos() as f32).to_bits()),
         Op::VFractF32 => unary(wave, inst, |a| {
-            // Below 1 even where x - floor x rounds to 1.
+            // The result stays below 1 even where x - floor x rounds to 1.
             (f(a) - f(a).floor()).min(f32::from_bits(0x3f7f_ffff)).to_bits()
         }),
         Op::VTruncF32 => unary(wave, inst, |a| f(a).trunc().to_bits()),

@@ -332,7 +332,7 @@ fn div_fixup(quotient: f32, denominator: f32, numerator: f32) -> f32 {
     } else if denominator.is_infinite() || numerator == 0.0 {
         sign(0.0)
     } else if frexp(numerator).1 - frexp(denominator).1 < -150 {
-        // Below half the smallest subnormal.
+        // A value below half the smallest subnormal becomes 0.
         sign(0.0)
     } else if frexp(numerator).1 - frexp(denominator).1 > 129 {
         // Beyond the largest number.

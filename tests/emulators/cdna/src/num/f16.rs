@@ -40,7 +40,7 @@ pub(crate) fn to_f32(bits: u16) -> f32 {
     let magnitude = u32::from(bits & 0x7fff);
     let shifted = magnitude << 13;
     let normal = shifted + ((127 - 15) << 23);
-    // Below 2^-14: multiplying by a power of two is exact.
+    // A value below 2^-14 is multiplied by a power of two, which is exact.
     let subnormal = (f32::from_bits(shifted + (113 << 23)) - f32::from_bits(113 << 23)).to_bits();
     let special = shifted | 0x7f80_0000;
     let value = if magnitude >= 0x7c00 {

@@ -1,4 +1,4 @@
-//! Formats against other definitions of them.
+//! Tests of number formats against other definitions of them.
 
 use super::fp8::{Format, Specials};
 use super::{bf16, f16, func};
@@ -68,7 +68,7 @@ fn fp8_encoding_gives_the_nearest_number_and_on_a_tie_the_even_code() {
         let (_, largest) = finite[finite.len() - 1];
         let step = largest - finite[finite.len() - 2].1;
         let numbers = samples().chain(finite.iter().map(|(_, x)| *x as f32));
-        // Halfway between neighbours, too: 9 bits of significand always suffice.
+        // Ties, halfway between neighbours: 9 bits of significand always suffice.
         let ties = finite.windows(2).map(|w| ((w[0].1 + w[1].1) / 2.0) as f32);
         for x in numbers.chain(ties).filter(|x| !x.is_nan() && f64::from(x.abs()) < largest + step / 2.0) {
             let code = format.encode(x, None);

@@ -89,7 +89,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetUuid_v2(out: *mut [u8; 16], device: c
 }
 
 #[allow(clippy::match_same_arms, reason = "one line an attribute, in the order of cuda.h")]
-/// `CUdevice_attribute` by number. What is not listed reads as 0.
+/// Value of a `CUdevice_attribute`, by number; 0 for one that is not listed.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceGetAttribute(
     out: *mut c_int,

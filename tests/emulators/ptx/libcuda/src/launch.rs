@@ -33,7 +33,7 @@ impl Config {
     /// # Safety
     /// `attributes` holds `num_attributes` attributes.
     pub(crate) unsafe fn shape(&self, function: Handle) -> (u32, usize, u32) {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promised `num_attributes` attributes at `attributes`.
         let cluster = unsafe { self.cluster(function) };
         (self.block.iter().product(), self.shared_bytes as usize, cluster.iter().product())
     }
@@ -44,7 +44,7 @@ impl Config {
         if self.num_attributes == 0 {
             return &[];
         }
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promised `num_attributes` attributes at `attributes`.
         unsafe { std::slice::from_raw_parts(self.attributes, self.num_attributes as usize) }
     }
 
@@ -53,7 +53,7 @@ impl Config {
     /// # Safety
     /// `attributes` holds `num_attributes` attributes.
     unsafe fn cluster(&self, function: Handle) -> [u32; 3] {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promised `num_attributes` attributes at `attributes`.
         let asked = unsafe { self.attributes() }.iter().rfind(|attribute| attribute.id == CLUSTER_DIMENSION);
         asked.map_or_else(
             || cluster_of(function),
@@ -66,7 +66,7 @@ impl Config {
     /// # Safety
     /// `attributes` holds `num_attributes` attributes.
     unsafe fn is_dependent(&self) -> bool {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promised `num_attributes` attributes at `attributes`.
         let asked = unsafe { self.attributes() }
             .iter()
             .rfind(|attribute| attribute.id == PROGRAMMATIC_STREAM_SERIALIZATION);
@@ -230,7 +230,7 @@ pub(crate) unsafe extern "C" fn cuLaunchKernelEx(
     let c = unsafe { &*config };
     // SAFETY: the config says how many attributes it has.
     let cluster = unsafe { c.cluster(function) };
-    // SAFETY: as above.
+    // SAFETY: the config says how many attributes it has.
     let dependent = unsafe { c.is_dependent() };
     let config =
         LaunchConfig { grid: c.grid, block: c.block, cluster, dynamic_shared: c.shared_bytes, dependent };

@@ -17,7 +17,7 @@ unsafe fn elf_bytes(image: *const u8) -> usize {
         u64::from_le_bytes(unsafe { image.add(at).cast::<[u8; 8]>().read_unaligned() }) as usize
     };
     let u16_at = |at: usize| {
-        // SAFETY: as above.
+        // SAFETY: `at` lies in the 64-byte ELF header, which the magic number has announced.
         usize::from(u16::from_le_bytes(unsafe { image.add(at).cast::<[u8; 2]>().read_unaligned() }))
     };
     // Section headers come last in a cubin, program headers after them where there are any.

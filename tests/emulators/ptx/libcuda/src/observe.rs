@@ -71,8 +71,8 @@ impl Observer {
     }
 }
 
-/// Not of NVIDIA's interface: what the last launches (at most 64) did, as a JSON array, oldest first, a
-/// device after the other; asking forgets them. The text is the caller's until [`fmha_emu_forget`].
+/// Extension of NVIDIA's interface: returns a JSON array of what the last launches (at most 64) did, oldest
+/// first, one device after the other, and forgets them. The text is the caller's until [`fmha_emu_forget`].
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
     launches::give((0..device_count()).flat_map(|device| state_of(device).observer.launches.take()))
@@ -84,6 +84,6 @@ pub(crate) extern "C" fn fmha_emu_launches() -> *mut c_char {
 /// `text` came from there and is not used again.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fmha_emu_forget(text: *mut c_char) {
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of `fmha_emu_forget`.
     unsafe { launches::forget(text) }
 }

@@ -176,7 +176,7 @@ fn architecture(names: &str) -> Option<Architecture> {
 /// `name` is a C string.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fmha_emu_choose(name: *const c_char) -> c_int {
-    // SAFETY: the caller's promise.
+    // SAFETY: promised by the caller: `name` is a C string.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
     if architecture(&name).is_none() {
         return 1;
@@ -259,7 +259,7 @@ impl State {
     /// Prints a fault of a kernel and keeps it for the context's later calls.
     pub(crate) fn report(&mut self, what: &str, fault: &Fault) {
         let text = format!("emulated {what}: {fault}\n");
-        // Nothing useful can be done when the report itself cannot be written.
+        // A report that cannot be written is lost.
         let _ = std::io::stderr().write_all(text.as_bytes());
         if let Some(path) = std::env::var_os("FMHA_EMULATE_REPORT") {
             let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
@@ -283,7 +283,7 @@ impl State {
         !self.streams.get(&stream).is_some_and(|stream| stream.non_blocking)
     }
 
-    /// The copies that are on their way arrive.
+    /// Completes the copies that are on their way.
     pub(crate) fn land_copies(&mut self) {
         for (to, bytes) in std::mem::take(&mut self.staged) {
             // The range was looked up when the copy was staged; memory freed since takes no copy.

@@ -30,7 +30,7 @@ fn compile(body: &str) -> Option<String> {
     Some(String::from_utf8(compiled.assembly).unwrap().trim_end_matches('\0').to_owned())
 }
 
-/// Runs it on two blocks, happens-before tracked.
+/// Runs the kernel on two blocks, with happens-before tracked.
 fn run(ptx: &str, input: &[u32], outputs: usize) -> Result<Vec<u32>, Fault> {
     let device = Device::new();
     let bytes: Vec<u8> = input.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -59,7 +59,7 @@ fn input() -> Vec<u32> {
     (0..2 * THREADS).map(|i| (i ^ 0x55).wrapping_mul(2_654_435_761) >> (i % 13)).collect()
 }
 
-/// One word in, one word out, for each thread.
+/// Runs a body that maps one word to one word in each thread.
 fn each(body: &str, want: impl Fn(u32) -> u32) {
     let head = "const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, x = in[i]; unsigned y = 0;";
     let Some(ptx) = compile(&format!("{head}\n{body}\nout[i] = y;")) else { return };

@@ -1,4 +1,4 @@
-//! Emulated results held to recorded ones.
+//! Comparison of emulated results with recorded ones.
 
 use crate::program::{Format, Program, Truth};
 use crate::record::{ProgramRecord, Recording, asked, chosen};
@@ -11,7 +11,7 @@ pub struct Agreement {
     pub compared: u64,
     /// Compared numbers with equal bits.
     pub equal: u64,
-    /// The largest difference, in units of what it may be.
+    /// The largest difference, in units of the allowed one.
     pub worst: f64,
 }
 
@@ -138,14 +138,14 @@ pub fn program(program: &Program, emulated: &[u32], recorded: &ProgramRecord) ->
 pub struct Outcome {
     /// Programs or calls compared.
     pub count: usize,
-    /// Sums over all of them.
+    /// Sums over all programs.
     pub agreement: Agreement,
     /// Programs and calls that differ beyond their bound, and how.
     pub failures: Vec<String>,
 }
 
 impl Outcome {
-    /// Adds one.
+    /// Adds the result of a program.
     pub fn add(&mut self, result: Result<Agreement, String>) {
         self.count += 1;
         match result {

@@ -47,7 +47,7 @@ impl Element {
         }
     }
 
-    /// Bytes of one.
+    /// Bytes of an element.
     #[must_use]
     pub fn bytes(self) -> u32 {
         match self {

@@ -25,7 +25,7 @@ pub struct Call {
     problem: FwdProblem,
     lengths: Lengths,
     init: Init,
-    /// Which kernel; `None`: the first that takes it.
+    /// Name of the kernel; `None`: the first that takes the call.
     kernel: Option<&'static str>,
     /// Whether O is exact in any order of sums.
     exact: bool,
@@ -237,7 +237,7 @@ fn second_opinion(list: &mut List) {
     }
 }
 
-/// A call's tensors after it, and which kernel served it.
+/// A call's tensors after it, and the name of its kernel.
 struct Ran {
     host: HostFwd,
     kernel: String,
@@ -335,7 +335,7 @@ fn places(host: &HostFwd, seed: u64) -> Vec<[u32; 4]> {
         .collect()
 }
 
-/// Number of these places whose LSE is kept.
+/// Number of places whose LSE is kept.
 const LSE_PLACES: usize = 24;
 
 fn o_bits(host: &HostFwd, place: [u32; 4]) -> u32 {
@@ -427,7 +427,7 @@ fn bound(problem: &FwdProblem, o: f64, spread: f64, lse: f64, logits: f64) -> Bo
     }
 }
 
-/// The largest score there is, by Cauchy and Schwarz.
+/// Bound of the largest score, by Cauchy and Schwarz.
 fn logits(host: &HostFwd) -> f64 {
     let norm = |operand: Operand| {
         let tensor = host.operands.expect(operand);

@@ -25,7 +25,7 @@ fn write(path: &str, text: &str) -> Result<(), String> {
     std::fs::write(path, text).map_err(|error| format!("{path}: {error}"))
 }
 
-/// Differences of one program that are printed in full.
+/// Most differences of one program that are printed.
 const MOST_TOLD: usize = 40;
 
 /// Results in which the emulator differs from a device.

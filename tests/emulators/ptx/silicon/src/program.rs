@@ -123,19 +123,19 @@ impl Program {
         }
     }
 
-    /// This program with so many results.
+    /// Returns this program with so many results.
     #[must_use]
     pub fn outputs(self, outputs: usize) -> Self {
         Self { outputs, ..self }
     }
 
-    /// This program with another shape.
+    /// Returns this program with another shape.
     #[must_use]
     pub fn shape(self, blocks: u32, threads: u32) -> Self {
         Self { threads, blocks, ..self }
     }
 
-    /// This program with a result that is less than exact.
+    /// Returns this program with a result that is less than exact.
     #[must_use]
     pub fn truth(self, truth: Truth) -> Self {
         Self { truth, ..self }

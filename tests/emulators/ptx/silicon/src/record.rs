@@ -30,7 +30,7 @@ pub struct ProgramRecord {
 /// Result of a device for a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallRecord {
-    /// The kernel that served it.
+    /// Name of the kernel that computed the call.
     pub kernel: String,
     /// Digest of the problem and its inputs.
     pub asked: String,

@@ -35,7 +35,7 @@ pub(crate) struct ClusterBarrier {
 impl Cluster {
     fn live_threads(&self, running: &Warp) -> u32 {
         let others = self.warps.iter().filter(|w| !w.is_done() && w.cta == running.cta).count() as u32;
-        // The running warp is taken out of its slot.
+        // Threads of the other live warps and of the running one, which is taken out of its slot.
         32 * (others + 1)
     }
 

@@ -307,8 +307,8 @@ impl Cluster {
             Code::BulkWait { read } => {
                 let n = warp.w[inst.src[0].row()][0];
                 let upto = warp.asynchrony.bulk_committed.saturating_sub(n);
-                // This wait, in late mode, is what makes the copies happen; one for reads leaves their writes
-                // for later.
+                // A wait makes the copies happen in late mode; a wait for reads leaves their writes for
+                // later.
                 while let Some(i) = self.pending.iter().position(|j| {
                     j.bulk.completion == Completion::BulkGroup
                         && (j.cta, j.warp) == (warp.cta, warp.index)

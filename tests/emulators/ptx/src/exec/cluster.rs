@@ -68,7 +68,7 @@ pub(super) enum Step {
     Next,
     /// Go to; for all lanes of the group.
     Jump(u32),
-    /// Some lanes go to the target, the others on.
+    /// A part of the lanes goes to the target, the others go on.
     Split {
         target: u32,
         taken: u32,
@@ -102,7 +102,7 @@ pub(crate) struct Cluster {
     idle_rounds: u32,
     quiet: u64,
     quiet_since: u64,
-    /// Warp instructions so far.
+    /// Warp instructions that were executed so far.
     spent: u64,
 }
 
@@ -224,8 +224,8 @@ impl Cluster {
                 self.idle_rounds = 0;
                 self.quiet = 0;
             }
-            // Nothing asynchronous completes in late mode while a warp can still go on and does not merely
-            // poll memory.
+            // Late mode completes nothing asynchronous while a warp can still go on and does not merely poll
+            // memory.
             let asks_again = self.quiet > PATIENCE;
             if (executed == 0 || self.idle_rounds > 0 || asks_again) && self.complete_one()? {
                 (self.idle_rounds, self.quiet) = (0, 0);
@@ -375,7 +375,7 @@ impl Cluster {
                         self.warp_exits(warp).map_err(|f| self.placed(f, warp, pc, gone))?;
                         return Ok(());
                     }
-                    // Others may wait for exactly these lanes.
+                    // Other warps may wait for exactly these lanes, so all are tried again.
                     tried.clear();
                 }
                 _ => {}

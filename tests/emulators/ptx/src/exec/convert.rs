@@ -149,7 +149,7 @@ fn from_float(cvt: Cvt, x: f64) -> u64 {
     }
 }
 
-/// -0 becomes +0 too, NaN stays.
+/// Replaces negative numbers and -0 by +0; NaN stays.
 fn relu(x: f64) -> f64 {
     if x <= 0.0 { 0.0 } else { x }
 }

@@ -34,7 +34,7 @@ pub(super) fn half(warp: &mut Warp, inst: &Inst, mask: u32) {
         };
         let r = z(match f {
             Hf::Fma => fma(),
-            // Flushed for what it is before it is rounded.
+            // The product is flushed by its value before it is rounded.
             Hf::Mul if ftz && !bf16 && (x * y).abs() < F16_LEAST_NORMAL => f32_to_half((x * y) * 0.0, bf16),
             Hf::FmaRelu => {
                 let r = fma();

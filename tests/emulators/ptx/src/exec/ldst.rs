@@ -378,7 +378,7 @@ pub(super) fn bank_waves(addresses: &[u64], unit: u64) -> (u64, u64) {
 
 /// Passes that the banks need for these words: the most distinct words any one bank must give.
 pub(super) fn bank_passes(words: impl Iterator<Item = u64>) -> u64 {
-    // At most 128 words come, those of one bank from the front of its chain.
+    // The words of an access, at most 128, each bank's in a chain from its front.
     let (mut seen, mut chain) = ([0u64; 128], [u8::MAX; 128]);
     let (mut head, mut depth) = ([u8::MAX; 32], [0u8; 32]);
     let mut count = 0;

@@ -337,7 +337,7 @@ pub(super) struct Cached {
     /// The bytes it came from and the number of the last write before.
     range: (u32, u32),
     clock: u64,
-    /// Addresses of its chunks.
+    /// Addresses of the operand's chunks.
     pub(super) chunks: Vec<u32>,
     pub(super) values: Arc<Vec<f32>>,
     /// Knowledge of happens-before about these bytes since they were written.
@@ -380,7 +380,7 @@ impl OperandCache {
         let range = operand.addresses(&mut chunks);
         operand.check(shared, check, &chunks, range)?;
         let mut values = old.and_then(|old| Arc::try_unwrap(old).ok()).unwrap_or_default();
-        // Whatever it held, all of it is written.
+        // Every element is written, so the old content does not matter.
         values.resize((rows * depth) as usize, 0.0);
         operand.convert(shared, &chunks, layout, &mut values);
         let (values, seen) = (Arc::new(values), SeenReads::default());

@@ -300,7 +300,7 @@ impl Cluster {
         }
         let mut written = dst.to_vec();
         if load && inst.dst[0].is_some() {
-            // `.red.max.f32`: NaN counts only where there is nothing else.
+            // `.red.max.f32` returns NaN only where all elements are NaN.
             for l in 0..32 {
                 let of = regs.iter().map(|&reg| f32::from_bits(warp.get(reg, l) as u32));
                 let maximum = of.reduce(f32::max).unwrap_or(f32::NEG_INFINITY);

@@ -62,7 +62,7 @@ impl Access {
         (self.track(), self.epoch()) == (other.track(), other.epoch())
     }
 
-    /// This access with the bytes of another one added.
+    /// Returns this access with the bytes of another one added.
     fn and_bytes_of(self, other: Self) -> Self {
         Self(self.0 | u64::from(other.bytes()))
     }
@@ -91,7 +91,7 @@ impl Default for Line {
 }
 
 impl Line {
-    /// Cells of the line: one for all, or four.
+    /// Cells of the line: one that stands for all, or four.
     fn cells(&mut self) -> &mut [Cell] {
         match self {
             Self::Alike(cell) => std::slice::from_mut(cell),
@@ -119,7 +119,7 @@ impl Line {
         cells.iter().map(|cell| cell.write)
     }
 
-    /// Kept as one again if its cells are equal.
+    /// Makes four equal cells one again.
     fn join(&mut self) {
         if let Self::Parts(cells) = self
             && cells[1..].iter().all(|cell| *cell == cells[0])

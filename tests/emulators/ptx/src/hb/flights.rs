@@ -11,7 +11,8 @@ pub(super) struct Flight {
     /// Group of the last product that writes, or reads, each word row.
     accumulator: Vec<u32>,
     operand: Vec<u32>,
-    /// When an ordinary instruction last wrote, or read, each word row, and when `wgmma.fence` last ran.
+    /// Time at which an ordinary instruction last wrote, or read, each word row, and at which `wgmma.fence`
+    /// last ran.
     written: Vec<u64>,
     read: Vec<u64>,
     fence: u64,
@@ -31,7 +32,7 @@ impl Tracker {
         self.flights[id].fence = warp.executed;
     }
 
-    /// Before each instruction: does it touch a register in flight?
+    /// Reports an instruction that touches a register in flight, before it runs.
     pub(crate) fn step(&mut self, warp: &Warp, program: &Program, pc: u32, active: u32) -> Exec<()> {
         if self.lines.is_empty() {
             self.lines.clone_from(&program.lines);

@@ -163,7 +163,7 @@ impl Tracker {
         }
     }
 
-    /// An acquire of what was released.
+    /// Records an acquire of the released clocks.
     pub(crate) fn acquire(&mut self, warp: &Warp, from: &Clocks) {
         let id = self.id(warp) as usize;
         self.clocks[id].join(from);

@@ -19,7 +19,7 @@ pub(super) struct TensorState {
     visible: Vec<u32>,
     /// Loads and stores issued.
     issued: u32,
-    /// The first of them that is not waited for.
+    /// First load that is not yet waited for.
     open_load: Option<u32>,
     open_store: Option<u32>,
     /// Registers that loads will write.
@@ -113,7 +113,8 @@ impl Tracker {
         self.tensor[id].visible.clone_from(&self.clocks[id].v);
     }
 
-    /// Before each instruction: does it touch a register that a load from tensor memory is still to write?
+    /// Reports an instruction that touches a register that a load from tensor memory is still to write,
+    /// before it runs.
     pub(super) fn step_tensor(&self, id: usize, program: &Program, pc: u32) -> Exec<()> {
         let loading = &self.tensor[id].loading;
         if loading.is_empty() {

@@ -11,7 +11,7 @@ type Exec<T> = Result<T, Box<Fault>>;
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     bytes: Vec<u8>,
-    /// One bit a byte.
+    /// Bit for each byte: whether it was written.
     init: Vec<u64>,
     /// Number of the last write to each KiB, and of the last write at all.
     stamps: Vec<u64>,

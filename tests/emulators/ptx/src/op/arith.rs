@@ -1,4 +1,4 @@
-//! Arithmetic: what an instruction computes from registers alone.
+//! Arithmetic instructions, which compute from registers alone.
 
 use crate::ast::Ty;
 use crate::fp::Round;

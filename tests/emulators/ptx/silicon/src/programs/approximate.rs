@@ -5,7 +5,7 @@ use crate::program::{Error, Format, Program, Truth};
 
 type Row = (&'static str, Fill, fn(f64) -> f64, Format, Error);
 
-/// Two decimals of it.
+/// Pi to two decimals.
 const NEARLY_PI: f32 = 314.0 / 100.0;
 
 fn rcp(x: f64) -> f64 {
