@@ -84,11 +84,11 @@ unsafe fn attend(call: &ListCall) -> Result<(), Box<dyn std::error::Error>> {
         .entries(if addresses { ListEntries::Addresses } else { ListEntries::Positions });
     problem = problem.lists(lists);
     let totals = Totals { num_pages: addresses.then_some(rows), ..Totals::NONE };
-    // SAFETY: the caller's promise, of each tensor.
+    // SAFETY: the caller promised that each tensor is host memory as large as it says.
     let input = |tensor: &Tensor| unsafe {
         DevSlice::from_raw(MemorySpace::Host, tensor.address().cast(), bytes(tensor), fmha::ElemType::Bytes)
     };
-    // SAFETY: the caller's promise, of each tensor.
+    // SAFETY: the caller promised that each tensor is host memory as large as it says.
     let output = |tensor: &Tensor| unsafe {
         let address = tensor.address().cast();
         DevSliceMut::from_raw(MemorySpace::Host, address, bytes(tensor), fmha::ElemType::Bytes)
