@@ -60,7 +60,7 @@ impl<const AXES: usize, const STRIDES: usize> TensorMapFacts<AXES, STRIDES> {
     }
 }
 
-/// The stride of an axis in bytes. Of an axis of one the driver wants one too: any that it takes.
+/// Stride of an axis in bytes; for an axis of one element, whose stride nothing reads, one that the driver takes.
 pub(crate) fn stride_bytes(stride: i64, extent: u32, elem_bytes: u64) -> u64 {
     if extent > 1 { stride.unsigned_abs() * elem_bytes } else { 1 << 20 }
 }

@@ -278,55 +278,55 @@ impl Simd for Amx {
 
     #[inline(always)]
     unsafe fn tile_zero(self) {
-        // SAFETY: the caller keeps the contract of `tile_zero`; so for the three below.
+        // SAFETY: the caller keeps the contract of `tile_zero`.
         unsafe { zero() };
     }
 
     #[inline(always)]
     unsafe fn tile_load(self, c: *const f32, c_row: usize) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_load`.
         unsafe { load(c, c_row) };
     }
 
     #[inline(always)]
     unsafe fn tile_step(self, a: *const u8, a_row: usize, b: *const u8, b_row: usize) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_step`.
         unsafe { step(a, a_row, b, b_row) };
     }
 
     #[inline(always)]
     unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_store`.
         unsafe { store(c, c_row) };
     }
 
     #[inline(always)]
     unsafe fn tile_left(self, a: TileRows) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_left`.
         unsafe { load_fourth(a) };
     }
 
     #[inline(always)]
     unsafe fn tile_right(self, quarter: usize, b: TileRows) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_right`.
         unsafe { right(quarter, b) };
     }
 
     #[inline(always)]
     unsafe fn tile_top(self, b: TileRows) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_top`.
         unsafe { load_fourth(b) };
     }
 
     #[inline(always)]
     unsafe fn tile_down(self, quarter: usize, a: TileRows) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_down`.
         unsafe { down(quarter, a) };
     }
 
     #[inline(always)]
     unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
-        // SAFETY: see `tile_zero`.
+        // SAFETY: the caller keeps the contract of `tile_store_half`.
         unsafe { store_half(lower, c) };
     }
 

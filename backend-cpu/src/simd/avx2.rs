@@ -56,7 +56,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
-        // SAFETY: AVX, as `self` proves; so for every arithmetic method below.
+        // SAFETY: AVX, as `self` proves.
         unsafe { _mm256_set1_ps(x) }
     }
 
@@ -118,19 +118,19 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn abs(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe { _mm256_andnot_ps(_mm256_set1_ps(-0.0), a) }
     }
 
     #[inline(always)]
     fn round(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }
 
     #[inline(always)]
     fn power_of_two(self, n: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe {
             let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
@@ -139,13 +139,13 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LE_OQ>(a, b)) }
     }
 
     #[inline(always)]
     fn round_to_bf16(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe {
             let bits = _mm256_castps_si256(a);
             let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
@@ -159,7 +159,7 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn round_to_f16(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: AVX2 and FMA, as `self` proves.
         unsafe { _mm256_cvtph_ps(_mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
     }
 

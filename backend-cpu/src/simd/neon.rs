@@ -40,7 +40,7 @@ impl Simd for Neon {
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
-        // SAFETY: NEON, as `self` proves; so for every arithmetic method below.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vdupq_n_f32(x) }
     }
 
@@ -83,49 +83,49 @@ impl Simd for Neon {
 
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vfmaq_f32(c, a, b) }
     }
 
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `splat`. A comparison with NaN is false, so `b` stays.
+        // SAFETY: NEON, as `self` proves. A comparison with NaN is false, so `b` stays.
         unsafe { vbslq_f32(vcgtq_f32(a, b), a, b) }
     }
 
     #[inline(always)]
     fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        // SAFETY: see `max`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vbslq_f32(vcltq_f32(a, b), a, b) }
     }
 
     #[inline(always)]
     fn abs(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vabsq_f32(a) }
     }
 
     #[inline(always)]
     fn round(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vrndnq_f32(a) }
     }
 
     #[inline(always)]
     fn power_of_two(self, n: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vreinterpretq_f32_s32(vshlq_n_s32::<23>(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)))) }
     }
 
     #[inline(always)]
     fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe { vbslq_f32(vcleq_f32(a, b), yes, no) }
     }
 
     #[inline(always)]
     fn round_to_bf16(self, a: Self::V) -> Self::V {
-        // SAFETY: see `splat`.
+        // SAFETY: NEON, as `self` proves.
         unsafe {
             let bits = vreinterpretq_u32_f32(a);
             let odd = vandq_u32(vshrq_n_u32::<16>(bits), vdupq_n_u32(1));

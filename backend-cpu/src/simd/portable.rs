@@ -301,7 +301,7 @@ impl Simd for SoftTiles {
     }
 
     unsafe fn tile_load(self, c: *const f32, c_row: usize) {
-        // SAFETY: the caller promised the extents; so for the two below.
+        // SAFETY: the caller promised the extents.
         ACCUMULATORS
             .set(std::array::from_fn(|row| unsafe { c.byte_add(row * c_row).cast::<[f32; 32]>().read() }));
     }
@@ -311,41 +311,41 @@ impl Simd for SoftTiles {
         for quarter in 0..4 {
             let a = TileRows { first: a.wrapping_add(quarter / 2 * 16 * a_row), step: a_step };
             let b = TileRows { first: b.wrapping_add(quarter % 2 * 64), step: b_step };
-            // SAFETY: see `tile_load`.
+            // SAFETY: the caller keeps the contract of `tile_step`.
             unsafe { self.add_product(quarter, &tile_of(a), &tile_of(b)) };
         }
     }
 
     unsafe fn tile_store(self, c: *mut f32, c_row: usize) {
         for (row, sums) in ACCUMULATORS.get().iter().enumerate() {
-            // SAFETY: see `tile_load`.
+            // SAFETY: the caller keeps the contract of `tile_store`.
             unsafe { c.byte_add(row * c_row).cast::<[f32; 32]>().write(*sums) };
         }
     }
 
     unsafe fn tile_left(self, a: TileRows) {
-        // SAFETY: see `tile_load`.
+        // SAFETY: the caller keeps the contract of `tile_left`.
         LOADED.set(unsafe { tile_of(a) });
     }
 
     unsafe fn tile_right(self, quarter: usize, b: TileRows) {
-        // SAFETY: see `tile_load`.
+        // SAFETY: the caller keeps the contract of `tile_right`.
         self.add_product(quarter, &LOADED.get(), &unsafe { tile_of(b) });
     }
 
     unsafe fn tile_top(self, b: TileRows) {
-        // SAFETY: see `tile_load`.
+        // SAFETY: the caller keeps the contract of `tile_top`.
         LOADED.set(unsafe { tile_of(b) });
     }
 
     unsafe fn tile_down(self, quarter: usize, a: TileRows) {
-        // SAFETY: see `tile_load`.
+        // SAFETY: the caller keeps the contract of `tile_down`.
         self.add_product(quarter, &unsafe { tile_of(a) }, &LOADED.get());
     }
 
     unsafe fn tile_store_half(self, lower: bool, c: *mut f32) {
         for (row, sums) in ACCUMULATORS.get()[if lower { 16 } else { 0 }..][..16].iter().enumerate() {
-            // SAFETY: see `tile_load`.
+            // SAFETY: the caller keeps the contract of `tile_store_half`.
             unsafe { c.add(32 * row).cast::<[f32; 32]>().write(*sums) };
         }
     }

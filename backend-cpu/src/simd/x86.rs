@@ -179,7 +179,7 @@ macro_rules! avx512_methods {
 
         #[inline(always)]
         fn splat(self, x: f32) -> Self::V {
-            // SAFETY: AVX-512 F, as `self` proves; so for every arithmetic method below.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe { _mm512_set1_ps(x) }
         }
 
@@ -237,19 +237,19 @@ macro_rules! avx512_methods {
 
         #[inline(always)]
         fn abs(self, a: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe { _mm512_abs_ps(a) }
         }
 
         #[inline(always)]
         fn round(self, a: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
         }
 
         #[inline(always)]
         fn power_of_two(self, n: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe {
                 let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
                 _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
@@ -258,13 +258,13 @@ macro_rules! avx512_methods {
 
         #[inline(always)]
         fn select_le(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b), no, yes) }
         }
 
         #[inline(always)]
         fn round_to_bf16(self, a: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe {
                 let bits = _mm512_castps_si512(a);
                 let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -278,7 +278,7 @@ macro_rules! avx512_methods {
 
         #[inline(always)]
         fn round_to_f16(self, a: Self::V) -> Self::V {
-            // SAFETY: see `splat`.
+            // SAFETY: AVX-512 F, as `self` proves.
             unsafe { _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(a)) }
         }
 

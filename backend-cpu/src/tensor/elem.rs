@@ -96,13 +96,13 @@ impl Elem for OfBf16 {
 
     #[inline(always)]
     unsafe fn vector<S: Simd>(self, s: S, at: *const u8) -> S::V {
-        // SAFETY: see `one`.
+        // SAFETY: the caller keeps the contract of `vector`.
         unsafe { s.load_bf16(at.cast()) }
     }
 
     #[inline(always)]
     unsafe fn unit<S: Simd>(self, s: S, at: *const u8) -> [S::V; 2] {
-        // SAFETY: see `one`.
+        // SAFETY: the caller keeps the contract of `unit`.
         unsafe { s.load_bf16_even_odd(at.cast()) }
     }
 }

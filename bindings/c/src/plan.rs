@@ -540,8 +540,8 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSlice<'a>> {
-        // SAFETY: the caller keeps the contract of `read_if`. Null is of no bytes: any other is not as the
-        // plan has it.
+        // SAFETY: the caller keeps the contract of `read_if`. A null pointer comes with 0
+        // bytes, since the plan refuses any other.
         wanted.then(|| unsafe { self.read(pointer, bytes, elem) })
     }
 
@@ -554,8 +554,8 @@ impl Memory {
         bytes: u64,
         elem: impl Into<ElemType>,
     ) -> Option<DevSliceMut<'a>> {
-        // SAFETY: the caller keeps the contract of `write_if`. Null is of no bytes: any other is not as the
-        // plan has it.
+        // SAFETY: the caller keeps the contract of `write_if`. A null pointer comes with 0
+        // bytes, since the plan refuses any other.
         wanted.then(|| unsafe { self.write(pointer, bytes, elem) })
     }
 

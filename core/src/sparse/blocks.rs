@@ -63,9 +63,9 @@ impl BlockOverlap {
     }
 }
 
-/// Sums the probabilities of compressed blocks over each block's tokens: `sums[j] = sum_m sum_n p[(l' / d) j
-/// + m - n]` over `m < l' / d` and `n < l / d`, so a compressed block counts once for each stride of it that
-/// lies in block j. The caller adds the heads that share a selection.
+/// Sums the probabilities of compressed blocks over each block's tokens:
+/// `sums[j] = sum_m sum_n p[(l' / d) j + m - n]` over `m < l' / d` and `n < l / d`, so a compressed block
+/// counts once for each stride of it that lies in block j. The caller adds the heads that share a selection.
 ///
 /// `probabilities[c]` is that of the compressed block of tokens `c * stride ..`.
 ///
