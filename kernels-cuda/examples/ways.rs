@@ -1,7 +1,7 @@
 //! Lists the ways in which few queries can walk their keys, for `bench/ways.py` to time. A line of standard input is a
-//! call as `split/measured.tsv` has it, tabs between: batch, heads, queries, lengths, head dimension, page. A line of the
-//! output is that call, the kernel, its keys, the words of its tile, and the price in microseconds: whole, shares, and
-//! parts of the length that is cheapest, twice and half of it.
+//! call as `split/measured.tsv` has it, tabs between: batch, heads, queries, lengths, head dimension, page. A line of
+//! the output is that call, the kernel, its keys, the words of its tile, and the price in microseconds. The ways are
+//! whole, shares, and parts of the length that is cheapest, of its half and of its double.
 //!
 //! `cargo run --release -p fmha-kernels-cuda --example ways < calls.tsv > ways.tsv`
 

@@ -14,7 +14,7 @@ use crate::{sm80, sm90};
 
 /// Keys of a block of problems whose rows both kernels take, on a device that has both.
 ///
-/// What is asked is no fact of a call's sequences, lengths or layout: a row's other calls have the same answer.
+/// The answer follows from no sequence, length or layout of a call: a row's other calls have the same one.
 pub(crate) fn shared_block(problem: &FwdProblem, facts: &DeviceFacts) -> Option<i32> {
     let (dtypes, dims, score) = (problem.dtypes, problem.dims, &problem.score);
     let is_wide =

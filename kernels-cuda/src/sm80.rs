@@ -206,7 +206,7 @@ impl Sm80Tile {
         Workspace { bytes, zeroed_bytes: 0 }
     }
 
-    /// So that a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
+    /// Makes a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
     /// as many keys of every sequence. Few CTAs of one warp have more blocks under way each, which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room, block_n: i32) {
         if problem.lists.is_some() {
@@ -506,7 +506,7 @@ pub fn fwd_lists(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Lists)
 }
 
-/// What hides keys besides lengths, or lists them.
+/// Source of the keys that rows see besides lengths: a mask that hides keys, or lists of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,

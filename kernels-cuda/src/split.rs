@@ -356,8 +356,8 @@ pub fn split_keys(problem: &FwdProblem, block_n: i32) -> i32 {
 /// Queries from which on no keys are cut that are fewer than two parts.
 const MANY_QUERIES: u32 = 33;
 
-/// Whether the keys of a few queries may be cut where that is cheaper: [`is_never_cut`] promises of others that no batch
-/// has them cut.
+/// Whether the keys of a few queries may be cut where that is cheaper. [`is_never_cut`] promises of others that no
+/// batch has them cut.
 pub(crate) fn may_be_cut(problem: &FwdProblem, block_n: u32) -> bool {
     let dims = problem.dims;
     let is_short = split_keys(problem, block_n.cast_signed()) == 0;

@@ -343,7 +343,7 @@ fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item =
     }
 }
 
-/// What a pair of calls did.
+/// Outcome of a pair of calls.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
     /// All rows had the same bits, which these kernels have computed.

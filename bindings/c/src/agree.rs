@@ -182,7 +182,7 @@ pub(crate) unsafe fn call_of_rows(
     both("part", part, pointed.part.as_ref(), self::part)?;
     // SAFETY: the caller keeps the contract of `call_of_rows`.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
-    // SAFETY: passed on.
+    // SAFETY: the caller keeps the contract of this function.
     let lists = unsafe { given.lists.as_ref() };
     both("lists", lists, pointed.lists.as_ref(), |planned, given| self::lists(planned, given, no_rows))?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {

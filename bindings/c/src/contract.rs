@@ -172,7 +172,7 @@ fn caches() -> Vec<FmhaCache> {
     ]
 }
 
-// SAFETY: as above.
+// SAFETY: the caller promised each of them.
 const NO_LISTS: FmhaLists = unsafe { std::mem::zeroed() };
 
 fn lists() -> Vec<FmhaLists> {

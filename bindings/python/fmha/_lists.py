@@ -114,7 +114,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
             return (None,) * 7
-        # What was changed in place since is refused here.
+        # Tensors that were changed in place since are refused here.
         q, k, v, o, lse, sink, _, _, *rest = ctx.saved_tensors
         dout = torch.zeros_like(o) if dout is None else _torch.last_is_dense(dout)
         dlse = None if dlse is None else dlse.contiguous()

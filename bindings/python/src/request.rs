@@ -358,7 +358,7 @@ impl Request {
     /// As [`Self::listed`].
     #[must_use]
     pub unsafe fn is_addressed(&self) -> bool {
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of this function.
         unsafe { self.listed() }.is_some_and(|lists| lists.addresses != 0)
     }
 

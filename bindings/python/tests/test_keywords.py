@@ -595,7 +595,7 @@ def explain():
         ]
         for name, cases in dict(own_cases(), **code_cases(), **list_cases()).items()
     }
-    # What a plan promises follows from these.
+    # These keywords change what a plan promises.
     cases.update(batch_invariant=changes(True), row_invariant=changes(True), check_lengths=changes(True), backward=changes(True))
     return Door(fmha.explain, qkv(), cases)
 

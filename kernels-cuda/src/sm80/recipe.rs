@@ -218,7 +218,7 @@ fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOption
     shared.unwrap_or_else(|| sm80::default_tile(&FwdSpec::of(problem), room(facts)).block_n)
 }
 
-/// What a launch of the kernel computes: a launch of its own writes the keep mask.
+/// Spec of the main kernel. Its dropout reads a keep mask that another launch writes.
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.

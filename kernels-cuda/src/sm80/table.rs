@@ -120,7 +120,7 @@ fn short_tile(problem: &FwdProblem, table: Sm80Tile, room: Room) -> Option<Sm80T
     let mut tile = Sm80Tile { block_m, warps, ..table };
     // With more rows, zeros beyond the head dimension would be multiplied for too long.
     tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
-    // What is widened in registers serves two sixteens at one's price.
+    // Codes that are widened in registers serve two sixteens of rows at the price of one.
     let one_warp = Sm80Tile { warps: 1, ..tile };
     if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
         tile.warps = 1;
@@ -227,7 +227,7 @@ impl Sm80Tile {
         if self.pack_gqa { problem.dims.num_heads_kv } else { problem.dims.num_heads_q }
     }
 
-    /// What the price of few queries asks of this tile.
+    /// The walk of this tile, as the price of few queries takes it.
     #[must_use]
     pub fn walk(&self, problem: &FwdProblem) -> Walk {
         let dims = problem.dims;

@@ -64,12 +64,12 @@ impl ValuesPlan {
     }
 }
 
-/// Why a problem of few queries that `sm80` takes is left to it: its [price](split::price) is lower, or nearly so,
-/// since it reads an FP8 cache where it lies, which this kernel has to have widened by a launch before, and both types of
+/// Why a problem of few queries that `sm80` takes is left to it: its [price](split::price) is lower, or nearly so.
+/// `sm80` reads an FP8 cache where it lies, which this kernel has to have widened by a launch before, and both types of
 /// a cache have one kernel for their bits to be equal (CONTRACT.md).
 #[must_use]
 pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
-    /// What `sm80` may take of this kernel's time.
+    /// Share of this kernel's time that `sm80` may take.
     const NEARLY: f64 = 1.03;
     let ours = sm90::choose_tile_in_parts(problem, room.num_sms);
     let ours = sm90::micros_of_few(problem, &ours, room.num_sms)?;
@@ -362,7 +362,7 @@ pub(crate) fn fit_like(
     Ok((tile, shapes, orders))
 }
 
-/// What a launch computes.
+/// Spec of a launch.
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = sm90::spec_of(problem);
     if options.row_invariant { row_order::under_a_mask(spec) } else { spec }

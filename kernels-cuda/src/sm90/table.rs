@@ -161,7 +161,7 @@ pub(crate) fn micros_of_few(problem: &FwdProblem, tile: &Sm90Tile, num_sms: u32)
     Some(price::micros(problem, &walk_of_few(problem, tile)?, num_sms))
 }
 
-/// What the price of few queries asks of a tile; nothing of other problems.
+/// The walk of a tile, as the price of few queries takes it; none of other problems.
 #[must_use]
 pub fn walk_of_few(problem: &FwdProblem, tile: &Sm90Tile) -> Option<Walk> {
     let whole = Sm90Tile { split_keys: 0, shares: 0, ..*tile };

@@ -12,7 +12,7 @@ pub const ROOM: Room = Room { smem_bytes: 232_448, num_sms: 132 };
 /// A call: all of a row but how it was computed and how long it took.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// Its columns, which name it.
+    /// The columns, which name the call.
     pub name: String,
     /// The problem as a plan sees it.
     pub problem: ValidFwd,
@@ -99,7 +99,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// What a price asks of the row, by its kernel's constants.
+    /// The walk of the row, with the constants of its kernel.
     #[must_use]
     pub fn walk(&self, constants: &Constants) -> Option<Walk> {
         let ways = self.call.ways();

@@ -17,7 +17,7 @@ pub enum Keys {
     Whole,
     /// A CTA walks so many keys of a tile.
     Parts(u32),
-    /// So many CTAs walk as many blocks each, of one tile or several.
+    /// CTAs, so many of them, walk equal numbers of blocks, of one tile or several.
     Shares(u32),
 }
 
@@ -115,7 +115,7 @@ pub struct Common {
     pub mean: f64,
 }
 
-/// What of a kernel and its tile a price asks for.
+/// A kernel and its tile, as far as a price asks for them.
 #[derive(Clone, Copy, Debug)]
 pub struct Walk {
     /// Constants of the kernel.
@@ -225,7 +225,7 @@ pub fn micros_by(common: &Common, problem: &FwdProblem, walk: &Walk, num_sms: u3
     walk.rates.launch + both + merged
 }
 
-/// What tiles of a call have to walk, and how fast.
+/// Keys that the tiles of a call have to walk, and how fast they do.
 struct Work {
     /// All sequences have the lengths of the problem.
     is_like: bool,
