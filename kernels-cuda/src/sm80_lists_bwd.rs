@@ -1,7 +1,7 @@
 //! The backward over lists of keys of every NVIDIA GPU from sm_80 on: its tile, its entries.
 //!
-//! A CTA has query heads of one token (`fmha/sm80/bwd/lists.cuh`). dK and dV are added to sums in memory, in no order:
-//! gradients that are to have the same bits are the slow kernel's, which looks for each key in all lists.
+//! A CTA has query heads of one token (`fmha/sm80/bwd/lists.cuh`). dK and dV are added to sums in memory, in no order;
+//! or, where they are to have the same bits, by CTAs of keys that walk all tokens.
 
 pub mod recipe;
 
@@ -13,7 +13,7 @@ use fmha_core::{Bias, BwdProblem, DType, Refusal, VLayout, abi_spec};
 
 use crate::round_up;
 use crate::sm80::{MOST_DIM_QK, Room, padded_dim};
-use crate::sm80_bwd::{odd_stride, takes_lengths};
+use crate::sm80_bwd::{ctas_of, odd_stride, takes_lengths};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80_lists";
@@ -35,6 +35,8 @@ abi_spec! {
         pub warps: i32 = Takes::nothing(),
         /// Bytes that a copy takes, which divide every stride and address of Q, K, V and dO; 2: element by element.
         pub copy_bytes: i32 = Takes::among(&[2, 4, 8, 16]),
+        /// Keys of a CTA to whose dK and dV nothing else adds; 0: sums have no order.
+        pub range: i32 = Takes::multiples(32, 0, 1024),
         /// Soft-capped scores by one exponential and one reciprocal, for caps of 1e-3 to 64; else to f32's accuracy.
         pub fast_softcap: bool,
     }
@@ -54,7 +56,9 @@ impl Sm80ListsBwdTile {
         let operands = tile_bytes(self.rows, dims[0]) + tile_bytes(self.rows, dims[1]);
         let block = tile_bytes(self.columns, dims[0]) + tile_bytes(self.columns, dims[1]);
         let scores = 2 * tile_bytes(self.rows, self.columns);
-        round_up(operands + block + scores + 12 * self.rows + 4 * self.columns, 1024)
+        // Times and places of a range's keys, and how many every 32 of them have.
+        let of_range = 8 * self.range + self.range / 8;
+        round_up(operands + block + scores + 12 * self.rows + 8 * self.columns + of_range, 1024)
     }
 
     /// Sets one field from its name and value.
@@ -111,13 +115,15 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
 }
 
 /// The tile of a problem that the kernel [`accepts`], on a device with such room: as many of a token's heads as there
-/// are, up to 64, and then as many keys.
+/// are, up to 64, and then as many keys. `ordered`: sums have one order.
 #[must_use]
-pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Sm80ListsBwdTile {
+pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bool) -> Sm80ListsBwdTile {
     let heads = problem.fwd.gqa_ratio();
     let copy_bytes = [16, 8, 4].into_iter().find(|&bytes| odd_stride(problem, bytes).is_none()).unwrap_or(2);
     let fast_softcap = problem.fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
-    let of = |rows, columns| Sm80ListsBwdTile { rows, columns, warps: WARPS, copy_bytes, fast_softcap };
+    let range = if ordered { range(problem, room) } else { 0 };
+    let of =
+        |rows, columns| Sm80ListsBwdTile { rows, columns, warps: WARPS, copy_bytes, range, fast_softcap };
     let most = if heads <= 16 {
         16
     } else if heads <= 32 {
@@ -128,6 +134,22 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room) -> Sm80List
     let candidates = [64, 32, 16].into_iter().filter(|&rows| rows <= most);
     let mut candidates = candidates.flat_map(|rows| [64, 32, 16].map(|columns| of(rows, columns)));
     candidates.find(|tile| tile.smem_bytes(spec) <= room.smem_bytes).unwrap_or_else(|| of(16, 16))
+}
+
+/// Keys of a CTA: so many that each multiprocessor has two CTAs, whole groups of 32.
+fn range(problem: &BwdProblem, room: Room) -> i32 {
+    let dims = problem.fwd.dims;
+    let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
+    let even = keys.div_ceil(2 * u64::from(room.num_sms.max(1)));
+    even.next_multiple_of(32).clamp(32, 1024) as i32
+}
+
+/// CTAs of the launch of keys; `None`: 2^31 or more.
+#[must_use]
+pub fn key_ctas(problem: &BwdProblem, tile: &Sm80ListsBwdTile) -> Option<u32> {
+    let dims = problem.fwd.dims;
+    let ranges = u64::from(dims.seqlen_k.div_ceil(tile.range.unsigned_abs().max(1)));
+    ctas_of([dims.batch, dims.num_heads_kv], ranges)
 }
 
 /// f32 numbers of the sums of dK and dV; `None`: 2^62 or more.
@@ -143,10 +165,20 @@ pub fn sum_elems(problem: &BwdProblem) -> Option<u64> {
 /// The launch: arguments `BwdParams` and [`ListParams`](fmha_core::lists::ListParams).
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm80ListsBwdTile) -> KernelSource {
+    of_tile(spec, tile, "bwd")
+}
+
+/// The launch of keys, where sums have one order; the same arguments.
+#[must_use]
+pub fn keys(spec: &BwdSpec, tile: &Sm80ListsBwdTile) -> KernelSource {
+    of_tile(spec, tile, "bwd_keys")
+}
+
+fn of_tile(spec: &BwdSpec, tile: &Sm80ListsBwdTile, function: &str) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let call = format!(
         "static_assert(sizeof(sm80::lists::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm80::lists::bwd<kSpec, kTile>(p, lists);",
+         sm80::lists::{function}<kSpec, kTile>(p, lists);",
         tile.smem_bytes(spec)
     );
     entry(&constants, &format!("__launch_bounds__({})", tile.num_threads()), crate::lists::PARAM, &call)

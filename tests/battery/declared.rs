@@ -58,23 +58,61 @@ const CODELESS: &[&str] = &[
 /// All of them. The CPU backend takes the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["rocm"],
         kernels: &[],
         slowly: true,
-        what: "lists of keys are the CPU backend's, and the slow kernel's forward",
+        what: "lists of keys are the slow kernel's",
         applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
     },
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["cuda"],
         kernels: &[],
+        slowly: true,
+        what: "lists of keys beside what needs positions, and in f32, are the slow kernel's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let needs_positions = p.score.bias != Bias::None || p.drops() || !p.code.is_empty();
+                p.lists.is_some() && (needs_positions || p.dtypes.qk == DType::F32)
+            })
+        },
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
-        what: "gradients over lists of keys are the CPU backend's",
+        what: "lists of keys are sm80's",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm80"],
+        slowly: false,
+        what: "gradients over lists of keys are sm80_lists'",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.lists.is_some())
         },
     },
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["cuda"],
+        kernels: &["simt"],
+        slowly: false,
+        what: "lists of keys in caches of FP8 beside 16 bits are not the slow kernel's",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some() && p.cache.dtype.is_some()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &[],
+        slowly: false,
+        what: "lists of keys in caches of FP8 of AMD's types are the CPU backend's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let cache = p.cache.dtype.filter(|dtype| !matches!(dtype, DType::E4m3Fn | DType::E5m2));
+                p.lists.is_some() && cache.is_some()
+            })
+        },
+    },
+    Declared {
+        backends: &["rocm"],
         kernels: &[],
         slowly: false,
         what: "lists of keys in caches of FP8 beside 16 bits are the CPU backend's",

@@ -623,13 +623,16 @@ pub(crate) const ROWS: &[Row] = &[
     },
     Row {
         kernel: Some("sm80_lists"),
-        in_test: Cases { filter: "^lists/unordered/bf16/(d64|d128x64|d576|packed)", deal: 1 },
-        in_all: Cases { filter: "^lists/unordered/b?f16/", deal: 1 },
+        in_test: Cases {
+            filter: "^lists/(unordered/bf16/(d64|d128x64|packed)|backward/bf16/(repeated|some_empty|d576|packed|blocks_of_16))",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^lists/(unordered|backward)/b?f16/", deal: 1 },
         ..AMPERE
     },
     Row {
         kernel: Some("simt"),
-        in_test: Cases { filter: "^lists/backward/bf16/(some_empty|sink_apart|packed)$", deal: 1 },
+        in_test: Cases { filter: "^lists/backward/bf16/(bias|sink_apart|all)$", deal: 1 },
         in_all: Cases { filter: "^lists/backward/", deal: 1 },
         ..AMPERE
     },

@@ -45,8 +45,15 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     if problem.lists.is_none() {
         return tile_of_rows(problem, room);
     }
-    let mut tile = tile_of_rows(&lists::of_tokens(problem), room);
-    (tile.pack_gqa, tile.block_in_page, tile.fixed_parts) = (true, false, tile.split_keys > 0);
+    let mut tokens = lists::of_tokens(problem);
+    let mut tile = tile_of_rows(&tokens, room);
+    // Tiles of a token's heads are dealt as tokens of so many heads.
+    let blocks = problem.gqa_ratio().div_ceil(tile.block_m.unsigned_abs());
+    tokens.dims.batch = tokens.dims.batch.saturating_mul(blocks);
+    tokens.dims.num_heads_q = tokens.dims.num_heads_kv * problem.gqa_ratio().div_ceil(blocks);
+    tile.pack_gqa = true;
+    tile = deal(&tokens, tile, room);
+    (tile.block_in_page, tile.fixed_parts) = (false, tile.split_keys > 0);
     tile
 }
 
@@ -124,6 +131,10 @@ fn short_tile(problem: &FwdProblem, table: Sm80Tile, room: Room) -> Option<Sm80T
     let one_warp = Sm80Tile { warps: 1, ..tile };
     if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
         tile.warps = 1;
+    }
+    // Few warps wait for their gathers: more CTAs of small blocks have more of them under way.
+    if tile.v_in_k && block_m <= 32 {
+        tile.block_n = tile.block_n.min(32);
     }
     tile.fill(&spec, room);
     if tile.reads_raw_blocks(&spec) {
@@ -440,6 +451,51 @@ mod tests {
                 assert_eq!(tile.value_parts, parts);
             }
         }
+    }
+
+    /// A problem of so many tokens with 2048 listed keys each, over latent rows of 576 elements.
+    fn latent_lists(batch: u32, tokens: u32, heads: u32) -> FwdProblem {
+        let dims = Dims {
+            batch,
+            seqlen_q: tokens,
+            seqlen_k: 65536,
+            num_heads_q: heads,
+            num_heads_kv: 1,
+            head_dim_qk: 576,
+            head_dim_v: 512,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims);
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        let lists = fmha_core::KeyLists::new(&problem, 2048);
+        problem.lists(lists)
+    }
+
+    #[test]
+    fn tiles_of_lists_fit_every_device_and_share_k_s_blocks() {
+        for room in ROOMS {
+            for heads in [1, 5, 16, 32, 64, 128] {
+                let problem = latent_lists(1, 4096, heads);
+                let (tile, spec) = (choose_tile(&problem, room), FwdSpec::of(&problem));
+                assert!(tile.v_in_k && tile.pack_gqa && !tile.block_in_page && tile.shares == 0, "{tile:?}");
+                assert!(tile.smem_bytes(&spec) <= room.smem_bytes, "{heads} heads, {room:?}: {tile:?}");
+                assert!(room.ctas(tile.smem_bytes(&spec)) >= tile.ctas, "{heads} heads, {room:?}: {tile:?}");
+                tile.check().unwrap();
+                assert_eq!(tile.split_keys, 0, "many tokens fill the device");
+            }
+        }
+        // A block's gather is under way while the other's products are computed.
+        for (room, block_n) in [(ROOMS[0], 32), (ROOMS[3], 64)] {
+            let tile = choose_tile(&latent_lists(1, 4096, 128), room);
+            assert_eq!((tile.block_m, tile.block_n, tile.stages), (64, block_n, 2), "{room:?}");
+        }
+        // Two pairs of tiles in all: their lists are cut.
+        let few = choose_tile(&latent_lists(2, 1, 128), ROOMS[3]);
+        assert!(few.split_keys > 0 && few.fixed_parts && 2048 / few.split_keys >= 4, "{few:?}");
+        let schedule = few.schedule(&latent_lists(2, 1, 128)).unwrap();
+        assert_eq!(
+            schedule.num_tiles,
+            2 * 2 * (2048_i32.div_euclid(few.split_keys) + i32::from(2048 % few.split_keys > 0))
+        );
     }
 
     /// A plan promises batch invariance unasked where [`split::is_never_cut`] says so.

@@ -34,13 +34,14 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
     fn fit(
         problem: &ValidBwd,
         facts: &DeviceFacts,
-        _: &PlanOptions,
+        options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<Sm80ListsBwdTile, Refusal> {
         let refuse = |reason: String| Refusal::new(NAME, reason);
         lists::accepts(problem)?;
         let spec = BwdSpec::of(problem);
-        let mut tile = lists::choose_tile(problem, &spec, crate::sm80::recipe::room(facts));
+        let ordered = options.deterministic || options.batch_invariant;
+        let mut tile = lists::choose_tile(problem, &spec, crate::sm80::recipe::room(facts), ordered);
         fields.iter().try_for_each(|(key, value)| tile.set(key, value)).map_err(refuse)?;
         if let Some((name, axis, stride)) = sm80_bwd::odd_stride(problem, tile.copy_bytes) {
             let bytes = tile.copy_bytes;
@@ -81,6 +82,21 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
             tiles: ctas.into(),
             tiles_at_once: facts.num_sms.into(),
         };
+        let ordered = tile.range > 0;
+        let of_keys = if ordered {
+            let ctas = lists::key_ctas(problem, &tile).ok_or_else(|| refuse(too_many_tiles(dims)))?;
+            Some(Launch {
+                stage: Stage::Gradients,
+                kernel: "sm80_lists_keys",
+                source: lists::keys(&spec, &tile),
+                grid: Grid::new(ctas.max(1), tile.num_threads().unsigned_abs()),
+                shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+                tiles: ctas.into(),
+                tiles_at_once: facts.num_sms.into(),
+            })
+        } else {
+            None
+        };
         let finish =
             crate::rows::launch((Stage::Gradients, "sm80_lists_finish"), lists::finish(&spec), keys, facts);
         let dsink = problem.write_dsink.then(|| {
@@ -89,12 +105,13 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
         });
         Ok(Choice {
             kernel: Self { workspace, copy_bytes: tile.copy_bytes.unsigned_abs().into() },
-            launches: Launches::new([stats], main, [finish].into_iter().chain(dsink)),
+            launches: Launches::new([stats], main, of_keys.into_iter().chain([finish]).chain(dsink)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
-                // dK and dV are added to in memory, by whoever comes first.
-                deterministic: false,
-                batch_invariant: false,
+                // A key's sums are those of one CTA, over tokens and heads in their order; or are added to in memory, in
+                // any order.
+                deterministic: ordered,
+                batch_invariant: ordered,
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -102,10 +119,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
             },
             details: vec![
                 ("tile", format!("{} heads of a token x {} entries", tile.rows, tile.columns)),
-                (
-                    "sums",
-                    "dQ in registers, dK and dV in memory, in no order; scores computed once".to_owned(),
-                ),
+                ("sums", sums_words(&tile)),
             ],
         })
     }
@@ -127,5 +141,13 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
         // SAFETY: every launch takes BwdParams and, but for those that finish, ListParams; `check_bwd` saw that their
         // memory covers the problem, and the workspace is as large as the plan said.
         unsafe { steps.launch_all(&mut [(&raw mut params).cast(), (&raw mut lists).cast()], call.stream) }
+    }
+}
+
+/// How the sums are made, in words.
+fn sums_words(tile: &Sm80ListsBwdTile) -> String {
+    match tile.range {
+        0 => "dQ in registers, dK and dV in memory, in no order; scores computed once".to_owned(),
+        range => format!("dK and dV by CTAs of {range} keys, tokens in their order; scores computed twice"),
     }
 }

@@ -6,8 +6,13 @@
 //   dK += dS^T Q, dV += P^T dO    16 keys and 64 columns at a time, added to sums in memory, in no order
 //
 // Five products, and each score is computed once. The sums are f32, a row for each key of the longest sequence; a
-// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added
-// for them.
+// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added for
+// them.
+//
+// Where sums are to have one order (`tile.range` > 0), such a CTA sums dQ alone, and a launch of its own has CTAs of
+// `range` keys each, to whose dK and dV nothing else adds. A CTA of keys walks all tokens in their order. For each it
+// counts how often the list names its keys, and computes with the keys that are named, once each, times their count.
+// Scores are computed twice then.
 #pragma once
 #include <fmha/common/score_pair.cuh>
 #include <fmha/mma/sm80.cuh>
@@ -29,6 +34,16 @@ FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth
 // Columns that a warp adds to sums in memory at a time.
 FMHA_DEVICE constexpr int columns_at_once(int dim) { return dim % 64 == 0 ? 64 : 16; }
 
+// What a CTA of keys knows of a token's list.
+template <int range>
+struct KeysOfRange {
+  int32_t times[range];         // how often the list names each key
+  int32_t named[range];         // those that it names, ascending
+  int32_t of_group[range / 32]; // how many of them there are among every 32 keys
+};
+template <>
+struct KeysOfRange<0> {};
+
 template <BwdSpec spec, Sm80ListsBwdTile tile>
 struct Smem {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
@@ -39,6 +54,8 @@ struct Smem {
   SmemTile<uint16_t, tile.rows, tile.columns> probs, ds;
   QueryStats<tile.rows> stats;
   int32_t keys[tile.columns];  // -1: absent
+  float times[tile.columns];   // what P and dS are multiplied by
+  KeysOfRange<tile.range> of_range;
 };
 
 // The sums of a key's row, of dK or of dV.
@@ -169,8 +186,9 @@ struct Token {
           prob = probability(x.score - origin, lse_log2);
         }
         const bool seen = smem.keys[n] >= 0 && row < num_heads;
-        s[e] = seen ? prob : 0.f;
-        dp[e] = seen ? prob * (dp[e] - smem.stats.delta[row]) * slope : 0.f;
+        const float times = smem.times[n];
+        s[e] = seen ? prob * times : 0.f;
+        dp[e] = seen ? prob * times * (dp[e] - smem.stats.delta[row]) * slope : 0.f;
       }
       put<kFwd.dtype_v>(smem.probs, first_row, first_key, s);
       put<kFwd.dtype_qk>(smem.ds, first_row, first_key, dp);
@@ -201,8 +219,9 @@ struct Token {
     }
   }
 
-  // Adds A^T B of a block to sums in memory: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of
+  // Adds A^T B of a block to sums in memory, with `ordered` to those of the CTA's own: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of
   // sums begins.
+  static constexpr bool ordered = tile.range > 0;
   template <DType dtype, class TileA, class TileB, class SumsOf>
   FMHA_DEVICE void add_to_keys(const TileA& a, const TileB& b, SumsOf sums_of) const {
     constexpr int n = columns_at_once(TileB::dim), chunks = TileB::dim / n;
@@ -219,14 +238,34 @@ struct Token {
         float* to = sums_of(j) + column + fmha::mma::fragment_column();
 #pragma unroll
         for (int e = 0; e < sum.num_elems; ++e) {
-          if (sum.row(e) == r) ptx::red_global_add_f32(to + sum.column(e), sum[e]);
+          if (sum.row(e) != r) continue;
+          if constexpr (ordered) to[sum.column(e)] += sum[e];
+          else ptx::red_global_add_f32(to + sum.column(e), sum[e]);
         }
       }
     }
   }
 
-  FMHA_DEVICE void run() {
+  // P and dS of the block whose keys are in shared memory, all of the CTA's threads having put them there.
+  FMHA_DEVICE void compute_block() const {
+    load_keys<kFwd.head_dim_qk>(smem.k, p.fwd.k);
+    load_keys<kFwd.head_dim_v>(smem.v, p.fwd.v);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();
+    score();
+    __syncthreads();
+  }
+  // dK and dV of that block, to their sums.
+  FMHA_DEVICE void add_block() const {
     const Sums<spec> sums{p};
+    const auto row = [&](int32_t j) { return sums.row(list.span.i_batch, list.i_head_kv, j); };
+    add_to_keys<kFwd.dtype_qk>(smem.ds, smem.q, [&](int32_t j) { return sums.dk(row(j)); });
+    add_to_keys<kFwd.dtype_v>(smem.probs, smem.dout, [&](int32_t j) { return sums.dv(row(j)); });
+  }
+
+  // dQ of the token's heads and, where sums have no order, what they add to dK and dV.
+  FMHA_DEVICE void run() {
     begin();
     const int32_t count = list.count();
 #pragma unroll 1
@@ -235,25 +274,37 @@ struct Token {
       for (int32_t n = threadIdx.x; n < tile.columns; n += threads) {
         const int32_t key = block + n < count ? list.key(block + n) : -1;
         smem.keys[n] = key;
+        smem.times[n] = 1.f;
         some |= key >= 0;
       }
       // The block before has been read, and the keys are there.
       if (!__syncthreads_or(some)) continue;
-      load_keys<kFwd.head_dim_qk>(smem.k, p.fwd.k);
-      load_keys<kFwd.head_dim_v>(smem.v, p.fwd.v);
-      ptx::cp_async_commit_group();
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();
-      score();
-      __syncthreads();
+      compute_block();
       add_dq();
-      add_to_keys<kFwd.dtype_qk>(smem.ds, smem.q, [&](int32_t j) { return sums.dk(sums.row(list.span.i_batch, list.i_head_kv, j)); });
-      add_to_keys<kFwd.dtype_v>(smem.probs, smem.dout, [&](int32_t j) { return sums.dv(sums.row(list.span.i_batch, list.i_head_kv, j)); });
+      if constexpr (!ordered) add_block();
       // Keys are read to the end.
       __syncthreads();
     }
     ptx::cp_async_wait_group<0>();
     store_dq();
+  }
+
+  // What the token's heads add to dK and dV of the `num` keys from `first_key` on that `named` counts from there.
+  FMHA_DEVICE void run_keys(int32_t first_key, int32_t num) {
+    begin();
+#pragma unroll 1
+    for (int32_t block = 0; block < num; block += tile.columns) {
+      for (int32_t n = threadIdx.x; n < tile.columns; n += threads) {
+        const bool there = block + n < num;
+        const int32_t at = there ? smem.of_range.named[block + n] : 0;
+        smem.keys[n] = there ? first_key + at : -1;
+        smem.times[n] = there ? float(smem.of_range.times[at]) : 0.f;
+      }
+      __syncthreads();
+      compute_block();
+      add_block();
+      __syncthreads();
+    }
   }
 
   FMHA_DEVICE void store_dq() const {
@@ -293,6 +344,62 @@ FMHA_DEVICE void bwd(const BwdParams& p, const ListParams& lists) {
   Token<spec, tile> token{p, *reinterpret_cast<Smem<spec, tile>*>(raw), {p.fwd, lists, span, band, i, i_head_kv},
                           first_head, min(tile.rows, p.fwd.gqa_ratio - first_head)};
   token.run();
+}
+
+// Which keys of [first_key, first_key + range) a token's list names, and how often: their number. All threads together.
+template <int threads, int range>
+FMHA_DEVICE int32_t keys_named(KeysOfRange<range>& keys, const TokenList& list, int32_t first_key) {
+  constexpr int groups = range / 32, warps = threads / 32;
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int32_t at = threadIdx.x; at < range; at += threads) keys.times[at] = 0;
+  __syncthreads();
+  const int32_t count = list.count();
+  for (int32_t n = threadIdx.x; n < count; n += threads) {
+    const int32_t at = list.key(n) - first_key;
+    if (at >= 0 && at < range) atomicAdd(&keys.times[at], 1);
+  }
+  __syncthreads();
+  for (int32_t group = warp; group < groups; group += warps) {
+    const uint32_t named = ptx::vote_ballot(keys.times[group * 32 + lane] > 0);
+    if (lane == 0) keys.of_group[group] = __popc(named);
+  }
+  __syncthreads();
+  int32_t all = 0;
+  for (int32_t group = 0; group < groups; ++group) {
+    if (group % warps == warp) {
+      const bool is_named = keys.times[group * 32 + lane] > 0;
+      const uint32_t named = ptx::vote_ballot(is_named);
+      if (is_named) keys.named[all + __popc(named & ((1u << lane) - 1))] = group * 32 + lane;
+    }
+    all += keys.of_group[group];
+  }
+  __syncthreads();
+  return all;
+}
+
+// dK and dV in one order. CTAs: ranges of keys, of every kv head and sequence in turn.
+template <BwdSpec spec, Sm80ListsBwdTile tile>
+FMHA_DEVICE void bwd_keys(const BwdParams& p, const ListParams& lists) {
+  const int32_t ranges = ceil_div(p.fwd.seqlen_k, tile.range), head = blockIdx.x / ranges;
+  const int32_t i_batch = head / p.fwd.num_heads_kv, i_head_kv = head % p.fwd.num_heads_kv;
+  if (i_batch >= p.fwd.batch) return;
+  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  const int32_t first_key = (blockIdx.x - head * ranges) * tile.range;
+  if (first_key >= span.seqlen_k) return;
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
+  const MaskBand band = resolve_band(p.fwd.mask, span.seqlen_q, span.seqlen_k);
+#pragma unroll 1
+  for (int32_t i = 0; i < span.seqlen_q; ++i) {
+    const TokenList list = {p.fwd, lists, span, band, i, i_head_kv};
+    const int32_t num = keys_named<32 * tile.warps>(smem.of_range, list, first_key);
+    if (num == 0) continue;
+#pragma unroll 1
+    for (int32_t first_head = 0; first_head < p.fwd.gqa_ratio; first_head += tile.rows) {
+      Token<spec, tile> token{p, smem, list, first_head, min(tile.rows, p.fwd.gqa_ratio - first_head)};
+      token.run_keys(first_key, num);
+    }
+  }
 }
 
 // dK and dV from their sums: any grid of whole warps, each with a key's row at a time.
