@@ -159,3 +159,18 @@ fn each_architecture() {
         println!("{said}");
     }
 }
+
+/// AMD's kernels say what breaks it, none of them in silence.
+#[test]
+fn amd_s_kernels_refuse_rows_of_equal_bits_by_name() {
+    for arch in ["gfx942", "gfx1100"] {
+        let device = fmha_rocm::pretend(arch).unwrap();
+        for seed in 1..20 {
+            let (story, views) = draw(seed, &SHORT);
+            let problem = views[0].problem(&story).0.validate().unwrap();
+            let options = PlanOptions::default().row_invariant(true).allow_fallback(true);
+            let error = device.plan_fwd(&problem, &options).err().unwrap().to_string();
+            assert!(error.contains("row_invariant true"), "{arch}: {error}");
+        }
+    }
+}

@@ -141,6 +141,7 @@ fn option() -> impl Strategy<Value = Vec<String>> {
         "--dlse",
         "--deterministic",
         "--batch-invariant",
+        "--row-invariant",
         "--check-lengths",
         "--json",
         "--nonsense",

@@ -303,6 +303,7 @@ const TABLE: &[(&str, &[&str])] = &[
     ("run -s 4 --ranks 2 --scheme decode", &["decode: each of 2 ranks needs all queries"]),
     ("run -s 4 --ranks 2 --scheme mixed", &["mixed: ranks_per_host 2 does not cut 2 ranks"]),
     ("run -s 4 --ranks 2 --backward --batch-invariant", &["batch_invariant true", "2 ranks"]),
+    ("run -s 4 --ranks 2 --backward --row-invariant", &["row_invariant true", "2 ranks"]),
     ("run -s 4 --ranks 2 --emulate sm_90a --backend cuda", &["ranks 2", "--backend cpu"]),
     ("run -s 4 --ranks 2 --rank-of x", &["rank-of `x`"]),
     ("run -s 4 --ranks 2 --rank-of=-1,.", &["rank-of `-1,.`"]),

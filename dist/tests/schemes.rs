@@ -225,7 +225,9 @@ fn forward_over_ranks_is_that_of_one_device() {
             for scheme in SCHEMES {
                 let what = format!("{}, {name}, {scheme}", case.name);
                 // A row's bits may depend on how many come in one call, unless kernels promise that they do not.
-                let same = PlanOptions::default().batch_invariant(scheme.has_bits_of_one_device());
+                let same = PlanOptions::default()
+                    .batch_invariant(scheme.has_bits_of_one_device())
+                    .row_invariant(scheme.has_rows_of_one_device());
                 // Links so slow that heads come in groups where they can.
                 let mut links = hosts_of_two();
                 links.bytes_per_second = 1.0;
@@ -247,6 +249,22 @@ fn forward_over_ranks_is_that_of_one_device() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_scheme_that_does_not_keep_rows_of_one_device_refuses_them_by_name() {
+    let case = &cases()[0];
+    let (_, problem) = &case.problems()[0];
+    for scheme in SCHEMES.into_iter().filter(|scheme| !scheme.has_rows_of_one_device()) {
+        if !case.takes(scheme, problem.q.ranks()) {
+            continue;
+        }
+        let kernels = PlanOptions::default().row_invariant(true);
+        let options = Options::default().scheme(scheme).kernels(kernels).links(hosts_of_two());
+        let mut host = HostFwd::new(case.whole.clone(), &case.lengths, DATA).unwrap();
+        let error = support::forward(&mut host, problem, &options, 1).unwrap_err().text;
+        assert!(error.contains("row_invariant true"), "{scheme}: {error}");
     }
 }
 

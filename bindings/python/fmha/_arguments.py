@@ -31,7 +31,7 @@ class row_invariant:
     """A context in which every call has ``row_invariant=True`` that does not say otherwise: for whole models.
 
     It holds for all threads of the process: a call that is asked for equal bits unawares is right, if slower. Calls of
-    an engine's hook that were made ready before are not changed.
+    an engine's hook that were made ready before are not changed; under ``jax.jit`` it counts when a call is traced.
     """
 
     def __enter__(self) -> None:

@@ -4,6 +4,8 @@ import fmha
 import pytest
 import torch
 
+from reference import DEVICE
+
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
 
@@ -92,3 +94,49 @@ def test_torch_s_compiler_reads_the_context():
     call()
     with fmha.row_invariant():
         assert torch.equal(call(), fmha.attention(q, k, v, mask="causal", row_invariant=True))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether each call that is bound asks for rows of equal bits."""
+    said, wants = [], fmha._arguments.wants_rows
+
+    def spy(given):
+        said.append(wants(given))
+        return said[-1]
+
+    monkeypatch.setattr(fmha._arguments, "wants_rows", spy)
+    return said
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch has kernels of its own on a GPU")
+def test_torch_s_registry_obeys_the_context(asked):
+    import fmha.sdpa
+
+    handle = fmha.sdpa._Handle("CPU")
+    try:
+        q, k, v = (x[None].transpose(1, 2) for x in sequence(20))
+        call = torch.ops.aten._scaled_dot_product_flash_attention
+        call(q, q, q, 0.0, True, False)
+        with fmha.row_invariant():
+            call(q, q, q, 0.0, True, False)
+    finally:
+        handle.remove()
+    assert asked == [False, True]
+
+
+def test_a_model_of_transformers_obeys_the_context(asked):
+    transformers = pytest.importorskip("transformers")
+    import fmha.transformers
+
+    fmha.transformers.install()
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
+    )
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="fmha").eval()
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        model(ids)
+        with fmha.row_invariant():
+            model(ids)
+    assert asked == [False, False, True, True]

@@ -150,7 +150,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
                 // Gradients of captured tensors are added to in memory, by whoever comes first.
                 deterministic: !one_pass && captured_elems == 0,
                 batch_invariant: options.tile.is_empty() && !one_pass,
-                row_invariant: options.row_invariant && options.tile.is_empty() && !one_pass,
+                row_invariant: options.row_invariant
+                    && options.tile.is_empty()
+                    && !one_pass
+                    && problem.fwd().masks.is_empty(),
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),

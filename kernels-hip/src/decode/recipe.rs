@@ -102,6 +102,10 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<K, Refusal> {
+        if options.row_invariant {
+            let reason = "row_invariant true: keys that other rows see change a row's last bits";
+            return Err(Refusal::new(K::NAME, reason));
+        }
         K::accept(problem, facts.device, &options.clone().tile(fields.clone()))
     }
 
