@@ -34,7 +34,7 @@ FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth
 // Columns that a warp adds to sums in memory at a time.
 FMHA_DEVICE constexpr int columns_at_once(int dim) { return dim % 64 == 0 ? 64 : 16; }
 
-// What a CTA of keys knows of a token's list.
+// State of a CTA of keys about a token's list.
 template <int range>
 struct KeysOfRange {
   int32_t times[range];         // how often the list names each key
@@ -219,8 +219,8 @@ struct Token {
     }
   }
 
-  // Adds A^T B of a block to sums in memory, with `ordered` to those of the CTA's own: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of
-  // sums begins.
+  // Adds A^T B of a block to sums in memory, with `ordered` to those of the CTA's own: A [heads, keys], B [heads,
+  // dim]. `sums_of(row)` is where a key's row of sums begins.
   static constexpr bool ordered = tile.range > 0;
   template <DType dtype, class TileA, class TileB, class SumsOf>
   FMHA_DEVICE void add_to_keys(const TileA& a, const TileB& b, SumsOf sums_of) const {
@@ -289,7 +289,7 @@ struct Token {
     store_dq();
   }
 
-  // What the token's heads add to dK and dV of the `num` keys from `first_key` on that `named` counts from there.
+  // Terms of the token's heads for dK and dV of the `num` keys from `first_key` on, which `named` counts from there.
   FMHA_DEVICE void run_keys(int32_t first_key, int32_t num) {
     begin();
 #pragma unroll 1
