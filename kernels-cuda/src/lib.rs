@@ -19,6 +19,7 @@ pub mod sm90_bwd;
 pub mod sm90_mla;
 pub mod sm90_widened;
 pub mod split;
+pub mod tile_list;
 pub mod tma;
 pub mod tree_mask;
 pub mod wgmma;
@@ -68,6 +69,7 @@ pub fn headers() -> Vec<Header> {
         "common/exp2.cuh",
         "common/finish_dq.cuh",
         "common/keep_mask.cuh",
+        "common/listed_keys.cuh",
         "common/merge_parts.cuh",
         "common/merge_tree.cuh",
         "common/output_place.cuh",
@@ -85,6 +87,7 @@ pub fn headers() -> Vec<Header> {
         "common/shares.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
+        "common/tile_list.cuh",
         "common/tree_keys.cuh",
         "common/update_cache.cuh",
         "common/widen.cuh",
@@ -170,6 +173,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/consume.cuh",
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
+        "sm90/fwd/fwd_masked.cuh",
         "sm90/fwd/load.cuh",
         "sm90/fwd/load_bias.cuh",
         "sm90/fwd/prepare_values.cuh",

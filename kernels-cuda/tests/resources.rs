@@ -20,7 +20,9 @@ use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
-use fmha_kernels_cuda::{COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd};
+use fmha_kernels_cuda::{
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd, tile_list,
+};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
@@ -154,6 +156,19 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
+    // Lists of tiles under masks as data, and the launch that makes them.
+    for (name, spec) in [
+        ("sm90_64_masks", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
+        ("sm90_128_masks", FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper)),
+        ("sm90_256_masks", FwdSpec::plain(DType::Bf16, 256, MaskKind::Upper)),
+        ("sm90_128_band_masks", FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),
+    ] {
+        let tile = sm90::default_tile(&spec);
+        let tile = Sm90Tile { block_m: tile.block_m.min(128), ..tile };
+        kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile)));
+    }
+    let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
+    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, [128, 128])));
     kernels.push((
         "simt_128_band".to_owned(),
         rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),

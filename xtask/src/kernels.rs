@@ -612,6 +612,21 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..AMPERE
     },
+    // Lists of tiles: several to a CTA, cut blocks, whole ones, tiles without keys.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(2),
+        in_test: Cases { filter: "^masks/forward/b?f16/(batch/(all|intervals)|window/all|long/intervals)$", deal: 1 },
+        in_all: Cases { filter: "^masks/forward/b?f16/([^cp]|c[^o])", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::Garbage,
+        in_all: Cases { filter: "^masks/forward/b?f16/([^cp]|c[^o])", deal: 1 },
+        ..HOPPER
+    },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^masks/.*/b?f16/few_queries/all$", deal: 1 },

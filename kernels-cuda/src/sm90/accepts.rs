@@ -42,6 +42,12 @@ pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Re
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     takes(problem, NAME)?;
+    if !problem.masks.is_empty() && (problem.dtypes.qk.is_fp8() || problem.dtypes.v.is_fp8()) {
+        return refuse(format!(
+            "dtype_qk {} beside masks as data, which it takes of 16 bits",
+            problem.dtypes.qk
+        ));
+    }
     refuse_faint_alibi(problem, NAME)?;
     if keys_of_v_begin_anywhere(problem) {
         return refuse(

@@ -95,6 +95,9 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     prepare_values_once(problem, &spec, &mut tile);
 
     tile.vector_store &= stores_vectors(problem);
+    if !problem.masks.is_empty() {
+        tile.take_lists(problem, &spec);
+    }
     tile
 }
 
@@ -113,6 +116,9 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
+    if !problem.masks.is_empty() {
+        return whole;
+    }
     if micros_at_once(problem, &whole, num_sms).is_some_and(|micros| micros <= split::MICROS_OF_PARTS) {
         return whole;
     }
@@ -533,6 +539,28 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
 }
 
 impl Sm90Tile {
+    /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Three
+    /// warpgroups have no registers for the bits of a row. Where block lists can be met by tiles, they are.
+    fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
+        (self.pack_gqa, self.cluster, self.cluster_heads) = (false, 1, false);
+        (self.prepare_v, self.order) = (PrepareV::InTile, TileOrder::Dynamic);
+        self.place_groups(problem);
+        if self.bias_stages > 0 {
+            self.bias_stages = 0;
+            self.take_registers(spec);
+        }
+        self.block_m = self.block_m.min(128);
+        if let Some(lists) = problem.masks.block_lists {
+            let divides = |keys: &i32| lists.block_k.is_multiple_of(keys.unsigned_abs());
+            let met = [128, 112, 96, 80, 64].into_iter().filter(|&keys| keys <= self.block_n).find(divides);
+            self.block_n = met.unwrap_or(self.block_n);
+            if lists.block_q == 64 {
+                self.block_m = 64;
+            }
+        }
+        self.wait_anchor = self.wait_anchor.min(self.block_n / 2);
+    }
+
     /// Leaves registers to what changes scores or P: smaller blocks, no next tile's product, no second way through a
     /// block.
     fn take_registers(&mut self, spec: &FwdSpec) {

@@ -1,0 +1,145 @@
+// Masks as data as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees
+// (tile_list.cuh has made it): blocks that are cut first, blocks that are whole behind them. Pairs are asked in blocks
+// that are cut alone, some bits of a row at a time.
+#pragma once
+#include <fmha/common/data_keys.cuh>
+#include <fmha/common/work.cuh>
+#include <fmha/mma/fragment.cuh>
+#include <fmha/tile_list.h>
+
+namespace fmha {
+
+// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the thread's
+// first, d 0 or 1.
+template <int n>
+struct RowBits {
+  static_assert(n <= 256, "64 bits have 256 columns");
+  static constexpr int bit_of(int column) { return column / 8 * 2 + column % 8; }
+  // The elements left of `column`, which counts from the thread's first.
+  static FMHA_DEVICE uint64_t below(int32_t column) {
+    const int32_t x = clamp(column, 0, n), count = x / 8 * 2 + min(x % 8, 2);
+    return count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+  }
+  static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
+};
+
+struct ListedKeys {
+  static constexpr bool all = false, has_classes = false, listed = true;
+  DataKeys data;
+  const TileList& list;
+
+  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
+    return data.sees(span, i_head, i, j);
+  }
+
+  // Row of the lists of a tile.
+  FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t m_block) const {
+    return (i_batch * list.num_heads + i_head / list.heads_ratio) * list.num_m_blocks + m_block;
+  }
+  // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
+  FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {
+    const int32_t at = i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
+    return list.blocks[int64_t(row) * list.max_blocks + at];
+  }
+  FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
+
+  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the lists.
+  template <FwdSpec spec, auto tile>
+  FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
+    static_assert(tile.cluster == 1 && !tile.pack_gqa && split_keys<tile>() == 0, "lists are of one head's tiles");
+    work.part = row_of(work.i_batch, work.i_head, work.first_row / tile.block_m);
+    const int32_t* counts = list.counts + 2 * int64_t(work.part);
+    work.num_band_blocks = counts[0];
+    work.num_blocks = counts[0] + counts[1];
+    work.last_block = block_at(work, 0);
+    work.last_sink_block = -1;
+    work.first_dirty = first_dirty_of<spec, tile>(p, work, work.last_block);
+  }
+
+  // The elements of a row that intervals show; `first_key` is the thread's.
+  template <int n>
+  FMHA_DEVICE uint64_t in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
+    const MaskDataParams& m = data.masks.m;
+    const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
+    int32_t before = 0;
+    uint64_t seen = 0;
+#pragma unroll 1
+    for (int32_t at = 0; at < m.endpoints; at += 2) {
+      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      seen |= RowBits<n>::between(begin - first_key, before - first_key);
+    }
+    return seen;
+  }
+
+  // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
+  template <int n>
+  FMHA_DEVICE uint64_t in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
+    const MaskDataParams& m = data.masks.m;
+    const int32_t head = i_head / m.bits_ratio, row = span.q_row + i, last_word = (span.seqlen_k - 1) / 32;
+    uint64_t seen = 0;
+#pragma unroll
+    for (int c = 0; c < n / 8; ++c) {
+      const int32_t j = block_key + 8 * c, word = min(j / 32, last_word);
+      const uint32_t bits = DataMasks::word(m.bits, span.storage_batch, head, row, word);
+      seen |= uint64_t(bits >> (j % 32 + mma::fragment_column()) & 3u) << (2 * c);
+    }
+    return seen;
+  }
+
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists show. The whole warp asks; `first` is its
+  // first row.
+  template <int n>
+  FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, int32_t first, const int32_t (&rows)[2],
+                            int32_t block_key, uint64_t (&seen)[2]) const {
+    const MaskDataParams& m = data.masks.m;
+    const int32_t head = i_head / m.lists_ratio, origin = block_key + mma::fragment_column(), last = span.seqlen_q - 1;
+    const int32_t end_q = ptx::shfl_idx(min(first + 15, last) / m.block_q, 0);
+    const int32_t end_k = (min(block_key + n, span.seqlen_k) - 1) / m.block_k;
+    uint64_t asked[2] = {0, 0}, full[2] = {0, 0};
+#pragma unroll 1
+    for (int32_t q = ptx::shfl_idx(min(first, last) / m.block_q, 0); q <= end_q; ++q) {
+#pragma unroll 1
+      for (int32_t k = block_key / m.block_k; k <= end_k; ++k) {
+        const bool is_full =
+            DataKeys::lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
+        const bool there =
+            is_full || DataKeys::lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
+        if (!there) continue;
+        const int32_t begin = k * m.block_k - origin;
+        const uint64_t columns = RowBits<n>::between(begin, begin + m.block_k);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (rows[r] / m.block_q != q) continue;
+          asked[r] |= columns;
+          if (is_full) full[r] |= columns;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) seen[r] = (seen[r] & asked[r]) | full[r];
+  }
+
+  // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
+  // whole warp asks. Rows beyond the sequence have the last one's answer.
+  template <int n>
+  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+    const MaskDataParams& m = data.masks.m;
+    uint64_t seen[2];
+    int32_t rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows[r] = min(row + 8 * r, span.seqlen_q - 1);
+      seen[r] = ~uint64_t(0);
+      if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
+      if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
+    }
+    if (m.block_q != 0) in_lists<n>(span, i_head, row - threadIdx.x % 32 / 4, rows, block_key, seen);
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) {
+      if (!(seen[s.row(e)] >> RowBits<n>::bit_of(s.column(e)) & 1)) s[e] = -infinity();
+    }
+  }
+};
+
+}  // namespace fmha

@@ -1,0 +1,93 @@
+// The lists of the blocks of keys that tiles of queries see under masks as data: one small launch, a CTA a tile and
+// head of the masks. Its warps class blocks in turn; blocks are stored from the last to the first, those that are cut
+// from the row's begin up, whole ones from its end down.
+#pragma once
+#include <fmha/common/data_keys.cuh>
+#include <fmha/tile_list.h>
+
+namespace fmha {
+
+constexpr int kTileListThreads = 256;
+
+struct TileLister {
+  static constexpr int warps = kTileListThreads / 32;
+
+  const FwdParams& p;
+  const DataKeys keys;
+  const TileList& list;
+
+  // How a block of keys stands to the band, the masks and the sequence's end, for a tile's rows.
+  FMHA_DEVICE BlockClass class_of(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows, int32_t block,
+                                  int32_t block_n) const {
+    const Range own = {block * block_n, min((block + 1) * block_n, span.seqlen_k)};
+    const BlockClass by_band = block_class(band, rows, own);
+    if (by_band == BlockClass::Skipped) return BlockClass::Skipped;
+    const BlockClass by_data = keys.class_of(span, i_head, rows, own);
+    if (by_data == BlockClass::Skipped) return BlockClass::Skipped;
+    const bool whole = own.end - own.begin == block_n && by_band == BlockClass::Inside && by_data == BlockClass::Inside;
+    return whole ? BlockClass::Inside : BlockClass::Edge;
+  }
+
+  FMHA_DEVICE void run(QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
+    __shared__ uint8_t classes[kTileListThreads];
+    __shared__ int32_t counts[2][warps];
+    const int32_t row = blockIdx.x, m_block = row % list.num_m_blocks, batch_and_head = row / list.num_m_blocks;
+    const int32_t i_batch = batch_and_head / list.num_heads;
+    const int32_t i_head = (batch_and_head - i_batch * list.num_heads) * list.heads_ratio;
+    const SeqSpan span = resolve_seq(p, q_layout, kv_layout, i_batch);
+    const Range rows = {m_block * block_m, min((m_block + 1) * block_m, span.seqlen_q)};
+    if (rows.empty()) return;
+    const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+    const Range seen = k_range(band, rows, span.seqlen_k), sinks = sink_range(band, rows, span.seqlen_k);
+    const int32_t lowest = sinks.empty() ? seen.begin / block_n : 0;
+    const int32_t end = ceil_div(max(seen.empty() ? 0 : seen.end, sinks.end), block_n);
+    const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int32_t* blocks = list.blocks + int64_t(row) * list.max_blocks;
+    int32_t num_cut = 0, num_whole = 0;
+    for (int32_t last = end - 1; last >= lowest; last -= kTileListThreads) {
+      for (int32_t at = warp; at < kTileListThreads; at += warps) {
+        const int32_t block = last - at;
+        const BlockClass is = block < lowest ? BlockClass::Skipped : class_of(span, band, i_head, rows, block, block_n);
+        if (lane == 0) classes[at] = uint8_t(is);
+      }
+      __syncthreads();
+      const BlockClass own = BlockClass(classes[threadIdx.x]);
+      const bool cut = own == BlockClass::Edge, whole = own == BlockClass::Inside;
+      const uint32_t cuts = ptx::vote_ballot(cut), wholes = ptx::vote_ballot(whole);
+      if (lane == 0) {
+        counts[0][warp] = __popc(cuts);
+        counts[1][warp] = __popc(wholes);
+      }
+      __syncthreads();
+      int32_t cut_at = num_cut, whole_at = num_whole;
+      for (int32_t w = 0; w < warps; ++w) {
+        if (w < warp) {
+          cut_at += counts[0][w];
+          whole_at += counts[1][w];
+        }
+        num_cut += counts[0][w];
+        num_whole += counts[1][w];
+      }
+      const uint32_t lower = (1u << lane) - 1;
+      if (cut) blocks[cut_at + __popc(cuts & lower)] = last - int32_t(threadIdx.x);
+      if (whole) blocks[list.max_blocks - 1 - whole_at - __popc(wholes & lower)] = last - int32_t(threadIdx.x);
+      __syncthreads();
+    }
+    if (threadIdx.x != 0) return;
+    // No key at all: one block outside the tensor, zeros that are hidden.
+    if (num_cut + num_whole == 0) {
+      blocks[0] = -1;
+      num_cut = 1;
+    }
+    list.counts[2 * int64_t(row)] = num_cut;
+    list.counts[2 * int64_t(row) + 1] = num_whole;
+  }
+};
+
+template <FwdSpec spec, int32_t block_m, int32_t block_n>
+FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
+  const TileLister lister{p, DataKeys{DataMasks{masks}}, list};
+  lister.run(spec.q_layout, spec.kv_layout, block_m, block_n);
+}
+
+}  // namespace fmha

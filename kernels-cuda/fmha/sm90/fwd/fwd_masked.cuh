@@ -1,0 +1,18 @@
+// The forward kernel under masks as data: its roles walk the blocks of keys that a list has for each tile.
+#pragma once
+#include <fmha/common/listed_keys.cuh>
+#include <fmha/sm90/fwd/fwd.cuh>
+
+namespace fmha::sm90 {
+
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const MaskDataParams& masks,
+                            const TileList& list) {
+  // What hides a key may hide a NaN of V, of which a kernel whose spec has no mask knows nothing.
+  static_assert(spec.mask != MaskKind::Full, "sm90: masks as data hide keys");
+  static_assert(!is_fp8(spec.dtype_qk), "sm90: under masks as data types of 16 bits");
+  const ListedKeys keys{DataKeys{DataMasks{masks}}, list};
+  fwd<spec, tile>(p, maps, schedule, {}, AllKeysHere{}, keys);
+}
+
+}  // namespace fmha::sm90

@@ -1,0 +1,140 @@
+//! Lists of the blocks of keys that tiles of queries see under masks as data: one small launch makes them in the
+//! workspace before the kernel that walks them.
+
+use fmha_core::abi::{AbiStruct as _, DevPtr};
+use fmha_core::masks::Masks;
+use fmha_core::source::{Entry, Header, KernelSource};
+use fmha_core::spec::FwdSpec;
+use fmha_core::{FwdProblem, Workspace, abi_struct};
+use fmha_gpu::{Grid, Launch, Stage};
+
+use crate::nvidia::{DeviceFacts, row_launch};
+use crate::schedule;
+
+/// The launch's name in plans.
+pub const NAME: &str = "tile_list";
+
+/// Threads of a CTA of that launch.
+const THREADS: u32 = 256;
+
+/// Last parameters of an entry that walks lists.
+pub(crate) const PARAMS: &str =
+    ", const __grid_constant__ MaskDataParams masks, const __grid_constant__ TileList list";
+
+abi_struct! {
+    /// Blocks of keys of each tile of queries, a kernel argument. A row is of a sequence, a head of the masks and a
+    /// tile.
+    pub struct TileList {
+        /// How many blocks of a row are cut, and how many are whole.
+        pub counts: DevPtr<i32>,
+        /// Blocks of a row: those that are cut from its begin up, whole ones from its end down.
+        pub blocks: DevPtr<i32>,
+        /// Tiles of the longest sequence.
+        pub num_m_blocks: i32,
+        /// Blocks that a row has room for.
+        pub max_blocks: i32,
+        /// Heads of the lists.
+        pub num_heads: i32,
+        /// Query heads to one of them.
+        pub heads_ratio: i32,
+    }
+}
+
+/// Lists of a problem's tiles, and where they lie in the workspace.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct TileListPlan {
+    list: TileList,
+    rows: u32,
+    counts: u64,
+    blocks: u64,
+}
+
+impl TileListPlan {
+    /// Lists of tiles of `block_m` queries and `block_n` keys behind `before` of the workspace, and the whole workspace.
+    ///
+    /// # Errors
+    /// 2^30 rows or more, with the fields that make them.
+    pub(crate) fn new(
+        problem: &FwdProblem,
+        [block_m, block_n]: [i32; 2],
+        before: Workspace,
+    ) -> Result<(Self, Workspace), String> {
+        let dims = problem.dims;
+        let heads = heads_of(&problem.masks);
+        let num_m_blocks = dims.seqlen_q.div_ceil(block_m.unsigned_abs());
+        let max_blocks = dims.seqlen_k.div_ceil(block_n.unsigned_abs()).max(1);
+        let rows = u64::from(dims.batch) * u64::from(heads) * u64::from(num_m_blocks);
+        if rows >= 1 << 30 {
+            return Err(format!(
+                "seqlen_q {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below 2^30",
+                dims.seqlen_q, dims.batch
+            ));
+        }
+        // Whole lines of the L2.
+        let counts = before.bytes.next_multiple_of(128);
+        let blocks = (counts + 8 * rows).next_multiple_of(128);
+        let list = TileList {
+            counts: DevPtr::NULL,
+            blocks: DevPtr::NULL,
+            num_m_blocks: num_m_blocks.max(1).cast_signed(),
+            max_blocks: max_blocks.cast_signed(),
+            num_heads: heads.cast_signed(),
+            heads_ratio: (dims.num_heads_q / heads.max(1)).max(1).cast_signed(),
+        };
+        let bytes = blocks + 4 * rows * u64::from(max_blocks);
+        Ok((Self { list, rows: rows as u32, counts, blocks }, Workspace { bytes, ..before }))
+    }
+
+    /// Lists in a workspace.
+    pub(crate) fn at(&self, address: u64) -> TileList {
+        let (counts, blocks) = (DevPtr::new(address + self.counts), DevPtr::new(address + self.blocks));
+        TileList { counts, blocks, ..self.list }
+    }
+
+    /// The launch that makes them: arguments `FwdParams`, [`MaskDataParams`](fmha_core::masks::MaskDataParams),
+    /// [`TileList`].
+    pub(crate) fn launch(&self, spec: &FwdSpec, tile: [i32; 2], facts: &DeviceFacts) -> Launch {
+        row_launch((Stage::Prepare, NAME), list_tiles(spec, tile), Grid::new(self.rows, THREADS), facts)
+    }
+
+    /// Words of a plan: the tiles, and how many lists there are of them.
+    pub(crate) fn words(&self) -> String {
+        format!(
+            "{} of up to {} blocks of keys, made on the device before each run",
+            self.rows, self.list.max_blocks
+        )
+    }
+}
+
+/// Heads that have lists of their own: those of the mask that has the most.
+fn heads_of(masks: &Masks) -> u32 {
+    let intervals = masks.intervals.map(|it| it.axes);
+    let axes = [intervals, masks.bits.map(|it| it.axes), masks.block_lists.map(|it| it.axes)];
+    axes.into_iter().flatten().map(|axes| axes.heads).max().unwrap_or(1)
+}
+
+/// The kernel of that launch. Of the spec it reads how Q, K and V lie.
+#[must_use]
+pub fn list_tiles(spec: &FwdSpec, [block_m, block_n]: [i32; 2]) -> KernelSource {
+    let entry = Entry {
+        include: "fmha/common/tile_list.cuh",
+        constants: &[("kSpec", spec)],
+        // Two CTAs: else ptxas aims at four and spills.
+        bounds: &format!("__launch_bounds__({THREADS}, 2)"),
+        params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
+        call: &format!(
+            "static_assert(kTileListThreads == {THREADS}, \"host and device disagree\"); \
+             list_tiles<kSpec, {block_m}, {block_n}>(p, masks, list);"
+        ),
+    };
+    crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
+}
+
+/// `fmha/tile_list.h`: what this file shares with the device.
+pub(crate) fn header() -> Header {
+    let text = format!(
+        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
+        TileList::c_definition()
+    );
+    Header::rendered("fmha/tile_list.h", text)
+}
