@@ -13,6 +13,8 @@ pub enum Stage {
     KeepMask,
     /// Brings the cache to where the kernel reads it.
     Widen,
+    /// Lists the blocks that each tile sees under masks as data.
+    ListTiles,
     /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
     Prepare,
     /// The kernel that bears the plan's name.

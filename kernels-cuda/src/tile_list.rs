@@ -1,5 +1,5 @@
-//! Lists of the blocks of keys that tiles of queries see under masks as data: one small launch makes them in the
-//! workspace before the kernel that walks them.
+//! Lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see tiles
+//! of keys: one small launch makes them in the workspace before the kernel that walks them.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr};
 use fmha_core::masks::Masks;
@@ -22,15 +22,15 @@ pub(crate) const PARAMS: &str =
     ", const __grid_constant__ MaskDataParams masks, const __grid_constant__ TileList list";
 
 abi_struct! {
-    /// Blocks of keys of each tile of queries, a kernel argument. A row is of a sequence, a head of the masks and a
-    /// tile.
+    /// Blocks of each tile, a kernel argument: of keys for a tile of queries, of queries for a tile of keys. A row is of
+    /// a sequence, a head of the masks and a tile.
     pub struct TileList {
         /// How many blocks of a row are cut, and how many are whole.
         pub counts: DevPtr<i32>,
         /// Blocks of a row: those that are cut from its begin up, whole ones from its end down.
         pub blocks: DevPtr<i32>,
         /// Tiles of the longest sequence.
-        pub num_m_blocks: i32,
+        pub num_tiles: i32,
         /// Blocks that a row has room for.
         pub max_blocks: i32,
         /// Heads of the lists.
@@ -40,34 +40,49 @@ abi_struct! {
     }
 }
 
+/// What a tile is of, whose list has blocks of the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TileOf {
+    /// Queries, as forward.
+    Queries,
+    /// Keys, as backward.
+    Keys,
+}
+
 /// Lists of a problem's tiles, and where they lie in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct TileListPlan {
     list: TileList,
+    of: TileOf,
+    block: [i32; 2],
     rows: u32,
     counts: u64,
     blocks: u64,
 }
 
 impl TileListPlan {
-    /// Lists of tiles of `block_m` queries and `block_n` keys behind `before` of the workspace, and the whole workspace.
+    /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the whole
+    /// workspace.
     ///
     /// # Errors
     /// 2^30 rows or more, with the fields that make them.
     pub(crate) fn new(
         problem: &FwdProblem,
-        [block_m, block_n]: [i32; 2],
+        of: TileOf,
+        block: [i32; 2],
         before: Workspace,
     ) -> Result<(Self, Workspace), String> {
         let dims = problem.dims;
         let heads = heads_of(&problem.masks);
-        let num_m_blocks = dims.seqlen_q.div_ceil(block_m.unsigned_abs());
-        let max_blocks = dims.seqlen_k.div_ceil(block_n.unsigned_abs()).max(1);
-        let rows = u64::from(dims.batch) * u64::from(heads) * u64::from(num_m_blocks);
+        let queries = dims.seqlen_q.div_ceil(block[0].unsigned_abs());
+        let keys = dims.seqlen_k.div_ceil(block[1].unsigned_abs());
+        let (tiles, blocks) = if of == TileOf::Queries { (queries, keys) } else { (keys, queries) };
+        let max_blocks = blocks.max(1);
+        let rows = u64::from(dims.batch) * u64::from(heads) * u64::from(tiles);
         if rows >= 1 << 30 {
             return Err(format!(
-                "seqlen_q {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below 2^30",
-                dims.seqlen_q, dims.batch
+                "seqlen_q {}, seqlen_k {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below 2^30",
+                dims.seqlen_q, dims.seqlen_k, dims.batch
             ));
         }
         // Whole lines of the L2.
@@ -76,13 +91,13 @@ impl TileListPlan {
         let list = TileList {
             counts: DevPtr::NULL,
             blocks: DevPtr::NULL,
-            num_m_blocks: num_m_blocks.max(1).cast_signed(),
+            num_tiles: tiles.max(1).cast_signed(),
             max_blocks: max_blocks.cast_signed(),
             num_heads: heads.cast_signed(),
             heads_ratio: (dims.num_heads_q / heads.max(1)).max(1).cast_signed(),
         };
         let bytes = blocks + 4 * rows * u64::from(max_blocks);
-        Ok((Self { list, rows: rows as u32, counts, blocks }, Workspace { bytes, ..before }))
+        Ok((Self { list, of, block, rows: rows as u32, counts, blocks }, Workspace { bytes, ..before }))
     }
 
     /// Lists in a workspace.
@@ -93,14 +108,16 @@ impl TileListPlan {
 
     /// The launch that makes them: arguments `FwdParams`, [`MaskDataParams`](fmha_core::masks::MaskDataParams),
     /// [`TileList`].
-    pub(crate) fn launch(&self, spec: &FwdSpec, tile: [i32; 2], facts: &DeviceFacts) -> Launch {
-        row_launch((Stage::Prepare, NAME), list_tiles(spec, tile), Grid::new(self.rows, THREADS), facts)
+    pub(crate) fn launch(&self, spec: &FwdSpec, facts: &DeviceFacts) -> Launch {
+        let source = list_tiles(spec, self.of, self.block);
+        row_launch((Stage::ListTiles, NAME), source, Grid::new(self.rows, THREADS), facts)
     }
 
-    /// Words of a plan: the tiles, and how many lists there are of them.
+    /// Words of a plan: how many lists there are.
     pub(crate) fn words(&self) -> String {
+        let what = if self.of == TileOf::Queries { "keys" } else { "queries" };
         format!(
-            "{} of up to {} blocks of keys, made on the device before each run",
+            "{} of up to {} blocks of {what}, made on the device before each run",
             self.rows, self.list.max_blocks
         )
     }
@@ -115,7 +132,7 @@ fn heads_of(masks: &Masks) -> u32 {
 
 /// The kernel of that launch. Of the spec it reads how Q, K and V lie.
 #[must_use]
-pub fn list_tiles(spec: &FwdSpec, [block_m, block_n]: [i32; 2]) -> KernelSource {
+pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2]) -> KernelSource {
     let entry = Entry {
         include: "fmha/common/tile_list.cuh",
         constants: &[("kSpec", spec)],
@@ -124,7 +141,8 @@ pub fn list_tiles(spec: &FwdSpec, [block_m, block_n]: [i32; 2]) -> KernelSource 
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(
             "static_assert(kTileListThreads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<kSpec, {block_m}, {block_n}>(p, masks, list);"
+             list_tiles<kSpec, {block_m}, {block_n}, {}>(p, masks, list);",
+            of == TileOf::Keys
         ),
     };
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])

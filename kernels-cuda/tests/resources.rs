@@ -20,6 +20,7 @@ use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
+use fmha_kernels_cuda::tile_list::TileOf;
 use fmha_kernels_cuda::{
     COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd, tile_list,
 };
@@ -168,7 +169,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile)));
     }
     let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
-    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, [128, 128])));
+    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128])));
     kernels.push((
         "simt_128_band".to_owned(),
         rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),

@@ -107,7 +107,7 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
-        what: "masks as data are read by sm80, by sm90's forward and by the slow kernels",
+        what: "masks as data are read by sm80, by sm90 and by the slow kernels",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
     },
     Declared {

@@ -1,9 +1,8 @@
-// Masks as data as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees
-// (tile_list.cuh has made it): blocks that are cut first, blocks that are whole behind them. Pairs are asked in blocks
-// that are cut alone, some bits of a row at a time.
+// Masks as data as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
+// which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are cut first, blocks that are
+// whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
-#include <fmha/common/work.cuh>
 #include <fmha/mma/fragment.cuh>
 #include <fmha/tile_list.h>
 
@@ -33,20 +32,21 @@ struct ListedKeys {
   }
 
   // Row of the lists of a tile.
-  FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t m_block) const {
-    return (i_batch * list.num_heads + i_head / list.heads_ratio) * list.num_m_blocks + m_block;
+  FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
+    return (i_batch * list.num_heads + i_head / list.heads_ratio) * list.num_tiles + tile;
   }
   // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
   FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {
     const int32_t at = i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
     return list.blocks[int64_t(row) * list.max_blocks + at];
   }
+  template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
 
   // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the lists.
-  template <FwdSpec spec, auto tile>
+  template <FwdSpec spec, auto tile, class Work>
   FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
-    static_assert(tile.cluster == 1 && !tile.pack_gqa && split_keys<tile>() == 0, "lists are of one head's tiles");
+    static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
     work.part = row_of(work.i_batch, work.i_head, work.first_row / tile.block_m);
     const int32_t* counts = list.counts + 2 * int64_t(work.part);
     work.num_band_blocks = counts[0];
@@ -87,37 +87,42 @@ struct ListedKeys {
     return seen;
   }
 
-  // Leaves of `seen`, the bits of the thread's two rows, what block lists show. The whole warp asks; `first` is its
-  // first row.
-  template <int n>
-  FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, int32_t first, const int32_t (&rows)[2],
-                            int32_t block_key, uint64_t (&seen)[2]) const {
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists show. The whole warp asks. `rows` are the
+  // thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with `of_keys` rows are keys and
+  // columns queries.
+  template <int n, bool of_keys>
+  FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
+                            uint64_t (&seen)[2]) const {
     const MaskDataParams& m = data.masks.m;
-    const int32_t head = i_head / m.lists_ratio, origin = block_key + mma::fragment_column(), last = span.seqlen_q - 1;
-    const int32_t end_q = ptx::shfl_idx(min(first + 15, last) / m.block_q, 0);
-    const int32_t end_k = (min(block_key + n, span.seqlen_k) - 1) / m.block_k;
+    const int32_t head = i_head / m.lists_ratio, origin = column + mma::fragment_column();
+    const int32_t of_rows = of_keys ? m.block_k : m.block_q, of_columns = of_keys ? m.block_q : m.block_k;
+    const int32_t last_row = (of_keys ? span.seqlen_k : span.seqlen_q) - 1;
+    const int32_t last_column = (of_keys ? span.seqlen_q : span.seqlen_k) - 1;
+    const int32_t end_r = ptx::shfl_idx(min(row + 15, last_row) / of_rows, 0);
+    const int32_t end_c = ptx::shfl_idx(min(column + n - 1, last_column) / of_columns, 0);
     uint64_t asked[2] = {0, 0}, full[2] = {0, 0};
 #pragma unroll 1
-    for (int32_t q = ptx::shfl_idx(min(first, last) / m.block_q, 0); q <= end_q; ++q) {
+    for (int32_t r = ptx::shfl_idx(min(row, last_row) / of_rows, 0); r <= end_r; ++r) {
 #pragma unroll 1
-      for (int32_t k = block_key / m.block_k; k <= end_k; ++k) {
+      for (int32_t c = ptx::shfl_idx(column / of_columns, 0); c <= end_c; ++c) {
+        const int32_t q = of_keys ? c : r, k = of_keys ? r : c;
         const bool is_full =
             DataKeys::lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
         const bool there =
             is_full || DataKeys::lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
         if (!there) continue;
-        const int32_t begin = k * m.block_k - origin;
-        const uint64_t columns = RowBits<n>::between(begin, begin + m.block_k);
+        const int32_t begin = c * of_columns - origin;
+        const uint64_t columns = RowBits<n>::between(begin, begin + of_columns);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (rows[r] / m.block_q != q) continue;
-          asked[r] |= columns;
-          if (is_full) full[r] |= columns;
+        for (int i = 0; i < 2; ++i) {
+          if (rows[i] / of_rows != r) continue;
+          asked[i] |= columns;
+          if (is_full) full[i] |= columns;
         }
       }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) seen[r] = (seen[r] & asked[r]) | full[r];
+    for (int i = 0; i < 2; ++i) seen[i] = (seen[i] & asked[i]) | full[i];
   }
 
   // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
@@ -134,10 +139,55 @@ struct ListedKeys {
       if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
       if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
     }
-    if (m.block_q != 0) in_lists<n>(span, i_head, row - threadIdx.x % 32 / 4, rows, block_key, seen);
+    if (m.block_q != 0) in_lists<n, false>(span, i_head, rows, row - threadIdx.x % 32 / 4, block_key, seen);
 #pragma unroll
     for (int e = 0; e < s.num_elems; ++e) {
       if (!(seen[s.row(e)] >> RowBits<n>::bit_of(s.column(e)) & 1)) s[e] = -infinity();
+    }
+  }
+
+  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries, of
+  // which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's answer.
+  template <int n>
+  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
+    const MaskDataParams& m = data.masks.m;
+    uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)};
+    const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
+    if (m.intervals.data || m.bits.data) {
+      seen[0] = seen[1] = 0;
+#pragma unroll 1
+      for (int32_t c = 0; c < n / 4; ++c) {
+        const int32_t i = min(query + mma::fragment_column() + c / 2 * 8 + c % 2, span.seqlen_q - 1);
+        bool sees[2] = {true, true};
+        if (m.intervals.data) pair_in_intervals(sees, span, i_head, i, keys);
+        if (m.bits.data) {
+          sees[0] &= data.masks.has_bit(span, i_head, i, keys[0]);
+          sees[1] &= data.masks.has_bit(span, i_head, i, keys[1]);
+        }
+        seen[0] |= uint64_t(sees[0]) << c;
+        seen[1] |= uint64_t(sees[1]) << c;
+      }
+      __syncwarp();
+    }
+    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen);
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) {
+      if (!(seen[x.row(e)] >> RowBits<n>::bit_of(x.column(e)) & 1)) x[e] = 0.f;
+    }
+  }
+  // Whether intervals show a row two keys.
+  FMHA_DEVICE void pair_in_intervals(bool (&sees)[2], const SeqSpan& span, int32_t i_head, int32_t i,
+                                     const int32_t (&keys)[2]) const {
+    const MaskDataParams& m = data.masks.m;
+    const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
+    int32_t before = 0;
+    sees[0] = sees[1] = false;
+#pragma unroll 1
+    for (int32_t at = 0; at < m.endpoints; at += 2) {
+      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      sees[0] |= keys[0] >= begin && keys[0] < before;
+      sees[1] |= keys[1] >= begin && keys[1] < before;
     }
   }
 };

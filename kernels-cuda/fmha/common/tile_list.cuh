@@ -1,7 +1,8 @@
-// The lists of the blocks of keys that tiles of queries see under masks as data: one small launch, a CTA a tile and
-// head of the masks. Its warps class blocks in turn; blocks are stored from the last to the first, those that are cut
-// from the row's begin up, whole ones from its end down.
+// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
+// tiles of keys: one small launch, a CTA a tile and head of the masks. Its warps class blocks in turn; blocks are
+// stored from the last to the first, those that are cut from the row's begin up, whole ones from its end down.
 #pragma once
+#include <fmha/bwd.h>
 #include <fmha/common/data_keys.cuh>
 #include <fmha/tile_list.h>
 
@@ -16,10 +17,14 @@ struct TileLister {
   const DataKeys keys;
   const TileList& list;
 
-  // How a block of keys stands to the band, the masks and the sequence's end, for a tile's rows.
+  static FMHA_DEVICE Range block_of(int32_t block, int32_t size, int32_t length) {
+    return {block * size, min((block + 1) * size, length)};
+  }
+
+  // How a block of keys stands to the band, the masks and the sequence's end, for a block of rows.
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows, int32_t block,
                                   int32_t block_n) const {
-    const Range own = {block * block_n, min((block + 1) * block_n, span.seqlen_k)};
+    const Range own = block_of(block, block_n, span.seqlen_k);
     const BlockClass by_band = block_class(band, rows, own);
     if (by_band == BlockClass::Skipped) return BlockClass::Skipped;
     const BlockClass by_data = keys.class_of(span, i_head, rows, own);
@@ -28,26 +33,39 @@ struct TileLister {
     return whole ? BlockClass::Inside : BlockClass::Edge;
   }
 
+  // `of_keys`: the tile is one of keys, and its list has blocks of queries.
+  template <bool of_keys>
   FMHA_DEVICE void run(QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
     __shared__ uint8_t classes[kTileListThreads];
     __shared__ int32_t counts[2][warps];
-    const int32_t row = blockIdx.x, m_block = row % list.num_m_blocks, batch_and_head = row / list.num_m_blocks;
+    const int32_t row = blockIdx.x, tile = row % list.num_tiles, batch_and_head = row / list.num_tiles;
     const int32_t i_batch = batch_and_head / list.num_heads;
     const int32_t i_head = (batch_and_head - i_batch * list.num_heads) * list.heads_ratio;
     const SeqSpan span = resolve_seq(p, q_layout, kv_layout, i_batch);
-    const Range rows = {m_block * block_m, min((m_block + 1) * block_m, span.seqlen_q)};
-    if (rows.empty()) return;
+    const Range own = of_keys ? block_of(tile, block_n, span.seqlen_k) : block_of(tile, block_m, span.seqlen_q);
+    if (own.empty()) return;
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-    const Range seen = k_range(band, rows, span.seqlen_k), sinks = sink_range(band, rows, span.seqlen_k);
-    const int32_t lowest = sinks.empty() ? seen.begin / block_n : 0;
-    const int32_t end = ceil_div(max(seen.empty() ? 0 : seen.end, sinks.end), block_n);
+    int32_t lowest, end;
+    if constexpr (of_keys) {
+      const Range seeing = query_range(band, own, span.seqlen_q);
+      lowest = seeing.begin / block_m;
+      end = seeing.empty() ? 0 : ceil_div(seeing.end, block_m);
+    } else {
+      const Range seen = k_range(band, own, span.seqlen_k), sinks = sink_range(band, own, span.seqlen_k);
+      lowest = sinks.empty() ? seen.begin / block_n : 0;
+      end = ceil_div(max(seen.empty() ? 0 : seen.end, sinks.end), block_n);
+    }
     const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t* blocks = list.blocks + int64_t(row) * list.max_blocks;
     int32_t num_cut = 0, num_whole = 0;
     for (int32_t last = end - 1; last >= lowest; last -= kTileListThreads) {
       for (int32_t at = warp; at < kTileListThreads; at += warps) {
         const int32_t block = last - at;
-        const BlockClass is = block < lowest ? BlockClass::Skipped : class_of(span, band, i_head, rows, block, block_n);
+        BlockClass is = BlockClass::Skipped;
+        if (block >= lowest) {
+          is = of_keys ? class_of(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n)
+                       : class_of(span, band, i_head, own, block, block_n);
+        }
         if (lane == 0) classes[at] = uint8_t(is);
       }
       __syncthreads();
@@ -75,7 +93,7 @@ struct TileLister {
     }
     if (threadIdx.x != 0) return;
     // No key at all: one block outside the tensor, zeros that are hidden.
-    if (num_cut + num_whole == 0) {
+    if (!of_keys && num_cut + num_whole == 0) {
       blocks[0] = -1;
       num_cut = 1;
     }
@@ -84,10 +102,10 @@ struct TileLister {
   }
 };
 
-template <FwdSpec spec, int32_t block_m, int32_t block_n>
+template <FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
   const TileLister lister{p, DataKeys{DataMasks{masks}}, list};
-  lister.run(spec.q_layout, spec.kv_layout, block_m, block_n);
+  lister.run<of_keys>(spec.q_layout, spec.kv_layout, block_m, block_n);
 }
 
 }  // namespace fmha

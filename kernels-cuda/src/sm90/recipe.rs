@@ -16,7 +16,7 @@ use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::split::{self, launch as parts};
-use crate::tile_list::TileListPlan;
+use crate::tile_list::{TileListPlan, TileOf};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
@@ -296,11 +296,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         let (list, workspace) = match problem.masks.is_empty() {
             true => (None, workspace),
             false => {
-                let (list, workspace) = TileListPlan::new(problem, block, workspace).map_err(refuse)?;
+                let (list, workspace) =
+                    TileListPlan::new(problem, TileOf::Queries, block, workspace).map_err(refuse)?;
                 (Some(list), workspace)
             }
         };
-        let lists = list.map(|list| list.launch(&spec, block, facts));
+        let lists = list.map(|list| list.launch(&spec, facts));
         let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
@@ -402,11 +403,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         }
         let masks = mask_data_params(call.problem, &call.args.masks);
         let list = list.map(|plan| plan.at(workspace));
-        if let (Some(prepare), Some(list)) = (steps.at(Stage::Prepare), list) {
+        if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
             let (mut masks, mut list) = (masks, list);
             let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
             // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_fwd` saw that the memory covers
-            // the problem, and that the workspace is as large as the plan says. Tiles with lists prepare no V.
+            // the problem, and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);

@@ -15,7 +15,25 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
         let reason = "backward: v_layout col-major: its products read V along its rows".to_owned();
         return Err(Refusal::new(NAME, reason));
     }
-    takes(problem, NAME)
+    takes(problem, NAME)?;
+    if !problem.fwd.masks.is_empty() {
+        takes_masks(problem)?;
+    }
+    Ok(())
+}
+
+/// Checks that masks as data stand beside what the kernels take with them.
+fn takes_masks(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |words: String| Err(Refusal::new(NAME, format!("backward: {words} beside masks as data")));
+    let dims = problem.fwd.dims;
+    let widest = dims.head_dim_qk.max(dims.head_dim_v);
+    if widest > 128 {
+        return refuse(format!("a head dimension of {widest}, more than 128,"));
+    }
+    if problem.dbias.is_some() {
+        return refuse("dbias".to_owned());
+    }
+    Ok(())
 }
 
 /// Checks that a problem suits a kernel of 16-bit products whose operands TMA loads. Refusals carry `name`.

@@ -10,6 +10,7 @@ FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSche
                             const TileList& list) {
   // What hides a key may hide a NaN of V, of which a kernel whose spec has no mask knows nothing.
   static_assert(spec.mask != MaskKind::Full, "sm90: masks as data hide keys");
+  static_assert(tile.split_keys == 0, "sm90: whole sequences");
   static_assert(!is_fp8(spec.dtype_qk), "sm90: under masks as data types of 16 bits");
   const ListedKeys keys{DataKeys{DataMasks{masks}}, list};
   fwd<spec, tile>(p, maps, schedule, {}, AllKeysHere{}, keys);
