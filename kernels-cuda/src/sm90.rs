@@ -10,6 +10,7 @@ use crate::round_up;
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce, Shares};
+use crate::tile_list;
 
 mod accepts;
 mod check;
@@ -505,9 +506,10 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);
-    if spec.mask == MaskKind::Full && !problem.masks.is_empty() {
-        // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-        return FwdSpec { mask: MaskKind::Upper, ..spec };
+    if tile_list::serve(problem) {
+        // They hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
+        let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
+        return FwdSpec { mask, code: tile_list::code_beside_lists(problem), ..spec };
     }
     let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
     let is_causal = problem.mask.bounds().hi.is_some() && problem.part.is_whole();

@@ -2,9 +2,10 @@
 //! of keys: one small launch makes them in the workspace before the kernel that walks them.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr};
+use fmha_core::expr::{Node, Variable};
 use fmha_core::masks::Masks;
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::spec::FwdSpec;
+use fmha_core::spec::{CodeKind, FwdSpec};
 use fmha_core::{FwdProblem, Workspace, abi_struct};
 use fmha_gpu::{Grid, Launch, Stage};
 
@@ -108,8 +109,8 @@ impl TileListPlan {
 
     /// The launch that makes them: arguments `FwdParams`, [`MaskDataParams`](fmha_core::masks::MaskDataParams),
     /// [`TileList`].
-    pub(crate) fn launch(&self, spec: &FwdSpec, facts: &DeviceFacts) -> Launch {
-        let source = list_tiles(spec, self.of, self.block);
+    pub(crate) fn launch(&self, spec: &FwdSpec, has_function: bool, facts: &DeviceFacts) -> Launch {
+        let source = list_tiles(spec, self.of, self.block, has_function);
         row_launch((Stage::ListTiles, NAME), source, Grid::new(self.rows, THREADS), facts)
     }
 
@@ -123,6 +124,25 @@ impl TileListPlan {
     }
 }
 
+/// Whether lists of tiles serve a problem: one with masks as data, or with a mask as code that does not read the head, so
+/// that one list serves all heads.
+#[must_use]
+pub fn serve(problem: &FwdProblem) -> bool {
+    !problem.masks.is_empty() || problem.code.mask.is_some() && !reads_head(problem)
+}
+
+/// Whether the mask as code reads the head.
+#[must_use]
+pub fn reads_head(problem: &FwdProblem) -> bool {
+    let head = Node::Variable(Variable::Head);
+    problem.code.mask.as_ref().is_some_and(|mask| mask.graph().nodes().contains(&head))
+}
+
+/// The functions that scores are computed by where lists ask the mask.
+pub(crate) fn code_beside_lists(problem: &FwdProblem) -> CodeKind {
+    if problem.code.score.is_some() { CodeKind::Score } else { CodeKind::None }
+}
+
 /// Heads that have lists of their own: those of the mask that has the most.
 fn heads_of(masks: &Masks) -> u32 {
     let intervals = masks.intervals.map(|it| it.axes);
@@ -130,9 +150,15 @@ fn heads_of(masks: &Masks) -> u32 {
     axes.into_iter().flatten().map(|axes| axes.heads).max().unwrap_or(1)
 }
 
-/// The kernel of that launch. Of the spec it reads how Q, K and V lie.
+/// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the masks as
+/// data.
 #[must_use]
-pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2]) -> KernelSource {
+pub fn list_tiles(
+    spec: &FwdSpec,
+    of: TileOf,
+    [block_m, block_n]: [i32; 2],
+    has_function: bool,
+) -> KernelSource {
     let entry = Entry {
         include: "fmha/common/tile_list.cuh",
         constants: &[("kSpec", spec)],
@@ -141,7 +167,7 @@ pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2]) -> K
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(
             "static_assert(kTileListThreads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<kSpec, {block_m}, {block_n}, {}>(p, masks, list);",
+             list_tiles<kSpec, {block_m}, {block_n}, {}, {has_function}>(p, masks, list);",
             of == TileOf::Keys
         ),
     };

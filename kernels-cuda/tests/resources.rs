@@ -166,10 +166,10 @@ fn kernels() -> Vec<(String, KernelSource)> {
     ] {
         let tile = sm90::default_tile(&spec);
         let tile = Sm90Tile { block_m: tile.block_m.min(128), ..tile };
-        kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile)));
+        kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile, false)));
     }
     let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
-    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128])));
+    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128], false)));
     kernels.push((
         "simt_128_band".to_owned(),
         rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),

@@ -632,6 +632,14 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..HOPPER
     },
+    // Masks as code by lists, alone and beside masks as data.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^(code/.*/bf16/batch/mask|masks/.*/bf16/code/)", deal: 1 },
+        in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/code/)", deal: 1 },
+        ..HOPPER
+    },
     Row {
         kernel: Some("sm90"),
         mode: Mode::Garbage,

@@ -1,9 +1,10 @@
-// Masks as data as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
+// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
 // which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are cut first, blocks that are
 // whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/mma/fragment.cuh>
+#include <fmha/score.h>
 #include <fmha/tile_list.h>
 
 namespace fmha {
@@ -22,14 +23,26 @@ struct RowBits {
   static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
 };
 
-struct ListedKeys {
-  static constexpr bool all = false, has_classes = false, listed = true;
-  DataKeys data;
-  const TileList& list;
+// What shows a pair, asked alone. `has_function`: a mask as code joins the masks as data.
+template <bool has_function>
+struct ShownPairs {
+  static constexpr bool all = false, has_classes = false, listed = false;
+  DataMasks masks;
+  const FwdParams& p;
 
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
-    return data.sees(span, i_head, i, j);
+    if constexpr (!has_function) return masks.sees(span, i_head, i, j);
+    const DataMasks::Shown shown = masks.shown(span, i_head, i, j);
+    return shown == DataMasks::Shown::Full ||
+           (shown == DataMasks::Shown::Asked && Functions::of(p, span, i_head).shows({i, j}));
   }
+};
+
+template <bool has_function>
+struct ListedKeys {
+  static constexpr bool all = false, has_classes = false, listed = true;
+  ShownPairs<has_function> pairs;
+  const TileList& list;
 
   // Row of the lists of a tile.
   FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
@@ -59,7 +72,7 @@ struct ListedKeys {
   // The elements of a row that intervals show; `first_key` is the thread's.
   template <int n>
   FMHA_DEVICE uint64_t in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
-    const MaskDataParams& m = data.masks.m;
+    const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0;
     uint64_t seen = 0;
@@ -75,7 +88,7 @@ struct ListedKeys {
   // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
   template <int n>
   FMHA_DEVICE uint64_t in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
-    const MaskDataParams& m = data.masks.m;
+    const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.bits_ratio, row = span.q_row + i, last_word = (span.seqlen_k - 1) / 32;
     uint64_t seen = 0;
 #pragma unroll
@@ -87,20 +100,21 @@ struct ListedKeys {
     return seen;
   }
 
-  // Leaves of `seen`, the bits of the thread's two rows, what block lists show. The whole warp asks. `rows` are the
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole warp
+  // asks. `rows` are the
   // thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with `of_keys` rows are keys and
   // columns queries.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
-                            uint64_t (&seen)[2]) const {
-    const MaskDataParams& m = data.masks.m;
+                            uint64_t (&seen)[2], uint64_t (&full)[2]) const {
+    const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.lists_ratio, origin = column + mma::fragment_column();
     const int32_t of_rows = of_keys ? m.block_k : m.block_q, of_columns = of_keys ? m.block_q : m.block_k;
     const int32_t last_row = (of_keys ? span.seqlen_k : span.seqlen_q) - 1;
     const int32_t last_column = (of_keys ? span.seqlen_q : span.seqlen_k) - 1;
     const int32_t end_r = ptx::shfl_idx(min(row + 15, last_row) / of_rows, 0);
     const int32_t end_c = ptx::shfl_idx(min(column + n - 1, last_column) / of_columns, 0);
-    uint64_t asked[2] = {0, 0}, full[2] = {0, 0};
+    uint64_t asked[2] = {0, 0};
 #pragma unroll 1
     for (int32_t r = ptx::shfl_idx(min(row, last_row) / of_rows, 0); r <= end_r; ++r) {
 #pragma unroll 1
@@ -122,15 +136,15 @@ struct ListedKeys {
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) seen[i] = (seen[i] & asked[i]) | full[i];
+    for (int i = 0; i < 2; ++i) seen[i] &= asked[i];
   }
 
   // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
   // whole warp asks. Rows beyond the sequence have the last one's answer.
   template <int n>
   FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
-    const MaskDataParams& m = data.masks.m;
-    uint64_t seen[2];
+    const MaskDataParams& m = pairs.masks.m;
+    uint64_t seen[2], full[2] = {0, 0};
     int32_t rows[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -139,10 +153,15 @@ struct ListedKeys {
       if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
       if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
     }
-    if (m.block_q != 0) in_lists<n, false>(span, i_head, rows, row - threadIdx.x % 32 / 4, block_key, seen);
+    if (m.block_q != 0) in_lists<n, false>(span, i_head, rows, row - threadIdx.x % 32 / 4, block_key, seen, full);
+    const Functions functions = functions_of(span, i_head);
 #pragma unroll
     for (int e = 0; e < s.num_elems; ++e) {
-      if (!(seen[s.row(e)] >> RowBits<n>::bit_of(s.column(e)) & 1)) s[e] = -infinity();
+      const int r = s.row(e), bit = RowBits<n>::bit_of(s.column(e));
+      bool sees = seen[r] >> bit & 1;
+      if constexpr (has_function)
+        sees = sees && functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
+      if (!(sees || full[r] >> bit & 1)) s[e] = -infinity();
     }
   }
 
@@ -150,8 +169,8 @@ struct ListedKeys {
   // which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's answer.
   template <int n>
   FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
-    const MaskDataParams& m = data.masks.m;
-    uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)};
+    const MaskDataParams& m = pairs.masks.m;
+    uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)}, full[2] = {0, 0};
     const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
     if (m.intervals.data || m.bits.data) {
       seen[0] = seen[1] = 0;
@@ -161,24 +180,32 @@ struct ListedKeys {
         bool sees[2] = {true, true};
         if (m.intervals.data) pair_in_intervals(sees, span, i_head, i, keys);
         if (m.bits.data) {
-          sees[0] &= data.masks.has_bit(span, i_head, i, keys[0]);
-          sees[1] &= data.masks.has_bit(span, i_head, i, keys[1]);
+          sees[0] &= pairs.masks.has_bit(span, i_head, i, keys[0]);
+          sees[1] &= pairs.masks.has_bit(span, i_head, i, keys[1]);
         }
         seen[0] |= uint64_t(sees[0]) << c;
         seen[1] |= uint64_t(sees[1]) << c;
       }
       __syncwarp();
     }
-    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen);
+    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen, full);
+    const Functions functions = functions_of(span, i_head);
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
-      if (!(seen[x.row(e)] >> RowBits<n>::bit_of(x.column(e)) & 1)) x[e] = 0.f;
+      const int r = x.row(e), bit = RowBits<n>::bit_of(x.column(e));
+      bool sees = seen[r] >> bit & 1;
+      if constexpr (has_function)
+        sees = sees && functions.shows({query + mma::fragment_column(), key, x.column(e), 8 * r});
+      if (!(sees || full[r] >> bit & 1)) x[e] = 0.f;
     }
+  }
+  FMHA_DEVICE Functions functions_of(const SeqSpan& span, int32_t i_head) const {
+    return has_function ? Functions::of(pairs.p, span, i_head) : Functions{};
   }
   // Whether intervals show a row two keys.
   FMHA_DEVICE void pair_in_intervals(bool (&sees)[2], const SeqSpan& span, int32_t i_head, int32_t i,
                                      const int32_t (&keys)[2]) const {
-    const MaskDataParams& m = data.masks.m;
+    const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0;
     sees[0] = sees[1] = false;

@@ -4,12 +4,15 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/data_keys.cuh>
+#include <fmha/score.h>
 #include <fmha/tile_list.h>
 
 namespace fmha {
 
 constexpr int kTileListThreads = 256;
 
+// `has_function`: a mask as code joins the masks as data.
+template <bool has_function>
 struct TileLister {
   static constexpr int warps = kTileListThreads / 32;
 
@@ -27,10 +30,45 @@ struct TileLister {
     const Range own = block_of(block, block_n, span.seqlen_k);
     const BlockClass by_band = block_class(band, rows, own);
     if (by_band == BlockClass::Skipped) return BlockClass::Skipped;
-    const BlockClass by_data = keys.class_of(span, i_head, rows, own);
-    if (by_data == BlockClass::Skipped) return BlockClass::Skipped;
-    const bool whole = own.end - own.begin == block_n && by_band == BlockClass::Inside && by_data == BlockClass::Inside;
-    return whole ? BlockClass::Inside : BlockClass::Edge;
+    const bool may_be_whole = own.end - own.begin == block_n && by_band == BlockClass::Inside;
+    BlockClass by_masks;
+    if constexpr (has_function) by_masks = class_with_function(span, band, i_head, rows, own);
+    else by_masks = keys.class_of(span, i_head, rows, own);
+    if (by_masks == BlockClass::Inside && !may_be_whole) return BlockClass::Edge;
+    return by_masks;
+  }
+
+  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until some are
+  // seen and some hidden.
+  FMHA_DEVICE BlockClass class_with_function(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
+                                             Range own) const {
+    const MaskDataParams& m = keys.masks.m;
+    DataKeys::Known by_lists = {false, true};
+    bool some_full = false, all_full = false;
+    if (m.block_q != 0) keys.listed(span, i_head, rows, own, by_lists, some_full, all_full);
+    const BlockClass by_data = keys.class_by(span, i_head, rows, own, by_lists, some_full);
+    if (by_data == BlockClass::Skipped || (by_data == BlockClass::Inside && all_full)) return by_data;
+    // Where no pair is full and each is shown by the data, the function alone says.
+    const bool asks_data = by_data != BlockClass::Inside || some_full;
+    const Functions functions = Functions::of(p, span, i_head);
+    bool none = true, every = true;
+#pragma unroll 1
+    for (int32_t i = rows.begin; i < rows.end && (none || every); ++i) {
+      bool seen = false, hidden = false;
+#pragma unroll 1
+      for (int32_t j = own.begin + int32_t(threadIdx.x % 32); j < own.end; j += 32) {
+        DataMasks::Shown shown = DataMasks::Shown::Asked;
+        if (asks_data) shown = keys.masks.shown(span, i_head, i, j);
+        bool sees = visible(band, i, j) && shown != DataMasks::Shown::No;
+        if (sees && shown == DataMasks::Shown::Asked) sees = functions.shows({i, j});
+        seen |= sees;
+        hidden |= !sees;
+      }
+      __syncwarp();
+      none &= ptx::vote_ballot(seen) == 0;
+      every &= ptx::vote_ballot(hidden) == 0;
+    }
+    return none ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
   // `of_keys`: the tile is one of keys, and its list has blocks of queries.
@@ -102,10 +140,10 @@ struct TileLister {
   }
 };
 
-template <FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys>
+template <FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
-  const TileLister lister{p, DataKeys{DataMasks{masks}}, list};
-  lister.run<of_keys>(spec.q_layout, spec.kv_layout, block_m, block_n);
+  const TileLister<has_function> lister{p, DataKeys{DataMasks{masks}}, list};
+  lister.template run<of_keys>(spec.q_layout, spec.kv_layout, block_m, block_n);
 }
 
 }  // namespace fmha

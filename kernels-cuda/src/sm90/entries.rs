@@ -26,10 +26,10 @@ pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)
 }
 
-/// Forward kernel under masks as data. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
+/// Forward kernel under masks as data, and with `has_function` a mask as code. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
 /// [`TileList`](tile_list::TileList) behind its other arguments.
 #[must_use]
-pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
+pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
         include: MASKED_HEADER,
@@ -37,7 +37,7 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
         bounds: BOUNDS,
         params: &format!("{OPERANDS}{}", tile_list::PARAMS),
         call: &format!(
-            "{}sm90::fwd_masked<kSpec, kTile>(p, maps, schedule, masks, list);",
+            "{}sm90::fwd_masked<kSpec, kTile, {has_function}>(p, maps, schedule, masks, list);",
             assert_smem(spec, tile)
         ),
     };

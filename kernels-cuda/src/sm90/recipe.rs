@@ -16,7 +16,7 @@ use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::split::{self, launch as parts};
-use crate::tile_list::{TileListPlan, TileOf};
+use crate::tile_list::{self, TileListPlan, TileOf};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
@@ -179,7 +179,7 @@ fn fitted(
             tile.bias_stages
         ));
     }
-    if !problem.masks.is_empty() {
+    if tile_list::serve(problem) {
         for (field, is_set) in [
             ("cluster", tile.cluster > 1),
             ("pack_gqa", tile.pack_gqa),
@@ -206,7 +206,7 @@ fn fitted(
 /// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
     let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
-    if !problem.masks.is_empty() {
+    if tile_list::serve(problem) {
         return (tile, Candidates::default(), Candidates::default());
     }
     let shapes = tile.shapes(problem, facts.num_sms);
@@ -231,6 +231,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             waits_for_keys: true,
             computes_code: true,
             reads_masks: true,
+            computes_code_beside_masks: true,
             ..About::new(sm90::NAME)
         }
     }
@@ -293,15 +294,16 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             }
         };
         let block = [tile.block_m, tile.block_n];
-        let (list, workspace) = match problem.masks.is_empty() {
-            true => (None, workspace),
-            false => {
+        let (list, workspace) = match tile_list::serve(problem) {
+            false => (None, workspace),
+            true => {
                 let (list, workspace) =
                     TileListPlan::new(problem, TileOf::Queries, block, workspace).map_err(refuse)?;
                 (Some(list), workspace)
             }
         };
-        let lists = list.map(|list| list.launch(&spec, facts));
+        let has_function = problem.code.mask.is_some();
+        let lists = list.map(|list| list.launch(&spec, has_function, facts));
         let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
@@ -315,7 +317,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             stage: Stage::Main,
             kernel: sm90::NAME,
             source: match problem.arrivals {
-                _ if list.is_some() => sm90::fwd_masked(&own_spec, &tile),
+                _ if list.is_some() => sm90::fwd_masked(&own_spec, &tile, has_function),
                 0 => sm90::fwd(&own_spec, &tile),
                 _ => sm90::fwd_of_arriving_keys(&own_spec, &tile),
             },
@@ -478,7 +480,7 @@ pub(crate) fn fit_like(
     }
     if options.batch_invariant {
         own.make_batch_invariant(&spec);
-        if problem.masks.is_empty() {
+        if !tile_list::serve(problem) {
             own.take_fixed_parts(like);
         }
     }

@@ -1,6 +1,7 @@
 //! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
 
 use fmha_core::spec::{BiasKind, CodeKind, FwdSpec, KvKind};
+
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::values::block_bytes;
@@ -10,6 +11,7 @@ use super::{
 };
 use crate::operands::{odd_stride, stores_vectors, strides};
 use crate::split;
+use crate::tile_list;
 
 /// The tile for a problem that the kernel accepts.
 #[must_use]
@@ -95,7 +97,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     prepare_values_once(problem, &spec, &mut tile);
 
     tile.vector_store &= stores_vectors(problem);
-    if !problem.masks.is_empty() {
+    if tile_list::serve(problem) {
         tile.take_lists(problem, &spec);
     }
     tile
@@ -116,7 +118,7 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
-    if !problem.masks.is_empty() {
+    if tile_list::serve(problem) {
         return whole;
     }
     if micros_at_once(problem, &whole, num_sms).is_some_and(|micros| micros <= split::MICROS_OF_PARTS) {

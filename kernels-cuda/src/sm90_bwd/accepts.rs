@@ -4,6 +4,7 @@ use fmha_core::{BwdProblem, Refusal, Shape, Strides, VLayout};
 
 use super::NAME;
 use crate::sm80_bwd;
+use crate::tile_list;
 
 /// Whether the kernels compute this problem, and if not, why. Addresses, which a problem has not, must be multiples of
 /// 16.
@@ -16,15 +17,18 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
         return Err(Refusal::new(NAME, reason));
     }
     takes(problem, NAME)?;
-    if !problem.fwd.masks.is_empty() {
-        takes_masks(problem)?;
+    let fwd = &problem.fwd;
+    if tile_list::serve(fwd) || !fwd.code.is_empty() {
+        takes_masks_and_code(problem)?;
     }
     Ok(())
 }
 
-/// Checks that masks as data stand beside what the kernels take with them.
-fn takes_masks(problem: &BwdProblem) -> Result<(), Refusal> {
-    let refuse = |words: String| Err(Refusal::new(NAME, format!("backward: {words} beside masks as data")));
+/// Checks that masks as data and functions stand beside what the kernels take with them.
+fn takes_masks_and_code(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |words: String| {
+        Err(Refusal::new(NAME, format!("backward: {words} beside masks as data or functions")))
+    };
     let dims = problem.fwd.dims;
     let widest = dims.head_dim_qk.max(dims.head_dim_v);
     if widest > 128 {
@@ -32,6 +36,12 @@ fn takes_masks(problem: &BwdProblem) -> Result<(), Refusal> {
     }
     if problem.dbias.is_some() {
         return refuse("dbias".to_owned());
+    }
+    if let Some(gradient) = problem.dcaptured.first() {
+        return refuse(format!("the gradient of captured {}", gradient.name));
+    }
+    if !problem.fwd.masks.is_empty() && tile_list::reads_head(&problem.fwd) {
+        return refuse("a mask as code that reads the head".to_owned());
     }
     Ok(())
 }

@@ -31,22 +31,27 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 /// Main kernel under masks as data. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
 /// [`TileList`](tile_list::TileList) behind its other arguments.
 #[must_use]
-pub fn masked_main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+pub fn masked_main(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
     let more = [tile_list::PARAMS, ", masks, list"];
-    with_maps(["masked", "masked_main"], ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
+    with_maps(
+        ["masked", &format!("masked_main<kSpec, kTile, {has_function}>")],
+        ("Smem", tile.smem_bytes(spec)),
+        (spec, tile),
+        more,
+    )
 }
 
 /// [`preprocess`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
 #[must_use]
-pub fn masked_preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    rows_at_once(["masked", "masked_preprocess"], spec, tile, None)
+pub fn masked_preprocess(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
+    rows_at_once(["masked", &format!("masked_preprocess<kSpec, kTile, {has_function}>")], spec, tile, None)
 }
 
 /// [`repair`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
 #[must_use]
-pub fn masked_repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
+pub fn masked_repair(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
     // Two CTAs a multiprocessor: with four it spills where masks are asked.
-    rows_at_once(["masked", "masked_repair"], spec, tile, Some(2))
+    rows_at_once(["masked", &format!("masked_repair<kSpec, kTile, {has_function}>")], spec, tile, Some(2))
 }
 
 /// Main kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments.
@@ -64,6 +69,11 @@ pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     with_maps(["dbias"; 2], ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
+/// A function of an entry's spec and tile, unless the name says what of.
+fn instance(name: &str) -> String {
+    if name.ends_with('>') { name.to_owned() } else { format!("{name}<kSpec, kTile>") }
+}
+
 /// `file` has the function `name`; `more`: a parameter, and its argument.
 fn with_maps(
     [file, name]: [&str; 2],
@@ -76,7 +86,8 @@ fn with_maps(
         "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
          static_assert(sm90::bwd::num_threads(kTile) == {threads}, \"threads: host and device disagree\"); \
          static_assert(sm90::bwd::cluster_size(kTile) == {cluster}, \"cluster: host and device disagree\"); \
-         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule{});",
+         sm90::bwd::{}(p, maps, schedule{});",
+        instance(name),
         more[1],
     );
     let clusters = if cluster > 1 { format!("__cluster_dims__({cluster}, 1, 1) ") } else { String::new() };
@@ -177,7 +188,7 @@ fn rows_at_once(
         params: &format!(
             "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule{param}"
         ),
-        call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule{argument});"),
+        call: &format!("sm90::bwd::{}(p, schedule{argument});", instance(name)),
     };
     let (spec, tile) = (*spec, *tile);
     crate::source(entry.render(), move || rendered(&spec, &tile))

@@ -15,7 +15,7 @@ use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
 use crate::sm90::recipe::needs;
 use crate::sm90_bwd::{self, BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
-use crate::tile_list::{TileListPlan, TileOf};
+use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The backward on wgmma, its rows before and after.
@@ -48,7 +48,14 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
 
     fn about() -> About<ValidBwd> {
         let tiles = Tiles::of_backward::<Sm90BwdTile>(sm90_bwd::LABEL, &sm90_bwd::HEADERS);
-        About { tiles: Some(tiles), waits_for_keys: true, reads_masks: true, ..About::new(sm90_bwd::NAME) }
+        About {
+            tiles: Some(tiles),
+            waits_for_keys: true,
+            reads_masks: true,
+            computes_code: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm90_bwd::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -73,8 +80,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     ) -> Result<Sm90BwdTile, Refusal> {
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
-        if spec.deterministic && !problem.fwd().masks.is_empty() {
-            let reason = "deterministic beside masks as data: its additions to dQ have no order".to_owned();
+        if spec.deterministic && tile_list::serve(problem.fwd()) {
+            let reason =
+                "deterministic beside masks with lists: their additions to dQ have no order".to_owned();
             return Err(Refusal::new(sm90_bwd::NAME, reason));
         }
         let own = table_tile(problem, &spec, facts);
@@ -100,9 +108,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         // The sums of heads' parts lie behind the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
-        let (list, bytes) = match problem.fwd().masks.is_empty() {
-            true => (None, bytes),
-            false => {
+        let (list, bytes) = match tile_list::serve(problem.fwd()) {
+            false => (None, bytes),
+            true => {
                 let before = Workspace { bytes, zeroed_bytes: 0 };
                 let block = [tile.block_m, tile.block_n];
                 let (list, all) =
@@ -110,7 +118,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 (Some(list), all.bytes)
             }
         };
-        let lists = list.map(|list| list.launch(&spec.fwd, facts));
+        let has_function = problem.fwd().code.mask.is_some();
+        let lists = list.map(|list| list.launch(&spec.fwd, has_function, facts));
         let masked = list.is_some();
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
@@ -136,8 +145,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let repairs = sm90_bwd::repairs(&spec) || sm90_bwd::leaves_far_queries(&spec);
         let repair = repairs.then(|| {
             let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
-            let source =
-                if masked { sm90_bwd::masked_repair(&spec, &tile) } else { sm90_bwd::repair(&spec, &tile) };
+            let source = if masked {
+                sm90_bwd::masked_repair(&spec, &tile, has_function)
+            } else {
+                sm90_bwd::repair(&spec, &tile)
+            };
             rows((Stage::Repair, "repair"), source, ctas)
         });
         let cluster = tile.walk.cluster().unsigned_abs();
@@ -157,7 +169,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 lists.into_iter().chain([rows(
                     (Stage::Prepare, "preprocess"),
                     match masked {
-                        true => sm90_bwd::masked_preprocess(&spec, &tile),
+                        true => sm90_bwd::masked_preprocess(&spec, &tile, has_function),
                         false => sm90_bwd::preprocess(&spec, &tile),
                     },
                     schedule.num_first_q_blocks.unsigned_abs(),
@@ -166,7 +178,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                     stage: Stage::Main,
                     kernel: sm90_bwd::NAME,
                     source: match problem.fwd().arrivals {
-                        _ if masked => sm90_bwd::masked_main(&spec, &tile),
+                        _ if masked => sm90_bwd::masked_main(&spec, &tile, has_function),
                         0 => sm90_bwd::main(&spec, &tile),
                         _ => sm90_bwd::main_of_arriving_keys(&spec, &tile),
                     },
@@ -334,7 +346,7 @@ fn fitted(
     if dims.seqlen_k == 0 {
         tile.dq_finish = DqFinish::Launch;
     }
-    if !problem.fwd().masks.is_empty() {
+    if tile_list::serve(problem.fwd()) {
         tile.head_parts = false;
         if !matches!(tile.walk, BwdWalk::InOrder | BwdWalk::LateDp) {
             return Err(format!(
@@ -402,8 +414,12 @@ fn details(
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     let mut spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
-    // Masks as data hide keys as a band does.
-    if !problem.fwd().masks.is_empty() && spec.fwd.mask == MaskKind::Full {
+    if tile_list::serve(problem.fwd()) {
+        spec.fwd.code = tile_list::code_beside_lists(problem.fwd());
+    }
+    // Masks with lists, and functions, hide keys as a band does.
+    if (tile_list::serve(problem.fwd()) || !problem.fwd().code.is_empty()) && spec.fwd.mask == MaskKind::Full
+    {
         spec.fwd.mask = MaskKind::Upper;
     }
     spec
@@ -412,7 +428,7 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
 /// Tile that the table gives, on a device.
 pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
-    if !problem.fwd().masks.is_empty() {
+    if tile_list::serve(problem.fwd()) {
         // Lists are walked by a tile of all of a kv head's query heads.
         return Sm90BwdTile { head_parts: false, ..tile };
     }

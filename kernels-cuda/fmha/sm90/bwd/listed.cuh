@@ -6,12 +6,13 @@
 namespace fmha::sm90::bwd {
 
 // The query blocks that lists have of a tile, one query head of the group after another.
+template <class Keys>
 struct ListedQueryBlocks : QueryBlocks {
-  const ListedKeys& keys;
+  const Keys& keys;
   int32_t i_batch, key_block;
   int32_t row = 0, at = 0, num_cut = 0, num = 0;
 
-  FMHA_DEVICE ListedQueryBlocks(const ListedKeys& keys, int32_t i_batch, int32_t key_block, Range heads)
+  FMHA_DEVICE ListedQueryBlocks(const Keys& keys, int32_t i_batch, int32_t key_block, Range heads)
       : QueryBlocks{{0, 0}, 0, heads.end, heads.begin, 0, false}, keys(keys), i_batch(i_batch), key_block(key_block) {
     open();
   }
@@ -41,9 +42,10 @@ struct ListedQueryBlocks : QueryBlocks {
     if (i_head < end_head) current = keys.entry(row, num_cut, 0);
   }
 };
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE ListedQueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work,
-                                           const ListedKeys& keys) {
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
+FMHA_DEVICE ListedQueryBlocks<ListedKeys<has_function>> query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule,
+                                                                    const Work& work,
+                                                                    const ListedKeys<has_function>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   // Of a key block that the sequence has not, or that the band hides, there is no list.
   const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);

@@ -708,7 +708,7 @@ struct Consumer {
       }
       auto&& sums = o;
       if constexpr (Keys::listed) {
-        epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys.data);
+        epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys.pairs);
       } else {
         epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys);
       }
