@@ -2,11 +2,11 @@
 //! of keys: one small launch makes them in the workspace before the kernel that walks them.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr};
-use fmha_core::expr::{Node, Variable};
+use fmha_core::expr::{Function, Node, Variable};
 use fmha_core::masks::Masks;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::spec::{CodeKind, FwdSpec};
-use fmha_core::{FwdProblem, Workspace, abi_struct};
+use fmha_core::{FwdProblem, KvLayout, QLayout, Workspace, abi_struct};
 use fmha_gpu::{Grid, Launch, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
@@ -34,8 +34,8 @@ abi_struct! {
         pub num_tiles: i32,
         /// Blocks that a row has room for.
         pub max_blocks: i32,
-        /// Heads of the lists.
-        pub num_heads: i32,
+        /// Heads of a sequence's lists; 0 where all sequences have the same.
+        pub heads_of_batch: i32,
         /// Query heads to one of them.
         pub heads_ratio: i32,
     }
@@ -79,7 +79,8 @@ impl TileListPlan {
         let keys = dims.seqlen_k.div_ceil(block[1].unsigned_abs());
         let (tiles, blocks) = if of == TileOf::Queries { (queries, keys) } else { (keys, queries) };
         let max_blocks = blocks.max(1);
-        let rows = u64::from(dims.batch) * u64::from(heads) * u64::from(tiles);
+        let batch = if shared_by_batch(problem) { dims.batch.min(1) } else { dims.batch };
+        let rows = u64::from(batch) * u64::from(heads) * u64::from(tiles);
         if rows >= 1 << 30 {
             return Err(format!(
                 "seqlen_q {}, seqlen_k {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below 2^30",
@@ -94,7 +95,7 @@ impl TileListPlan {
             blocks: DevPtr::NULL,
             num_tiles: tiles.max(1).cast_signed(),
             max_blocks: max_blocks.cast_signed(),
-            num_heads: heads.cast_signed(),
+            heads_of_batch: if shared_by_batch(problem) { 0 } else { heads.cast_signed() },
             heads_ratio: (dims.num_heads_q / heads.max(1)).max(1).cast_signed(),
         };
         let bytes = blocks + 4 * rows * u64::from(max_blocks);
@@ -134,8 +135,28 @@ pub fn serve(problem: &FwdProblem) -> bool {
 /// Whether the mask as code reads the head.
 #[must_use]
 pub fn reads_head(problem: &FwdProblem) -> bool {
-    let head = Node::Variable(Variable::Head);
-    problem.code.mask.as_ref().is_some_and(|mask| mask.graph().nodes().contains(&head))
+    problem.code.mask.as_ref().is_some_and(|mask| reads(mask, Variable::Head))
+}
+
+/// Whether all sequences of a batch see the same: they are of one length, and no mask is one's own.
+fn shared_by_batch(problem: &FwdProblem) -> bool {
+    let FwdProblem { layout, masks, .. } = problem;
+    let is_even = layout.q == QLayout::Batch
+        && layout.kv == KvLayout::Strided
+        && !layout.seqused_q
+        && !layout.seqused_k;
+    let own = [
+        masks.intervals.is_some_and(|it| it.axes.per_batch),
+        masks.bits.is_some_and(|it| it.axes.per_batch),
+        masks.block_lists.is_some_and(|it| it.axes.per_batch),
+        problem.code.mask.as_ref().is_some_and(|mask| reads(mask, Variable::Batch)),
+    ];
+    is_even && !own.contains(&true)
+}
+
+/// Whether a function reads a property of the pair.
+fn reads(function: &Function, variable: Variable) -> bool {
+    function.graph().nodes().contains(&Node::Variable(variable))
 }
 
 /// The functions that scores are computed by where lists ask the mask.

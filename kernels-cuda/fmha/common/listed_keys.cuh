@@ -46,7 +46,7 @@ struct ListedKeys {
 
   // Row of the lists of a tile.
   FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
-    return (i_batch * list.num_heads + i_head / list.heads_ratio) * list.num_tiles + tile;
+    return (i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
   }
   // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
   FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {

@@ -77,8 +77,8 @@ struct TileLister {
     __shared__ uint8_t classes[kTileListThreads];
     __shared__ int32_t counts[2][warps];
     const int32_t row = blockIdx.x, tile = row % list.num_tiles, batch_and_head = row / list.num_tiles;
-    const int32_t i_batch = batch_and_head / list.num_heads;
-    const int32_t i_head = (batch_and_head - i_batch * list.num_heads) * list.heads_ratio;
+    const int32_t i_batch = list.heads_of_batch > 0 ? batch_and_head / list.heads_of_batch : 0;
+    const int32_t i_head = (batch_and_head - i_batch * list.heads_of_batch) * list.heads_ratio;
     const SeqSpan span = resolve_seq(p, q_layout, kv_layout, i_batch);
     const Range own = of_keys ? block_of(tile, block_n, span.seqlen_k) : block_of(tile, block_m, span.seqlen_q);
     if (own.empty()) return;
