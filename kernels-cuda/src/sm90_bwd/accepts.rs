@@ -37,7 +37,7 @@ fn takes_masks_and_code(problem: &BwdProblem) -> Result<(), Refusal> {
     if problem.dbias.is_some() {
         return refuse("dbias".to_owned());
     }
-    if let Some(gradient) = problem.dcaptured.first() {
+    if let (Some(gradient), false) = (problem.dcaptured.first(), problem.fwd.masks.is_empty()) {
         return refuse(format!("the gradient of captured {}", gradient.name));
     }
     if !problem.fwd.masks.is_empty() && tile_list::reads_head(&problem.fwd) {

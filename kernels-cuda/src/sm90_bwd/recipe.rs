@@ -9,10 +9,14 @@ use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
+use fmha_gpu::{
+    About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps, Tiles,
+};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
+use crate::sm80::recipe::room;
+use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90::recipe::needs;
 use crate::sm90_bwd::{self, BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
 use crate::tile_list::{self, TileListPlan, TileOf};
@@ -104,6 +108,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let workspace = tile
             .workspace(problem, &spec, &schedule, q_blocks)
+            .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // The sums of heads' parts lie behind the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
@@ -152,6 +157,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             };
             rows((Stage::Repair, "repair"), source, ctas)
         });
+        let captured = captured_launches(problem, &workspace, facts).map_err(refuse)?;
+        let zeroed_bytes = if captured.is_empty() { 0 } else { workspace.bytes };
+        let is_ordered = captured.is_empty();
         let cluster = tile.walk.cluster().unsigned_abs();
         let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
         let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };
@@ -187,8 +195,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                postprocess.into_iter().chain(sums).chain(repair).chain(dbias.zip(dbias_schedule).map(
-                    |(dbias, schedule)| {
+                postprocess.into_iter().chain(sums).chain(repair).chain(captured).chain(
+                    dbias.zip(dbias_schedule).map(|(dbias, schedule)| {
                         let blocks = schedule.num_bias_blocks.unsigned_abs();
                         Launch {
                             stage: Stage::Dbias,
@@ -202,15 +210,17 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                             tiles: blocks.into(),
                             tiles_at_once: facts.num_sms.into(),
                         }
-                    },
-                )),
+                    }),
+                ),
             ),
-            workspace: Workspace { bytes, zeroed_bytes: 0 },
+            workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
                 // Sums without an order are deterministic only where a single key block adds to dQ, and a
                 // single tile to dK and dV.
-                deterministic: spec.deterministic
-                    || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
+                // Gradients of captured tensors are added to in memory, by whoever comes first.
+                deterministic: is_ordered
+                    && (spec.deterministic
+                        || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts),
                 batch_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -261,6 +271,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
                 Stage::ListTiles => has_tiles && has_queries,
+                // Without queries they are zeros, but written.
+                Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
                 Stage::FinishDq => has_queries || call.problem.write_dsink,
                 Stage::Dbias => self.dbias.is_some_and(|schedule| schedule.num_bias_blocks > 0),
@@ -319,6 +331,31 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         }
         Ok(())
     }
+}
+
+/// The launches of gradients of captured tensors, behind all others: `sm80`'s, which read its own statistics of rows.
+fn captured_launches(
+    problem: &ValidBwd,
+    workspace: &BwdWorkspace,
+    facts: &DeviceFacts,
+) -> Result<Vec<Launch>, String> {
+    let (elems, _) = workspace.captured();
+    if elems == 0 {
+        return Ok(Vec::new());
+    }
+    let spec = BwdSpec::of(problem);
+    let dims = problem.fwd().dims;
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    let stats = (Stage::Gradients, "sm80_stats");
+    let mut launches = vec![facts.row_launch(stats, RowKernel::SimtStats, &spec, [rows, 0])?];
+    let tiles = sm80_bwd::choose_tiles(problem, &spec, room(facts), false);
+    for tile in tiles.iter().filter(|tile| tile.sums == BwdSums::Captured) {
+        facts.has_room_for(tile, tile.smem_bytes(&spec), 1)?;
+        launches.push(sm80_bwd::recipe::launch_of(problem, &spec, tile, facts)?);
+    }
+    let finish = (Stage::Captured, "sm80_finish_captured");
+    launches.push(facts.row_launch(finish, RowKernel::SimtCaptured, &spec, [elems.div_ceil(32), 0])?);
+    Ok(launches)
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
