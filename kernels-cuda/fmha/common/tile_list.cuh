@@ -51,18 +51,31 @@ struct TileLister {
     // Where no pair is full and each is shown by the data, the function alone says.
     const bool asks_data = by_data != BlockClass::Inside || some_full;
     const Functions functions = Functions::of(p, span, i_head);
+    if (!asks_data && block_class(band, rows, own) == BlockClass::Inside)
+      return class_by_pairs(rows, own, [&](int32_t i, int32_t j) { return functions.shows({i, j}); });
+    return class_by_pairs(rows, own, [&](int32_t i, int32_t j) {
+      const DataMasks::Shown shown = asks_data ? keys.masks.shown(span, i_head, i, j) : DataMasks::Shown::Asked;
+      if (!visible(band, i, j) || shown == DataMasks::Shown::No) return false;
+      return shown == DataMasks::Shown::Full || functions.shows({i, j});
+    });
+  }
+  // The class of a tile whose pairs are asked one by one. The warp votes behind some rows.
+  template <class Sees>
+  FMHA_DEVICE BlockClass class_by_pairs(Range rows, Range own, Sees sees) const {
+    constexpr int32_t rows_at_once = 4;
     bool none = true, every = true;
 #pragma unroll 1
-    for (int32_t i = rows.begin; i < rows.end && (none || every); ++i) {
+    for (int32_t first = rows.begin; first < rows.end && (none || every); first += rows_at_once) {
       bool seen = false, hidden = false;
 #pragma unroll 1
       for (int32_t j = own.begin + int32_t(threadIdx.x % 32); j < own.end; j += 32) {
-        DataMasks::Shown shown = DataMasks::Shown::Asked;
-        if (asks_data) shown = keys.masks.shown(span, i_head, i, j);
-        bool sees = visible(band, i, j) && shown != DataMasks::Shown::No;
-        if (sees && shown == DataMasks::Shown::Asked) sees = functions.shows({i, j});
-        seen |= sees;
-        hidden |= !sees;
+#pragma unroll
+        for (int32_t r = 0; r < rows_at_once; ++r) {
+          // Behind the last row that one again.
+          const bool shown = sees(min(first + r, rows.end - 1), j);
+          seen |= shown;
+          hidden |= !shown;
+        }
       }
       __syncwarp();
       none &= ptx::vote_ballot(seen) == 0;
