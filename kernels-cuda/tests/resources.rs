@@ -425,6 +425,11 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let masked = plain(dim, MaskKind::Upper);
         let tile = sm90_bwd::default_tile(&masked);
         kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));
+        if dim <= 128 {
+            kernels.push((format!("sm90_bwd_{dim}_masks"), sm90_bwd::masked_main(&masked, &tile, false)));
+            let repair = sm90_bwd::masked_repair(&masked, &tile, false);
+            kernels.push((format!("sm90_bwd_{dim}_masks_repair"), repair));
+        }
     }
     // Delta beside the products, with the registers that the table gives the roles beside the consumers.
     let dropout = modified(128, |spec| spec.fwd.dropout = true);
@@ -741,9 +746,13 @@ fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
                 .score_code(function(score))
                 .mask_code(function(mask));
             let code = CodeSource { code: &problem.code, gradients: &[] };
-            let spec = FwdSpec::of(&problem);
-            let hopper = sm90::fwd(&spec, &sm90::default_tile(&spec));
+            let (spec, tile) = (sm90::spec_of(&problem), sm90::choose_tile(&problem));
+            let hopper = match tile_list::serve(&problem) {
+                true => sm90::fwd_masked(&spec, &tile, true),
+                false => sm90::fwd(&spec, &tile),
+            };
             kernels.push((format!("sm90_{dim}_{name}"), "sm_90a", hopper.with_code(&code)));
+            let spec = FwdSpec::of(&problem);
             let tile = Sm80Tile { vector_store: true, ..sm80::default_tile(&spec, room) };
             kernels.push((format!("sm80_{dim}_{name}"), "sm_80", sm80::fwd(&spec, &tile).with_code(&code)));
             let bwd = BwdProblem::new(problem.clone());
