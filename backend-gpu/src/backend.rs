@@ -137,8 +137,9 @@ impl<V: Vendor> Backend<V> {
             }
             problem.refuse_beside_code(kernel.name())?;
             let has_code = problem.code_source().is_some();
-            // No kernel computes functions where masks as data show a pair: whole blocks would not ask them.
-            if let Some(masks) = problem.masks().filter(|_| has_code || !kernel.about.reads_masks) {
+            // Most kernels compute no functions where masks as data show a pair: whole blocks would not ask them.
+            let beside_code = has_code && !kernel.about.computes_code_beside_masks;
+            if let Some(masks) = problem.masks().filter(|_| beside_code || !kernel.about.reads_masks) {
                 masks.refuse(kernel.name())?;
             }
             if let Some(code) = problem.code_source() {

@@ -13,6 +13,8 @@ pub enum Stage {
     KeepMask,
     /// Widens or gathers a cache to the layout that the kernel reads.
     Widen,
+    /// Lists the blocks that each tile sees under masks as data.
+    ListTiles,
     /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
     Prepare,
     /// The kernel that bears the plan's name.

@@ -186,6 +186,8 @@ pub struct About<P> {
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
     pub computes_code: bool,
+    /// Whether the kernel does so beside masks as data too, and asks no mask as code in blocks of the full list.
+    pub computes_code_beside_masks: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
@@ -202,6 +204,7 @@ impl<P> About<P> {
             takes_lists: false,
             reads_masks: false,
             computes_code: false,
+            computes_code_beside_masks: false,
             tiles: None,
         }
     }

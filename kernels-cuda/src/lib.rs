@@ -22,6 +22,7 @@ pub mod sm90_bwd;
 pub mod sm90_mla;
 pub mod sm90_widened;
 pub mod split;
+pub mod tile_list;
 pub mod tma;
 pub mod tree_mask;
 pub mod wgmma;
@@ -90,6 +91,8 @@ pub fn headers() -> Vec<Header> {
         "common/shares.cuh",
         "common/softmax.cuh",
         "common/store_rows.cuh",
+        "common/tile_list.cuh",
+        "common/token_keys.cuh",
         "common/tree_keys.cuh",
         "common/update_cache.cuh",
         "common/widen.cuh",
@@ -163,9 +166,11 @@ pub fn headers() -> Vec<Header> {
         "sm90/bwd/dq/sums.cuh",
         "sm90/bwd/epilogue.cuh",
         "sm90/bwd/head_sums.cuh",
+        "sm90/bwd/listed.cuh",
         "sm90/bwd/load.cuh",
         "sm90/bwd/main.cuh",
         "sm90/bwd/make_delta.cuh",
+        "sm90/bwd/masked.cuh",
         "sm90/bwd/modifiers.cuh",
         "sm90/bwd/order.cuh",
         "sm90/bwd/pairs.cuh",
@@ -177,6 +182,7 @@ pub fn headers() -> Vec<Header> {
         "sm90/fwd/consume.cuh",
         "sm90/fwd/epilogue.cuh",
         "sm90/fwd/fwd.cuh",
+        "sm90/fwd/fwd_masked.cuh",
         "sm90/fwd/load.cuh",
         "sm90/fwd/load_bias.cuh",
         "sm90/fwd/prepare_values.cuh",

@@ -10,6 +10,7 @@ use crate::round_up;
 pub use crate::schedule::{TileOrder, TileSchedule};
 use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce, Shares};
+use crate::tile_list;
 
 mod accepts;
 mod check;
@@ -22,7 +23,7 @@ mod values;
 pub use accepts::accepts;
 pub(crate) use accepts::{odd_bias_stride, takes};
 pub use cost::{LEAST_GAIN_OF_ORDER, LEAST_GAIN_OF_SHAPE};
-pub use entries::{fwd, fwd_of_arriving_keys};
+pub use entries::{fwd, fwd_masked, fwd_of_arriving_keys};
 use table::adds_wide_elements;
 pub(crate) use table::micros_of_few;
 pub use table::{
@@ -36,6 +37,9 @@ pub const NAME: &str = "sm90";
 
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm90/fwd/fwd.cuh";
+
+/// The header under masks as data.
+const MASKED_HEADER: &str = "fmha/sm90/fwd/fwd_masked.cuh";
 
 /// Whether consumer warpgroups issue their products in turn, one's under another's exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -504,6 +508,11 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);
+    if tile_list::serve(problem) {
+        // They hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
+        let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
+        return FwdSpec { mask, code: tile_list::code_beside_lists(problem), ..spec };
+    }
     let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
     let is_causal = problem.mask.bounds().hi.is_some() && problem.part.is_whole();
     let hides_nothing = problem.mask.band(seqlen_q, seqlen_k).lo <= 1 - i64::from(seqlen_q);

@@ -23,8 +23,8 @@ mod workspace;
 pub use accepts::accepts;
 pub(crate) use accepts::{as_it_lies, odd_stride, takes};
 pub use entries::{
-    HEAD_SUMS_CTAS, ROW_THREADS, dbias, head_sums, main, main_of_arriving_keys, postprocess, preprocess,
-    repair, repair_ctas,
+    HEAD_SUMS_CTAS, ROW_THREADS, dbias, head_sums, main, main_of_arriving_keys, masked_main,
+    masked_preprocess, masked_repair, postprocess, preprocess, repair, repair_ctas,
 };
 pub use head_parts::HeadParts;
 pub use schedule::Sm90BwdSchedule;
@@ -40,11 +40,12 @@ pub const NAME: &str = "sm90";
 pub const LABEL: &str = "sm90-bwd";
 
 /// The headers that their entries include.
-pub const HEADERS: [&str; 6] = [
+pub const HEADERS: [&str; 7] = [
     "fmha/sm90/bwd/preprocess.cuh",
     "fmha/sm90/bwd/main.cuh",
     "fmha/sm90/bwd/postprocess.cuh",
     "fmha/sm90/bwd/head_sums.cuh",
     "fmha/sm90/bwd/repair.cuh",
     "fmha/sm90/bwd/dbias.cuh",
+    "fmha/sm90/bwd/masked.cuh",
 ];

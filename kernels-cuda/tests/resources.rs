@@ -20,7 +20,10 @@ use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
-use fmha_kernels_cuda::{COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd};
+use fmha_kernels_cuda::tile_list::TileOf;
+use fmha_kernels_cuda::{
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd, tile_list,
+};
 use libloading::Library;
 
 /// Compiles with NVRTC and returns the log, or the compiler's complaint.
@@ -154,6 +157,19 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
+    // Lists of tiles under masks as data, and the launch that makes them.
+    for (name, spec) in [
+        ("sm90_64_masks", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
+        ("sm90_128_masks", FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper)),
+        ("sm90_256_masks", FwdSpec::plain(DType::Bf16, 256, MaskKind::Upper)),
+        ("sm90_128_band_masks", FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),
+    ] {
+        let tile = sm90::default_tile(&spec);
+        let tile = Sm90Tile { block_m: tile.block_m.min(128), ..tile };
+        kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile, false)));
+    }
+    let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
+    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128], false)));
     kernels.push((
         "simt_128_band".to_owned(),
         rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),
@@ -409,6 +425,11 @@ fn backward_kernels() -> Vec<(String, KernelSource)> {
         let masked = plain(dim, MaskKind::Upper);
         let tile = sm90_bwd::default_tile(&masked);
         kernels.push((format!("sm90_bwd_{dim}_repair"), sm90_bwd::repair(&masked, &tile)));
+        if dim <= 128 {
+            kernels.push((format!("sm90_bwd_{dim}_masks"), sm90_bwd::masked_main(&masked, &tile, false)));
+            let repair = sm90_bwd::masked_repair(&masked, &tile, false);
+            kernels.push((format!("sm90_bwd_{dim}_masks_repair"), repair));
+        }
     }
     // Delta beside the products, with the registers that the table gives the roles beside the consumers.
     let dropout = modified(128, |spec| spec.fwd.dropout = true);
@@ -725,9 +746,13 @@ fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
                 .score_code(function(score))
                 .mask_code(function(mask));
             let code = CodeSource { code: &problem.code, gradients: &[] };
-            let spec = FwdSpec::of(&problem);
-            let hopper = sm90::fwd(&spec, &sm90::default_tile(&spec));
+            let (spec, tile) = (sm90::spec_of(&problem), sm90::choose_tile(&problem));
+            let hopper = match tile_list::serve(&problem) {
+                true => sm90::fwd_masked(&spec, &tile, true),
+                false => sm90::fwd(&spec, &tile),
+            };
             kernels.push((format!("sm90_{dim}_{name}"), "sm_90a", hopper.with_code(&code)));
+            let spec = FwdSpec::of(&problem);
             let tile = Sm80Tile { vector_store: true, ..sm80::default_tile(&spec, room) };
             kernels.push((format!("sm80_{dim}_{name}"), "sm_80", sm80::fwd(&spec, &tile).with_code(&code)));
             let bwd = BwdProblem::new(problem.clone());

@@ -129,7 +129,7 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda"],
         kernels: &["sm90"],
         slowly: false,
-        what: "a score or a mask as code is not in Hopper's backward: sm80 has it",
+        what: "a score or a mask as code is in Hopper's backward to head dimension 128, without an order of additions: sm80 has all",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| !p.code.is_empty())
         },
@@ -138,14 +138,14 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
-        what: "masks as data beside a score or a mask as code are the CPU backend's",
+        what: "masks as data beside a score or a mask as code are the CPU backend's, and sm90's where no mask reads the head",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
-        what: "masks as data are read by sm80 and by the slow kernels",
+        what: "masks as data are read by sm80, by sm90 and by the slow kernels",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
     },
     Declared {

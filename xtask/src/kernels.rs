@@ -642,6 +642,40 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..AMPERE
     },
+    // Lists of tiles: several to a CTA, cut blocks, whole ones, tiles without keys.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(2),
+        in_test: Cases {
+            filter: "^masks/forward/b?f16/(batch/(all|intervals)|window/all|long/intervals)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^masks/.*/b?f16/([^cp]|c[^o])", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        kernel: Some("sm90"),
+        in_test: Cases {
+            filter: "^masks/backward/b?f16/(batch/(all|intervals)|group/(all|lists))$",
+            deal: 1,
+        },
+        ..HOPPER
+    },
+    // Masks as code by lists, alone and beside masks as data.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^(code/.*/bf16/batch/mask|masks/.*/bf16/code/)", deal: 1 },
+        in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/code/)", deal: 1 },
+        ..HOPPER
+    },
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::Garbage,
+        in_all: Cases { filter: "^masks/.*/b?f16/([^cp]|c[^o])", deal: 1 },
+        ..HOPPER
+    },
     Row {
         kernel: Some("simt"),
         in_test: Cases { filter: "^masks/.*/b?f16/few_queries/all$", deal: 1 },

@@ -41,8 +41,16 @@ struct DataMasks {
     return uint32_t(bits) >> (j % 32) & 1u;
   }
 
-  // Whether query i sees key j. A block of the full list asks no other mask.
+  // What is said of a pair: that it is hidden, seen if a mask as code shows it too, or seen.
+  enum class Shown { No, Asked, Full };
+
+  // Whether query i sees key j, a mask as code apart.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
+    return shown(span, i_head, i, j) != Shown::No;
+  }
+
+  // What is said of query i and key j. A block of the full list asks no other mask.
+  FMHA_DEVICE Shown shown(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     int32_t full = 0, asked = 1;
     if (m.block_q != 0) {
       const int32_t head = i_head / m.lists_ratio, row = i / m.block_q, block = j / m.block_k;
@@ -51,7 +59,7 @@ struct DataMasks {
     }
     if (m.intervals.data) asked &= int32_t(in_intervals(span, i_head, i, j));
     if (m.bits.data) asked &= int32_t(has_bit(span, i_head, i, j));
-    return (full | asked) != 0;
+    return full != 0 ? Shown::Full : asked != 0 ? Shown::Asked : Shown::No;
   }
 };
 

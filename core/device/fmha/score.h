@@ -94,11 +94,11 @@ struct Functions {
     return {b, h, pair.i(), pair.j(), seqlen_q, seqlen_k, words};
   }
   FMHA_DEVICE bool shows(Pair pair) const { return code::of_mask::visible(place<code::of_mask::Layout>(pair)); }
-  // The score of s * scale.
-  template <class Tanh>
+  // The score of s * scale. `hides`: the mask is asked; else what the kernel walks has no pair that it hides.
+  template <class Tanh, bool hides = true>
   FMHA_DEVICE Scored at(Pair pair, float s, float scale) const {
     const auto here = place<code::of_score::Layout>(pair);
-    const float y = s * scale, score = shows(pair) ? code::of_score::score(here, y) : -infinity();
+    const float y = s * scale, score = !hides || shows(pair) ? code::of_score::score(here, y) : -infinity();
     return {score, score == -infinity() ? 0.f : code::of_score::slope(here, y)};
   }
   // Calls `add(n, element, derivative)` for each captured element that is read, the n-th of them, and has a gradient;
@@ -266,11 +266,16 @@ struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   template <class One>
   FMHA_DEVICE void map_by(Scored& x, Pair pair, float& factor, bool& hidden) const {
     if constexpr (One::in(spec)) {
-      const Scored y = One::template at<Tanh>(pair, x.score, factor);
+      const Scored y = mapped_by<One>(pair, x.score, factor);
       x = {y.score, x.slope * y.slope};
       factor = 1.f;
       if constexpr (hides) hidden |= y.score == -infinity();
     }
+  }
+  template <class One>
+  FMHA_DEVICE Scored mapped_by(Pair pair, float s, float scale) const {
+    if constexpr (One::is_first) return One::template at<Tanh, spec.code != CodeKind::Score>(pair, s, scale);
+    else return One::template at<Tanh>(pair, s, scale);
   }
   template <class One>
   FMHA_DEVICE void map_behind(Scored& x, Pair pair, float& factor, bool& hidden) const {

@@ -34,23 +34,26 @@ struct DataKeys {
     return false;
   }
 
-  // Whether the blocks of a tile are all listed, all full, or none.
-  FMHA_DEVICE void listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Known& by_lists,
-                          bool& some_full) const {
+  // Whether the blocks of a tile are all listed, or none; and whether some, or all, are full.
+  FMHA_DEVICE void listed(const SeqSpan& span, int32_t i_head, Range rows, Range keys, Known& by_lists, bool& some_full,
+                          bool& all_full) const {
     const MaskDataParams& m = masks.m;
     const Range blocks_q = {rows.begin / m.block_q, (rows.end - 1) / m.block_q + 1};
     const Range blocks_k = {keys.begin / m.block_k, (keys.end - 1) / m.block_k + 1};
     by_lists = {false, false};
     some_full = true;
+    all_full = false;
     if (blocks_q.end - blocks_q.begin > kMostBlocks || blocks_k.end - blocks_k.begin > kMostBlocks) return;
     by_lists = {true, true};
     some_full = false;
+    all_full = true;
     const int32_t head = i_head / m.lists_ratio;
     for (int32_t q = blocks_q.begin; q < blocks_q.end; ++q) {
       for (int32_t k = blocks_k.begin; k < blocks_k.end; ++k) {
         const bool full = lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
         const bool there = full || lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
         some_full |= full;
+        all_full &= full;
         by_lists.none &= !there;
         by_lists.every &= there;
       }
@@ -92,8 +95,14 @@ struct DataKeys {
   FMHA_DEVICE BlockClass class_of(const SeqSpan& span, int32_t i_head, Range rows, Range keys) const {
     const MaskDataParams& m = masks.m;
     Known by_lists = {false, true};
-    bool some_full = false;
-    if (m.block_q != 0) listed(span, i_head, rows, keys, by_lists, some_full);
+    bool some_full = false, all_full = false;
+    if (m.block_q != 0) listed(span, i_head, rows, keys, by_lists, some_full, all_full);
+    return class_by(span, i_head, rows, keys, by_lists, some_full);
+  }
+  // How the tile stands to them, where lists have been asked.
+  FMHA_DEVICE BlockClass class_by(const SeqSpan& span, int32_t i_head, Range rows, Range keys, const Known& by_lists,
+                                  bool some_full) const {
+    const MaskDataParams& m = masks.m;
     if (by_lists.none) return BlockClass::Skipped;
     bool none = true, every = true;
     for (int32_t i = rows.begin + int32_t(threadIdx.x % 32); i < rows.end; i += 32) {

@@ -1,53 +1,221 @@
-// Keys of a token's list as kernels of tiles take them: key n of the walk is what stands in the list at n, and it may
-// be absent. The rows of a tile are query heads of one token and kv head, which share the list.
+// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
+// which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are cut first, blocks that are
+// whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row at a time.
 #pragma once
-#include <fmha/common/output_row.cuh>
-#include <fmha/common/seen_keys.cuh>
-#include <fmha/num.h>
-#include <fmha/ptx/collective.cuh>
-#include <fmha/token_list.h>
+#include <fmha/common/data_keys.cuh>
+#include <fmha/mma/fragment.cuh>
+#include <fmha/score.h>
+#include <fmha/tile_list.h>
 
 namespace fmha {
 
+// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the thread's
+// first, d 0 or 1.
+template <int n>
+struct RowBits {
+  static_assert(n <= 256, "64 bits have 256 columns");
+  static constexpr int bit_of(int column) { return column / 8 * 2 + column % 8; }
+  // The elements left of `column`, which counts from the thread's first.
+  static FMHA_DEVICE uint64_t below(int32_t column) {
+    const int32_t x = clamp(column, 0, n), count = x / 8 * 2 + min(x % 8, 2);
+    return count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+  }
+  static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
+};
+
+// What shows a pair, asked alone. `has_function`: a mask as code joins the masks as data.
+template <bool has_function>
+struct ShownPairs {
+  static constexpr bool all = false, has_classes = false, listed = false;
+  DataMasks masks;
+  const FwdParams& p;
+
+  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
+    if constexpr (!has_function) return masks.sees(span, i_head, i, j);
+    const DataMasks::Shown shown = masks.shown(span, i_head, i, j);
+    return shown == DataMasks::Shown::Full ||
+           (shown == DataMasks::Shown::Asked && Functions::of(p, span, i_head).shows({i, j}));
+  }
+};
+
+template <bool has_function>
 struct ListedKeys {
-  static constexpr bool all = false, has_classes = true, listed = true;
-  TokenList list;
+  static constexpr bool all = false, has_classes = false, listed = true;
+  ShownPairs<has_function> pairs;
+  const TileList& list;
 
-  // Whether key n is there. Places at and past the list's end, which other tests hide, are asked for, too.
-  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
-    return list.key(clamp(n, 0, span.seqlen_k - 1)) >= 0;
+  // Row of the lists of a tile.
+  FMHA_DEVICE int32_t row_of(int32_t i_batch, int32_t i_head, int32_t tile) const {
+    return (i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
+  }
+  // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
+  FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {
+    const int32_t at = i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
+    return list.blocks[int64_t(row) * list.max_blocks + at];
+  }
+  template <class Work>
+  FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
+
+  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the lists.
+  template <FwdSpec spec, auto tile, class Work>
+  FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
+    static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
+    work.part = row_of(work.i_batch, work.i_head, work.first_row / tile.block_m);
+    const int32_t* counts = list.counts + 2 * int64_t(work.part);
+    work.num_band_blocks = counts[0];
+    work.num_blocks = counts[0] + counts[1];
+    work.last_block = block_at(work, 0);
+    work.last_sink_block = -1;
+    work.first_dirty = first_dirty_of<spec, tile>(p, work, work.last_block);
   }
 
-  // Whether a block of the list, not empty, has all of its keys, some or none. The whole warp asks.
-  FMHA_DEVICE BlockClass class_of(const SeqSpan&, int32_t, Range, Range keys) const {
-    bool some = false, every = true;
-    for (int32_t first = keys.begin; first < keys.end; first += 32) {
-      const int32_t n = first + int32_t(threadIdx.x % 32);
-      const bool there = n < keys.end && list.key(n) >= 0;
-      some |= ptx::vote_ballot(there) != 0;
-      every &= ptx::vote_ballot(n < keys.end && !there) == 0;
+  // The elements of a row that intervals show; `first_key` is the thread's.
+  template <int n>
+  FMHA_DEVICE uint64_t in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
+    const MaskDataParams& m = pairs.masks.m;
+    const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
+    int32_t before = 0;
+    uint64_t seen = 0;
+#pragma unroll 1
+    for (int32_t at = 0; at < m.endpoints; at += 2) {
+      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      seen |= RowBits<n>::between(begin - first_key, before - first_key);
     }
-    return !some ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
+    return seen;
   }
 
-  // The end of a row: a sink of +inf over scores that are numbers has all of the row's weight, and LSE may be asked
-  // for without the sink.
-  template <FwdSpec spec>
-  FMHA_DEVICE RowEnd finish(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) const {
-    RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
-    if constexpr (!spec.sink) {
-      return {row, row.lse};
-    } else {
-      const float of_keys = finish_row<without_sink(spec)>(p, row_max, row_sum, i_head).lse;
-      if (scalar_of(p.sink, 0, i_head, 0.f) == infinity() && of_keys < infinity()) row = {0.f, infinity()};
-      if (list.lists.lse_without_sink) row.lse = of_keys;
-      return {row, of_keys};
+  // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
+  template <int n>
+  FMHA_DEVICE uint64_t in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
+    const MaskDataParams& m = pairs.masks.m;
+    const int32_t head = i_head / m.bits_ratio, row = span.q_row + i, last_word = (span.seqlen_k - 1) / 32;
+    uint64_t seen = 0;
+#pragma unroll
+    for (int c = 0; c < n / 8; ++c) {
+      const int32_t j = block_key + 8 * c, word = min(j / 32, last_word);
+      const uint32_t bits = DataMasks::word(m.bits, span.storage_batch, head, row, word);
+      seen |= uint64_t(bits >> (j % 32 + mma::fragment_column()) & 3u) << (2 * c);
+    }
+    return seen;
+  }
+
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole warp
+  // asks. `rows` are the
+  // thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with `of_keys` rows are keys and
+  // columns queries.
+  template <int n, bool of_keys>
+  FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
+                            uint64_t (&seen)[2], uint64_t (&full)[2]) const {
+    const MaskDataParams& m = pairs.masks.m;
+    const int32_t head = i_head / m.lists_ratio, origin = column + mma::fragment_column();
+    const int32_t of_rows = of_keys ? m.block_k : m.block_q, of_columns = of_keys ? m.block_q : m.block_k;
+    const int32_t last_row = (of_keys ? span.seqlen_k : span.seqlen_q) - 1;
+    const int32_t last_column = (of_keys ? span.seqlen_q : span.seqlen_k) - 1;
+    const int32_t end_r = ptx::shfl_idx(min(row + 15, last_row) / of_rows, 0);
+    const int32_t end_c = ptx::shfl_idx(min(column + n - 1, last_column) / of_columns, 0);
+    uint64_t asked[2] = {0, 0};
+#pragma unroll 1
+    for (int32_t r = ptx::shfl_idx(min(row, last_row) / of_rows, 0); r <= end_r; ++r) {
+#pragma unroll 1
+      for (int32_t c = ptx::shfl_idx(column / of_columns, 0); c <= end_c; ++c) {
+        const int32_t q = of_keys ? c : r, k = of_keys ? r : c;
+        const bool is_full =
+            DataKeys::lists(m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, k);
+        const bool there =
+            is_full || DataKeys::lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
+        if (!there) continue;
+        const int32_t begin = c * of_columns - origin;
+        const uint64_t columns = RowBits<n>::between(begin, begin + of_columns);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (rows[i] / of_rows != r) continue;
+          asked[i] |= columns;
+          if (is_full) full[i] |= columns;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) seen[i] &= asked[i];
+  }
+
+  // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
+  // whole warp asks. Rows beyond the sequence have the last one's answer.
+  template <int n>
+  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+    const MaskDataParams& m = pairs.masks.m;
+    uint64_t seen[2], full[2] = {0, 0};
+    int32_t rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows[r] = min(row + 8 * r, span.seqlen_q - 1);
+      seen[r] = ~uint64_t(0);
+      if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
+      if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
+    }
+    if (m.block_q != 0) in_lists<n, false>(span, i_head, rows, row - threadIdx.x % 32 / 4, block_key, seen, full);
+    const Functions functions = functions_of(span, i_head);
+#pragma unroll
+    for (int e = 0; e < s.num_elems; ++e) {
+      const int r = s.row(e), bit = RowBits<n>::bit_of(s.column(e));
+      bool sees = seen[r] >> bit & 1;
+      if constexpr (has_function)
+        sees = sees && functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
+      if (!(sees || full[r] >> bit & 1)) s[e] = -infinity();
     }
   }
 
-  static FMHA_DEVICE constexpr FwdSpec without_sink(FwdSpec spec) {
-    spec.sink = false;
-    return spec;
+  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries, of
+  // which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's answer.
+  template <int n>
+  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
+    const MaskDataParams& m = pairs.masks.m;
+    uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)}, full[2] = {0, 0};
+    const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
+    if (m.intervals.data || m.bits.data) {
+      seen[0] = seen[1] = 0;
+#pragma unroll 1
+      for (int32_t c = 0; c < n / 4; ++c) {
+        const int32_t i = min(query + mma::fragment_column() + c / 2 * 8 + c % 2, span.seqlen_q - 1);
+        bool sees[2] = {true, true};
+        if (m.intervals.data) pair_in_intervals(sees, span, i_head, i, keys);
+        if (m.bits.data) {
+          sees[0] &= pairs.masks.has_bit(span, i_head, i, keys[0]);
+          sees[1] &= pairs.masks.has_bit(span, i_head, i, keys[1]);
+        }
+        seen[0] |= uint64_t(sees[0]) << c;
+        seen[1] |= uint64_t(sees[1]) << c;
+      }
+      __syncwarp();
+    }
+    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen, full);
+    const Functions functions = functions_of(span, i_head);
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) {
+      const int r = x.row(e), bit = RowBits<n>::bit_of(x.column(e));
+      bool sees = seen[r] >> bit & 1;
+      if constexpr (has_function)
+        sees = sees && functions.shows({query + mma::fragment_column(), key, x.column(e), 8 * r});
+      if (!(sees || full[r] >> bit & 1)) x[e] = 0.f;
+    }
+  }
+  FMHA_DEVICE Functions functions_of(const SeqSpan& span, int32_t i_head) const {
+    return has_function ? Functions::of(pairs.p, span, i_head) : Functions{};
+  }
+  // Whether intervals show a row two keys.
+  FMHA_DEVICE void pair_in_intervals(bool (&sees)[2], const SeqSpan& span, int32_t i_head, int32_t i,
+                                     const int32_t (&keys)[2]) const {
+    const MaskDataParams& m = pairs.masks.m;
+    const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
+    int32_t before = 0;
+    sees[0] = sees[1] = false;
+#pragma unroll 1
+    for (int32_t at = 0; at < m.endpoints; at += 2) {
+      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
+      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+      sees[0] |= keys[0] >= begin && keys[0] < before;
+      sees[1] |= keys[1] >= begin && keys[1] < before;
+    }
   }
 };
 

@@ -1,17 +1,17 @@
 // The merge of a split over lists of keys: every part of every token has written its LSE. A row that is computed again
 // sees the keys of its token's list.
 #pragma once
-#include <fmha/common/listed_keys.cuh>
+#include <fmha/common/token_keys.cuh>
 #include <fmha/common/merge_parts.cuh>
 
 namespace fmha::split {
 
 // The keys of a row that the merge has found.
 struct KeysOfLists {
-  static constexpr bool listed = true;
-  using OfRow = ListedKeys;
+  static constexpr bool of_token = true;
+  using OfRow = TokenKeys;
   const ListParams& lists;
-  FMHA_DEVICE ListedKeys at(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) const {
+  FMHA_DEVICE TokenKeys at(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) const {
     return {{p, lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv}};
   }
 };

@@ -193,7 +193,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
     if (there) {
       if constexpr (in_shares) {
         find_in_shares(parts, merged);
-      } else if constexpr (are_listed<Keys>()) {
+      } else if constexpr (are_of_token<Keys>()) {
         merged.num_parts = parts.count;
         merged.row = at;
         merged.part_rows = num_rows;
@@ -207,7 +207,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         merged.row = at;
         merged.part_rows = num_rows;
       }
-      weigh<spec, are_listed<Keys>()>(p, parts, merged);
+      weigh<spec, are_of_token<Keys>()>(p, parts, merged);
       // The last place of so large an LSE hides the sum that it is of, and with it what a part weighs beside others.
       again = live && (merged.num_parts > 1 || spec.sink) && fabsf(merged.top) < infinity() && fabsf(merged.top * kLog2E) >= kLargestShift;
       if (!again) add_parts<dim>(parts, merged, of_row, warps, o);
@@ -233,7 +233,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
     if (there && of_row == 0) {
       if (again) {
         const SeqSpan& span = merged.span;
-        if constexpr (are_listed<Keys>()) {
+        if constexpr (are_of_token<Keys>()) {
           using KeysOfRow = typename Keys::OfRow;
           const KeysOfRow keys = keys_of_row.at(p, span, merged.i, merged.i_head / p.gqa_ratio);
           RecomputedRow<spec, stored, KeysOfRow> row{
@@ -246,7 +246,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         }
       } else {
         bool all_in_sink = false;
-        if constexpr (are_listed<Keys>() && spec.sink)
+        if constexpr (are_of_token<Keys>() && spec.sink)
           all_in_sink = live && merged.top == infinity() && merged.lse_of_keys < infinity();
         float factor = 1.f;
         if constexpr (is_fp8(spec.dtype_o)) factor *= live && p.scale_o ? *p.scale_o : 1.f;
@@ -262,7 +262,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
         }
         if constexpr (spec.write_lse) {
           float lse = merged.sum == 0.f ? -infinity() : merged.top + log2_of(merged.sum) * kLn2;
-          if constexpr (are_listed<Keys>() && spec.sink) {
+          if constexpr (are_of_token<Keys>() && spec.sink) {
             if (all_in_sink) lse = infinity();
             if (keys_of_row.lists.lse_without_sink) lse = merged.lse_of_keys;
           }

@@ -56,7 +56,7 @@ struct RowEnd {
 // The end of a row over such keys.
 template <FwdSpec spec, class Keys>
 FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax row_max, float row_sum, int32_t i_head) {
-  if constexpr (requires { Keys::listed; }) {
+  if constexpr (requires { Keys::of_token; }) {
     return keys.template finish<spec>(p, row_max, row_sum, i_head);
   } else {
     const RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);

@@ -127,7 +127,7 @@ struct RecomputedRow {
     const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
     const Score<spec> modifiers = Score<spec>::of(p, span, i_head, scale);
     const Range row = {i, i + 1};
-    if constexpr (are_listed<Keys>()) {
+    if constexpr (are_of_token<Keys>()) {
       take(among, modifiers);
     } else {
       if constexpr (spec.sink_columns) take(sink_range(band, row, span.seqlen_k), modifiers);

@@ -8,6 +8,7 @@
 // claimed_full and claimed_empty for the tile index.
 #pragma once
 #include <fmha/common/pipeline.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/shares.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/ptx/barrier.cuh>
@@ -82,14 +83,18 @@ struct Scheduler {
 // every tile.
 constexpr int kWorkWanted = 7;
 
-template <FwdSpec spec, auto tile, class Shared>
-FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule, Shared& smem) {
+// `keys`: which keys queries see; with lists the tile's blocks are those that they have.
+template <FwdSpec spec, auto tile, class Shared, class Keys = EveryKey>
+FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule, Shared& smem, const Keys& keys = {}) {
   Scheduler<spec, tile, Shared> scheduler{smem};
   Slot<kWorkSlots> slot;
   bool more = true;
   while (more) {
     ptx::barrier_sync<kWorkWanted, 64>();
-    const Work work = scheduler.next(p, schedule);
+    Work work = scheduler.next(p, schedule);
+    if constexpr (Keys::listed) {
+      if (work.num_blocks > 0) keys.template take<spec, tile>(p, work);
+    }
     ptx::mbarrier_wait_parity(smem.work_empty[slot.index], slot.phase ^ 1);
     smem.work[slot.index] = work;
     ptx::mbarrier_arrive_if(smem.work_full[slot.index], true);

@@ -48,7 +48,7 @@ struct Work {
   int32_t last_sink_block;    // then down from this one
   int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
-  int32_t part;         // of the keys, in the order in which the merge finds them
+  int32_t part;         // of the keys, in the order in which the merge finds them; listed_keys.cuh says what lists have
 };
 static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 
@@ -142,6 +142,15 @@ FMHA_DEVICE constexpr bool can_hide_blocks() {
   return tile.cluster > 1 && !tile.cluster_heads && spec.mask != MaskKind::Full && !spec.sink_columns;
 }
 
+// Rows of a tile's first V block, `block`, from which on no query of the sequence sees a key. Beyond the tensor, in
+// block -1 too, TMA has put zeros.
+template <FwdSpec spec, auto tile>
+FMHA_DEVICE int32_t first_dirty_of(const FwdParams& p, const Work& work, int32_t block) {
+  const int32_t live_end = end_of_seen_keys({work.lo, work.hi, work.sink_columns}, work.seqlen_q, work.seqlen_k);
+  const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == work.seqlen_k;
+  return zeros_follow || work.last_block < 0 ? tile.block_n : clamp(live_end - block * tile.block_n, 0, tile.block_n);
+}
+
 // A tile's place: its sequence, of the sequence's heads (kv heads where they are packed, pairs in a cluster of two)
 // which one, and its block of rows.
 struct TileAt {
@@ -211,12 +220,7 @@ FMHA_DEVICE Work resolve_rows(const FwdParams& p, const TileAt& at, const Range&
     work.num_hidden = clamp(work.last_block + 1 - own_blocks, 0, work.num_blocks - 1);
   }
 
-  // Keys that no query of the sequence sees. Beyond the tensor, in block -1 too, TMA has put zeros.
-  const int32_t live_end = end_of_seen_keys(band, span.seqlen_q, span.seqlen_k);
-  const bool zeros_follow = spec.kv_layout == KvKind::Strided && !p.seqused_k && live_end == span.seqlen_k;
-  const int32_t first_block_begin = block_at(work, 0) * tile.block_n;
-  work.first_dirty = zeros_follow || work.last_block < 0 ? tile.block_n
-                                                         : clamp(live_end - first_block_begin, 0, tile.block_n);
+  work.first_dirty = first_dirty_of<spec, tile>(p, work, block_at(work, 0));
   return work;
 }
 

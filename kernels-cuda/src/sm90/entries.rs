@@ -5,11 +5,12 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 
 use super::{
-    HEADER, Lookahead, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct, elem_bytes, operand_v,
-    product_dim, values,
+    HEADER, Lookahead, MASKED_HEADER, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct, elem_bytes,
+    operand_v, product_dim, values,
 };
 use crate::round_up;
 use crate::schedule;
+use crate::tile_list;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
@@ -25,12 +26,47 @@ pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)
 }
 
+/// Forward kernel under masks as data, and with `has_function` a mask as code. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
+/// [`TileList`](tile_list::TileList) behind its other arguments.
+#[must_use]
+pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: MASKED_HEADER,
+        constants: &constants,
+        bounds: BOUNDS,
+        params: &format!("{OPERANDS}{}", tile_list::PARAMS),
+        call: &format!(
+            "{}sm90::fwd_masked<kSpec, kTile, {has_function}>(p, maps, schedule, masks, list);",
+            assert_smem(spec, tile)
+        ),
+    };
+    let (spec, tile) = (*spec, *tile);
+    crate::source(entry.render(), move || {
+        let [products, schedule, host] = rendered(&spec, &tile);
+        [products, schedule, host, fmha_core::masks::header(), tile_list::header()]
+    })
+}
+
+/// Parameters that every entry has.
+const OPERANDS: &str = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
+                        const __grid_constant__ TileSchedule schedule";
+/// The bounds of an entry whose tile has no cluster.
+const BOUNDS: &str = "__launch_bounds__(sm90::num_threads(kTile), 1)";
+
+/// An entry's assertion that the device agrees on shared memory.
+fn assert_smem(spec: &FwdSpec, tile: &Sm90Tile) -> String {
+    format!(
+        "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); ",
+        tile.smem_bytes(spec)
+    )
+}
+
 fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
     let beside = tile.prepare_v == PrepareV::Beside;
-    let smem_assert = format!(
-        "static_assert(sizeof(sm90::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         {}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
-        tile.smem_bytes(spec),
+    let call = format!(
+        "{}{}sm90::fwd<kSpec, kTile>(p, maps, schedule{});",
+        assert_smem(spec, tile),
         if beside { values::assert_units(spec, tile) } else { String::new() },
         match (beside, arriving) {
             (true, _) => ", values",
@@ -38,8 +74,6 @@ fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
             (false, false) => "",
         },
     );
-    let operands = "const __grid_constant__ FwdParams p, const __grid_constant__ sm90::Maps maps, \
-                    const __grid_constant__ TileSchedule schedule";
     let more = match (beside, arriving) {
         (true, _) => ", const __grid_constant__ PreparedValues values",
         (false, true) => ", const __grid_constant__ ArrivalParams arrivals",
@@ -52,10 +86,10 @@ fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm90::num_threads(kTile), 1)"
         } else {
-            "__launch_bounds__(sm90::num_threads(kTile), 1)"
+            BOUNDS
         },
-        params: &format!("{operands}{more}"),
-        call: &smem_assert,
+        params: &format!("{OPERANDS}{more}"),
+        call: &call,
     };
     let (spec, tile) = (*spec, *tile);
     crate::source(entry.render(), move || rendered(&spec, &tile))

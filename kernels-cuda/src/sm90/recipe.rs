@@ -3,6 +3,7 @@
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue, knob_values};
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::{Candidates, TileOptions};
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd, Workspace, bind};
@@ -16,6 +17,7 @@ use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::split::{self, launch as parts};
+use crate::tile_list::{self, TileListPlan, TileOf};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
@@ -26,6 +28,7 @@ pub struct Sm90 {
     tile: Sm90Tile,
     schedule: TileSchedule,
     values: Option<ValuesPlan>,
+    list: Option<TileListPlan>,
 }
 
 /// A V that is prepared in the workspace: what of it, and where its parts begin.
@@ -109,6 +112,22 @@ fn fitted(
             tile.bias_stages
         ));
     }
+    if tile_list::serve(problem) {
+        for (field, is_set) in [
+            ("cluster", tile.cluster > 1),
+            ("pack_gqa", tile.pack_gqa),
+            ("split_keys", tile.split_keys > 0),
+            ("bias_stages", tile.bias_stages > 0),
+            ("prepare_v", tile.prepare_v != PrepareV::InTile),
+            ("block_m=192", tile.block_m > 128),
+        ] {
+            if is_set {
+                return Err(format!(
+                    "tile {field} beside masks as data, whose lists are of one head's tiles"
+                ));
+            }
+        }
+    }
     split::check(problem, tile.cut(problem))?;
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
     if problem.arrivals > 0 && !tile.waits_for_keys() {
@@ -120,6 +139,9 @@ fn fitted(
 /// The table's tile, of the shape and in the order that the model has cheapest; and what it was asked for.
 fn own_tile(problem: &ValidFwd, facts: &DeviceFacts) -> Priced {
     let mut tile = sm90::choose_tile_in_parts(problem, facts.num_sms);
+    if tile_list::serve(problem) {
+        return (tile, Candidates::default(), Candidates::default());
+    }
     let shapes = tile.shapes(problem, facts.num_sms);
     if let Some(best) = shapes.cheapest(sm90::LEAST_GAIN_OF_SHAPE) {
         tile = tile.of_shape(best.choice);
@@ -137,7 +159,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm90Tile>(sm90::NAME, &[sm90::HEADER]);
-        About { tiles: Some(tiles), waits_for_keys: true, computes_code: true, ..About::new(sm90::NAME) }
+        About {
+            tiles: Some(tiles),
+            waits_for_keys: true,
+            computes_code: true,
+            reads_masks: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm90::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -197,6 +226,17 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 (Some(values), workspace)
             }
         };
+        let block = [tile.block_m, tile.block_n];
+        let (list, workspace) = match tile_list::serve(problem) {
+            false => (None, workspace),
+            true => {
+                let (list, workspace) =
+                    TileListPlan::new(problem, TileOf::Queries, block, workspace).map_err(refuse)?;
+                (Some(list), workspace)
+            }
+        };
+        let has_function = problem.code.mask.is_some();
+        let lists = list.map(|list| list.launch(&spec, has_function, facts));
         let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
@@ -210,6 +250,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             stage: Stage::Main,
             kernel: sm90::NAME,
             source: match problem.arrivals {
+                _ if list.is_some() => sm90::fwd_masked(&own_spec, &tile, has_function),
                 0 => sm90::fwd(&own_spec, &tile),
                 _ => sm90::fwd_of_arriving_keys(&own_spec, &tile),
             },
@@ -220,16 +261,19 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             tiles_at_once: facts.num_sms.into(),
         };
         Ok(Choice {
-            kernel: Self { tile, schedule, values },
-            launches: Launches::new(before, main, merge),
+            kernel: Self { tile, schedule, values, list },
+            launches: Launches::new(before.into_iter().chain(lists), main, merge),
             workspace,
             promises: Promises {
                 deterministic: true,
                 // A short query's keys may be split, a long one's not, unless parts have as many keys of
                 // every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
-                    && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
+                    && (options.batch_invariant
+                        || list.is_some()
+                        || split::is_never_cut(problem, tile.block_n, true)),
                 row_invariant: options.row_invariant
+                    && list.is_none()
                     && row_order::shared_block(problem, facts) == Some(tile.block_n)
                     && tile.is_batch_invariant(&spec),
                 graph_capturable: true,
@@ -242,6 +286,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 ("schedule", schedule_words(&tile, problem)),
             ]
             .into_iter()
+            .chain(list.map(|list| ("lists of tiles", list.words())))
             .chain(
                 (is_priced && !shapes.is_empty())
                     .then(|| ("shapes", shapes.words(|(rows, keys)| format!("{rows} x {keys}")))),
@@ -280,7 +325,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (Self { tile, schedule, values }, fwd) = (*self, steps.main());
+        let (Self { tile, schedule, values, list }, fwd) = (*self, steps.main());
         let mut whole = bind::fwd_params(call.problem, call.args);
         let workspace = whole.workspace.0;
         let prepared = values.map(|plan| plan.map(&tile, &FwdSpec::of(call.problem), workspace));
@@ -295,10 +340,33 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             // the problem, and that the workspace is as large as the plan says.
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
+        let masks = mask_data_params(call.problem, &call.args.masks);
+        let list = list.map(|plan| plan.at(workspace));
+        if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
+            let (mut masks, mut list) = (masks, list);
+            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_fwd` saw that the memory covers
+            // the problem, and that the workspace is as large as the plan says.
+            unsafe { prepare.launch(&mut arguments, call.stream)? };
+        }
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);
             let (mut values, mut arrivals) = (values, arrivals);
+            if let Some(mut list) = list {
+                let mut masks = masks;
+                let mut arguments = [
+                    (&raw mut *params).cast(),
+                    (&raw const maps).cast_mut().cast(),
+                    (&raw mut rows).cast(),
+                    (&raw mut masks).cast(),
+                    (&raw mut list).cast(),
+                ];
+                // SAFETY: under masks as data the kernel takes FwdParams, Maps, TileSchedule, MaskDataParams and
+                // TileList; `check_fwd` saw that the memory covers the problem, and the maps were made for the same
+                // extents.
+                return unsafe { fwd.launch(&mut arguments, call.stream) };
+            }
             let last = match &mut values {
                 _ if call.problem.arrivals > 0 => (&raw mut arrivals).cast(),
                 Some(values) => (&raw mut *values).cast(),
@@ -353,7 +421,9 @@ pub(crate) fn fit_like(
     }
     if options.batch_invariant {
         own.make_batch_invariant(&spec);
-        own.take_fixed_parts(like);
+        if !tile_list::serve(problem) {
+            own.take_fixed_parts(like);
+        }
         if options.row_invariant {
             own.lazy_rescale_log2 = if own.lazy_rescale_log2 > 0 { row_order::LAG_LOG2 } else { 0 };
         }

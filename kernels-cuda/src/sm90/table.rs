@@ -1,6 +1,7 @@
 //! Which tile a problem gets: a row a head dimension, and what modifiers, FP8 and few rows change of it.
 
 use fmha_core::spec::{BiasKind, CodeKind, FwdSpec, KvKind};
+
 use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 
 use super::values::block_bytes;
@@ -11,6 +12,7 @@ use super::{
 use crate::operands::{odd_stride, stores_vectors, strides};
 use crate::split;
 use crate::split::price::{self, CONSTANTS, Keys, Walk};
+use crate::tile_list;
 
 /// The tile for a problem that the kernel accepts.
 #[must_use]
@@ -96,6 +98,9 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     prepare_values_once(problem, &spec, &mut tile);
 
     tile.vector_store &= stores_vectors(problem);
+    if tile_list::serve(problem) {
+        tile.take_lists(problem, &spec);
+    }
     tile
 }
 
@@ -114,6 +119,9 @@ fn copy_bytes(problem: &FwdProblem) -> i32 {
 #[must_use]
 pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
     let whole = choose_tile(problem);
+    if tile_list::serve(problem) {
+        return whole;
+    }
     if is_decode(problem) {
         let priced = ways(problem, whole, num_sms)
             .into_iter()
@@ -539,6 +547,28 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
 }
 
 impl Sm90Tile {
+    /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Three
+    /// warpgroups have no registers for the bits of a row. Where block lists can be met by tiles, they are.
+    fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
+        (self.pack_gqa, self.cluster, self.cluster_heads) = (false, 1, false);
+        (self.prepare_v, self.order) = (PrepareV::InTile, TileOrder::Dynamic);
+        self.place_groups(problem);
+        if self.bias_stages > 0 {
+            self.bias_stages = 0;
+            self.take_registers(spec);
+        }
+        self.block_m = self.block_m.min(128);
+        if let Some(lists) = problem.masks.block_lists {
+            let divides = |keys: &i32| lists.block_k.is_multiple_of(keys.unsigned_abs());
+            let met = [128, 112, 96, 80, 64].into_iter().filter(|&keys| keys <= self.block_n).find(divides);
+            self.block_n = met.unwrap_or(self.block_n);
+            if lists.block_q == 64 {
+                self.block_m = 64;
+            }
+        }
+        self.wait_anchor = self.wait_anchor.min(self.block_n / 2);
+    }
+
     /// Leaves registers to what changes scores or P: smaller blocks, no next tile's product, no second way through a
     /// block.
     fn take_registers(&mut self, spec: &FwdSpec) {

@@ -4,6 +4,7 @@ use fmha_core::{BwdProblem, Refusal, Shape, Strides, VLayout};
 
 use super::NAME;
 use crate::sm80_bwd;
+use crate::tile_list;
 
 /// Whether the kernels compute this problem, and if not, why. Addresses, which a problem has not, must be multiples of
 /// 16.
@@ -15,7 +16,34 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
         let reason = "backward: v_layout col-major: its products read V along its rows".to_owned();
         return Err(Refusal::new(NAME, reason));
     }
-    takes(problem, NAME)
+    takes(problem, NAME)?;
+    let fwd = &problem.fwd;
+    if tile_list::serve(fwd) || !fwd.code.is_empty() {
+        takes_masks_and_code(problem)?;
+    }
+    Ok(())
+}
+
+/// Checks that masks as data and functions stand beside what the kernels take with them.
+fn takes_masks_and_code(problem: &BwdProblem) -> Result<(), Refusal> {
+    let refuse = |words: String| {
+        Err(Refusal::new(NAME, format!("backward: {words} beside masks as data or functions")))
+    };
+    let dims = problem.fwd.dims;
+    let widest = dims.head_dim_qk.max(dims.head_dim_v);
+    if widest > 128 {
+        return refuse(format!("a head dimension of {widest}, more than 128,"));
+    }
+    if problem.dbias.is_some() {
+        return refuse("dbias".to_owned());
+    }
+    if let (Some(gradient), false) = (problem.dcaptured.first(), problem.fwd.masks.is_empty()) {
+        return refuse(format!("the gradient of captured {}", gradient.name));
+    }
+    if !problem.fwd.masks.is_empty() && tile_list::reads_head(&problem.fwd) {
+        return refuse("a mask as code that reads the head".to_owned());
+    }
+    Ok(())
 }
 
 /// Checks that a problem suits a kernel of 16-bit products whose operands TMA loads. Refusals carry `name`.

@@ -10,6 +10,7 @@ use super::shared_memory::TILE_INDEX_SLOTS;
 use super::spec::{leaves_far_queries, padded_dim, repairs};
 use super::tile::{Sm90BwdTile, TRANSPOSED_DQ_DIM, transposes_dq};
 use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::tile_list;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
 
 /// Threads of a CTA of the kernels before and after the main one.
@@ -24,7 +25,33 @@ pub const HEAD_SUMS_CTAS: u32 = 8;
 /// The main kernel: arguments `BwdParams`, five tensor maps, `Sm90BwdSchedule`.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
+    with_maps(["main"; 2], ("Smem", tile.smem_bytes(spec)), (spec, tile), ["", ""])
+}
+
+/// Main kernel under masks as data. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
+/// [`TileList`](tile_list::TileList) behind its other arguments.
+#[must_use]
+pub fn masked_main(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
+    let more = [tile_list::PARAMS, ", masks, list"];
+    with_maps(
+        ["masked", &format!("masked_main<kSpec, kTile, {has_function}>")],
+        ("Smem", tile.smem_bytes(spec)),
+        (spec, tile),
+        more,
+    )
+}
+
+/// [`preprocess`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+#[must_use]
+pub fn masked_preprocess(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
+    rows_at_once(["masked", &format!("masked_preprocess<kSpec, kTile, {has_function}>")], spec, tile, None)
+}
+
+/// [`repair`] under masks as data, of which it takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) too.
+#[must_use]
+pub fn masked_repair(spec: &BwdSpec, tile: &Sm90BwdTile, has_function: bool) -> KernelSource {
+    // Two CTAs a multiprocessor: with four it spills where masks are asked.
+    rows_at_once(["masked", &format!("masked_repair<kSpec, kTile, {has_function}>")], spec, tile, Some(2))
 }
 
 /// Main kernel of keys that arrive while it runs. It takes [`ArrivalParams`] behind its other arguments.
@@ -32,19 +59,24 @@ pub fn main(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 pub fn main_of_arriving_keys(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     let more =
         [", const __grid_constant__ ArrivalParams arrivals", ", ArrivingKeys<ArrivalParams>(arrivals)"];
-    with_maps("main", ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
+    with_maps(["main"; 2], ("Smem", tile.smem_bytes(spec)), (spec, tile), more)
 }
 
 /// The kernel of dBias, which wants nothing but what the first one leaves: arguments as of the main one, all of them by
 /// [its own tile](Sm90BwdTile::of_dbias).
 #[must_use]
 pub fn dbias(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    with_maps("dbias", ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
+    with_maps(["dbias"; 2], ("BiasSmem", tile.dbias_smem_bytes(spec)), (spec, tile), ["", ""])
 }
 
-/// Entry with tensor maps; `more`: one more parameter, and its argument.
+/// Instance of a function for an entry's spec and tile, unless the name has its own arguments.
+fn instance(name: &str) -> String {
+    if name.ends_with('>') { name.to_owned() } else { format!("{name}<kSpec, kTile>") }
+}
+
+/// Entry with tensor maps. `file` has the function `name`; `more`: one more parameter, and its argument.
 fn with_maps(
-    name: &str,
+    [file, name]: [&str; 2],
     (smem, smem_bytes): (&str, i32),
     (spec, tile): (&BwdSpec, &Sm90BwdTile),
     more: [&str; 2],
@@ -54,13 +86,14 @@ fn with_maps(
         "static_assert(sizeof(sm90::bwd::{smem}<kSpec, kTile>) == {smem_bytes}, \"{smem}: host and device disagree\"); \
          static_assert(sm90::bwd::num_threads(kTile) == {threads}, \"threads: host and device disagree\"); \
          static_assert(sm90::bwd::cluster_size(kTile) == {cluster}, \"cluster: host and device disagree\"); \
-         sm90::bwd::{name}<kSpec, kTile>(p, maps, schedule{});",
+         sm90::bwd::{}(p, maps, schedule{});",
+        instance(name),
         more[1],
     );
     let clusters = if cluster > 1 { format!("__cluster_dims__({cluster}, 1, 1) ") } else { String::new() };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: &format!("fmha/sm90/bwd/{name}.cuh"),
+        include: &format!("fmha/sm90/bwd/{file}.cuh"),
         constants: &constants,
         bounds: &format!("{clusters}__launch_bounds__({threads}, 1)"),
         params: &format!(
@@ -84,7 +117,7 @@ pub fn preprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 #[must_use]
 pub fn postprocess(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Sums apart want registers for the parts that are under way: of its own ptxas gives it 80.
-    rows_at_once("postprocess", spec, tile, tile.keeps_dq_apart().then_some(2))
+    rows_at_once(["postprocess"; 2], spec, tile, tile.keeps_dq_apart().then_some(2))
 }
 
 impl Sm90BwdTile {
@@ -115,7 +148,7 @@ pub fn head_sums(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
 pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     // Four CTAs a multiprocessor: most calls find nothing to repair, and then the launch is as long as the
     // number of waves of its CTAs.
-    rows_at_once("repair", spec, tile, Some(4))
+    rows_at_once(["repair"; 2], spec, tile, Some(4))
 }
 
 /// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a
@@ -130,25 +163,38 @@ pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSched
 }
 
 fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
-    rows_at_once(name, spec, tile, None)
+    rows_at_once([name; 2], spec, tile, None)
 }
 
-/// Launch bounds: registers for so many CTAs to a multiprocessor at least.
-fn rows_at_once(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile, ctas: Option<u32>) -> KernelSource {
+/// `file` has the function `name`; under masks as data it takes them too. Launch bounds: registers for so many CTAs to a
+/// multiprocessor at least.
+fn rows_at_once(
+    [file, name]: [&str; 2],
+    spec: &BwdSpec,
+    tile: &Sm90BwdTile,
+    ctas: Option<u32>,
+) -> KernelSource {
     let ctas = ctas.map_or_else(String::new, |ctas| format!(", {ctas}"));
+    let [param, argument] = if file == "masked" {
+        [", const __grid_constant__ MaskDataParams masks", ", masks"]
+    } else {
+        [""; 2]
+    };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
-        include: &format!("fmha/sm90/bwd/{name}.cuh"),
+        include: &format!("fmha/sm90/bwd/{file}.cuh"),
         constants: &constants,
         bounds: &format!("__launch_bounds__({ROW_THREADS}{ctas})"),
-        params: "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule",
-        call: &format!("sm90::bwd::{name}<kSpec, kTile>(p, schedule);"),
+        params: &format!(
+            "const __grid_constant__ BwdParams p, const __grid_constant__ Sm90BwdSchedule schedule{param}"
+        ),
+        call: &format!("sm90::bwd::{}(p, schedule{argument});", instance(name)),
     };
     let (spec, tile) = (*spec, *tile);
     crate::source(entry.render(), move || rendered(&spec, &tile))
 }
 
-fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
+fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 4] {
     let dtype = spec.fwd.dtype_qk;
     let (queries, of_dk, of_dv) = tile.consumer_columns(spec);
     let shape = |n, a| WgmmaShape { dtype, n, a, sums: Sums::F32 };
@@ -163,7 +209,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 2] {
         // A chunk of dQ's columns, half of one, and dK with dS from shared memory.
         shapes.extend([64, dq - 64, of_dk].map(|n| shape(n, OperandA::Shared)));
     }
-    [wgmma::header(&shapes), host_header()]
+    [wgmma::header(&shapes), host_header(), fmha_core::masks::header(), tile_list::header()]
 }
 
 /// `fmha/sm90_bwd_host.h`: what this file shares with the device.

@@ -4,15 +4,22 @@ use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
+use fmha_core::mask::MaskKind;
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
+use fmha_gpu::{
+    About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps, Tiles,
+};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
+use crate::sm80::recipe::room;
+use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90::recipe::needs;
-use crate::sm90_bwd::{self, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
+use crate::sm90_bwd::{self, BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
+use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The backward on wgmma, its rows before and after.
@@ -26,6 +33,8 @@ pub struct Sm90Bwd {
     workspace: BwdWorkspace,
     /// Offset in the workspace of the sums of heads' parts.
     head_sums: u64,
+    /// The blocks of queries that each key block walks under masks as data.
+    list: Option<TileListPlan>,
 }
 
 /// The main kernel's second argument.
@@ -43,7 +52,14 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
 
     fn about() -> About<ValidBwd> {
         let tiles = Tiles::of_backward::<Sm90BwdTile>(sm90_bwd::LABEL, &sm90_bwd::HEADERS);
-        About { tiles: Some(tiles), waits_for_keys: true, ..About::new(sm90_bwd::NAME) }
+        About {
+            tiles: Some(tiles),
+            waits_for_keys: true,
+            reads_masks: true,
+            computes_code: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm90_bwd::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -68,6 +84,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     ) -> Result<Sm90BwdTile, Refusal> {
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
+        if spec.deterministic && tile_list::serve(problem.fwd()) {
+            let reason =
+                "deterministic beside masks with lists: their additions to dQ have no order".to_owned();
+            return Err(Refusal::new(sm90_bwd::NAME, reason));
+        }
         let own = table_tile(problem, &spec, facts);
         fitted(own, fields, problem, &spec, facts).map_err(|reason| Refusal::new(sm90_bwd::NAME, reason))
     }
@@ -87,10 +108,24 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let q_blocks = schedule.num_q_blocks.unsigned_abs() * dims.num_heads_q * dims.batch;
         let workspace = tile
             .workspace(problem, &spec, &schedule, q_blocks)
+            .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         // The sums of heads' parts lie behind the workspace.
         let head_sums = workspace.bytes.next_multiple_of(ALIGN);
         let bytes = head_sums + tile.head_sums_bytes(&spec, &schedule);
+        let (list, bytes) = match tile_list::serve(problem.fwd()) {
+            false => (None, bytes),
+            true => {
+                let before = Workspace { bytes, zeroed_bytes: 0 };
+                let block = [tile.block_m, tile.block_n];
+                let (list, all) =
+                    TileListPlan::new(problem.fwd(), TileOf::Keys, block, before).map_err(refuse)?;
+                (Some(list), all.bytes)
+            }
+        };
+        let has_function = problem.fwd().code.mask.is_some();
+        let lists = list.map(|list| list.launch(&spec.fwd, has_function, facts));
+        let masked = list.is_some();
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
         let rows = |at, source, blocks: u32| Launch {
@@ -115,8 +150,16 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let repairs = sm90_bwd::repairs(&spec) || sm90_bwd::leaves_far_queries(&spec);
         let repair = repairs.then(|| {
             let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
-            rows((Stage::Repair, "repair"), sm90_bwd::repair(&spec, &tile), ctas)
+            let source = if masked {
+                sm90_bwd::masked_repair(&spec, &tile, has_function)
+            } else {
+                sm90_bwd::repair(&spec, &tile)
+            };
+            rows((Stage::Repair, "repair"), source, ctas)
         });
+        let captured = captured_launches(problem, &workspace, facts).map_err(refuse)?;
+        let zeroed_bytes = if captured.is_empty() { 0 } else { workspace.bytes };
+        let is_ordered = captured.is_empty();
         let cluster = tile.walk.cluster().unsigned_abs();
         let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
         let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };
@@ -128,17 +171,22 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 dbias: dbias_schedule,
                 workspace,
                 head_sums,
+                list,
             },
             launches: Launches::new(
-                [rows(
+                lists.into_iter().chain([rows(
                     (Stage::Prepare, "preprocess"),
-                    sm90_bwd::preprocess(&spec, &tile),
+                    match masked {
+                        true => sm90_bwd::masked_preprocess(&spec, &tile, has_function),
+                        false => sm90_bwd::preprocess(&spec, &tile),
+                    },
                     schedule.num_first_q_blocks.unsigned_abs(),
-                )],
+                )]),
                 Launch {
                     stage: Stage::Main,
                     kernel: sm90_bwd::NAME,
                     source: match problem.fwd().arrivals {
+                        _ if masked => sm90_bwd::masked_main(&spec, &tile, has_function),
                         0 => sm90_bwd::main(&spec, &tile),
                         _ => sm90_bwd::main_of_arriving_keys(&spec, &tile),
                     },
@@ -147,8 +195,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                     tiles: tiles.into(),
                     tiles_at_once: facts.num_sms.into(),
                 },
-                postprocess.into_iter().chain(sums).chain(repair).chain(dbias.zip(dbias_schedule).map(
-                    |(dbias, schedule)| {
+                postprocess.into_iter().chain(sums).chain(repair).chain(captured).chain(
+                    dbias.zip(dbias_schedule).map(|(dbias, schedule)| {
                         let blocks = schedule.num_bias_blocks.unsigned_abs();
                         Launch {
                             stage: Stage::Dbias,
@@ -162,22 +210,27 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                             tiles: blocks.into(),
                             tiles_at_once: facts.num_sms.into(),
                         }
-                    },
-                )),
+                    }),
+                ),
             ),
-            workspace: Workspace { bytes, zeroed_bytes: 0 },
+            workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
                 // Sums without an order are deterministic only where a single key block adds to dQ, and a
                 // single tile to dK and dV.
-                deterministic: spec.deterministic
-                    || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts,
+                // Gradients of captured tensors are added to in memory, by whoever comes first.
+                deterministic: is_ordered
+                    && (spec.deterministic
+                        || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts),
                 batch_invariant: false,
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
-            details: details(problem, facts, (&spec, &tile, &schedule)),
+            details: details(problem, facts, (&spec, &tile, &schedule))
+                .into_iter()
+                .chain(list.map(|list| ("lists of tiles", list.words())))
+                .collect(),
         })
     }
 
@@ -208,14 +261,19 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
-        let Self { tile, mut schedule, workspace, head_sums, .. } = *self;
+        let Self { tile, mut schedule, workspace, head_sums, list, .. } = *self;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         schedule.head_sums = DevPtr::new(address + head_sums);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
+        let mut list = list.map(|plan| plan.at(address));
         let (has_queries, has_tiles) = (schedule.num_q_blocks > 0, schedule.num_tiles > 0);
         for step in steps.iter() {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
+                Stage::ListTiles => has_tiles && has_queries,
+                // Without queries they are zeros, but written.
+                Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
                 Stage::FinishDq => has_queries || call.problem.write_dsink,
                 Stage::Dbias => self.dbias.is_some_and(|schedule| schedule.num_bias_blocks > 0),
@@ -224,19 +282,43 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             if !has_work {
                 continue;
             }
+            if let (Stage::ListTiles, Some(list)) = (step.stage, &mut list) {
+                let mut arguments =
+                    [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
+                // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory
+                // covers the problem, and the workspace is as large as the plan said.
+                unsafe { step.launch(&mut arguments, call.stream)? };
+                continue;
+            }
             let (mut tile, mut schedule) = (tile, schedule);
             if let (Stage::Dbias, Some(of_dbias)) = (step.stage, self.dbias) {
                 (tile, schedule) = (tile.of_dbias(), of_dbias);
             }
             if !matches!(step.stage, Stage::Main | Stage::Dbias) {
-                let mut arguments = [(&raw mut params).cast(), (&raw mut schedule).cast()];
-                // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule; `check_bwd` saw that the memory covers the
-                // problem, and the workspace is as large as the plan said.
-                unsafe { step.launch(&mut arguments, call.stream)? };
+                let mut arguments =
+                    [(&raw mut params).cast(), (&raw mut schedule).cast(), (&raw mut masks).cast()];
+                let count = if list.is_some() { 3 } else { 2 };
+                // SAFETY: the kernel takes BwdParams and Sm90BwdSchedule, and under masks as data, where it asks them,
+                // MaskDataParams; `check_bwd` saw that the memory covers the problem, and the workspace is as large as
+                // the plan said.
+                unsafe { step.launch(&mut arguments[..count], call.stream)? };
                 continue;
             }
             let mut maps = maps::<V::Driver>(call, &tile)?;
             let fwd = call.problem.fwd();
+            if let (Stage::Main, Some(list)) = (step.stage, &mut list) {
+                let mut arguments = [
+                    (&raw mut params).cast(),
+                    (&raw mut maps).cast(),
+                    (&raw mut schedule).cast(),
+                    (&raw mut masks).cast(),
+                    (&raw mut *list).cast(),
+                ];
+                // SAFETY: as above; the maps were made for the same extents. Under masks as data it takes these and
+                // their lists too.
+                unsafe { step.launch(&mut arguments, call.stream)? };
+                continue;
+            }
             let mut arrivals = bind::arrival_params(fwd, &call.args.seq);
             let mut arguments = [
                 (&raw mut params).cast(),
@@ -251,6 +333,31 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         }
         Ok(())
     }
+}
+
+/// The launches of gradients of captured tensors, behind all others: `sm80`'s, which read its own statistics of rows.
+fn captured_launches(
+    problem: &ValidBwd,
+    workspace: &BwdWorkspace,
+    facts: &DeviceFacts,
+) -> Result<Vec<Launch>, String> {
+    let (elems, _) = workspace.captured();
+    if elems == 0 {
+        return Ok(Vec::new());
+    }
+    let spec = BwdSpec::of(problem);
+    let dims = problem.fwd().dims;
+    let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
+    let stats = (Stage::Gradients, "sm80_stats");
+    let mut launches = vec![facts.row_launch(stats, RowKernel::SimtStats, &spec, [rows, 0])?];
+    let tiles = sm80_bwd::choose_tiles(problem, &spec, room(facts), false);
+    for tile in tiles.iter().filter(|tile| tile.sums == BwdSums::Captured) {
+        facts.has_room_for(tile, tile.smem_bytes(&spec), 1)?;
+        launches.push(sm80_bwd::recipe::launch_of(problem, &spec, tile, facts)?);
+    }
+    let finish = (Stage::Captured, "sm80_finish_captured");
+    launches.push(facts.row_launch(finish, RowKernel::SimtCaptured, &spec, [elems.div_ceil(32), 0])?);
+    Ok(launches)
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -277,6 +384,15 @@ fn fitted(
     // Without keys there are no tiles, whose CTAs would finish it.
     if dims.seqlen_k == 0 {
         tile.dq_finish = DqFinish::Launch;
+    }
+    if tile_list::serve(problem.fwd()) {
+        tile.head_parts = false;
+        if !matches!(tile.walk, BwdWalk::InOrder | BwdWalk::LateDp) {
+            return Err(format!(
+                "walk {} beside masks as data, whose lists are walked in order",
+                tile.walk.name()
+            ));
+        }
     }
     tile.check(spec)?;
     tile.check_room_for_dq(problem, spec)?;
@@ -336,12 +452,25 @@ fn details(
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
-    BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) }
+    let mut spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
+    if tile_list::serve(problem.fwd()) {
+        spec.fwd.code = tile_list::code_beside_lists(problem.fwd());
+    }
+    // Masks with lists, and functions, hide keys as a band does.
+    if (tile_list::serve(problem.fwd()) || !problem.fwd().code.is_empty()) && spec.fwd.mask == MaskKind::Full
+    {
+        spec.fwd.mask = MaskKind::Upper;
+    }
+    spec
 }
 
 /// Tile that the table gives, on a device.
 pub(crate) fn table_tile(problem: &ValidBwd, spec: &BwdSpec, facts: &DeviceFacts) -> Sm90BwdTile {
     let tile = sm90_bwd::choose_tile(problem, spec);
+    if tile_list::serve(problem.fwd()) {
+        // Lists are walked by a tile of all of a kv head's query heads.
+        return Sm90BwdTile { head_parts: false, ..tile };
+    }
     Sm90BwdTile { head_parts: tile.wants_head_parts(problem, spec, facts.num_sms), ..tile }
 }
 

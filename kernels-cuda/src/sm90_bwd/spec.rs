@@ -1,7 +1,7 @@
 //! Properties of a spec that the kernels need.
 
 use fmha_core::MaskKind;
-use fmha_core::spec::{BiasKind, BwdSpec, FwdSpec};
+use fmha_core::spec::{BiasKind, BwdSpec, CodeKind, FwdSpec};
 
 use crate::round_up;
 
@@ -21,13 +21,16 @@ pub(super) const fn own_width(dim: i32) -> i32 {
 /// Whether a score is more than a scaled product, so that its rows have origins.
 #[must_use]
 pub fn modifies_score(spec: &BwdSpec) -> bool {
-    spec.fwd.softcap || spec.fwd.bias != BiasKind::None
+    spec.fwd.softcap || spec.fwd.bias != BiasKind::None || spec.fwd.code != CodeKind::None
 }
 
-/// Number of modifiers among bias, soft-cap and dropout: each needs registers.
+/// Number of modifiers among functions, bias, soft-cap and dropout: each needs registers.
 pub(super) fn num_modifiers(spec: &BwdSpec) -> i32 {
-    let FwdSpec { bias, softcap, dropout, .. } = spec.fwd;
-    i32::from(bias != BiasKind::None) + i32::from(softcap) + i32::from(dropout)
+    let FwdSpec { bias, softcap, dropout, code, .. } = spec.fwd;
+    i32::from(code != CodeKind::None)
+        + i32::from(bias != BiasKind::None)
+        + i32::from(softcap)
+        + i32::from(dropout)
 }
 
 /// Whether a mask may hide a key or a query from some of a block and not from all, so that 0 times its infinity reaches

@@ -16,7 +16,7 @@ use crate::case::Case;
 use crate::init::mix;
 use crate::tensors::{Lengths, MaskNumbers};
 
-const VARIANTS: [&str; 14] = [
+const VARIANTS: [&str; 15] = [
     "batch",
     "group",
     "used",
@@ -31,6 +31,7 @@ const VARIANTS: [&str; 14] = [
     "wide_heads",
     "code",
     "paged",
+    "long",
 ];
 
 const KINDS: [&str; 6] = ["intervals", "bits", "partial", "full", "lists", "all"];
@@ -67,7 +68,7 @@ fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, L
     let dims = Dims {
         batch: 2,
         seqlen_q: if variant == "few_queries" { 3 } else { 150 },
-        seqlen_k: 205,
+        seqlen_k: if variant == "long" { 1500 } else { 205 },
         num_heads_q: 4,
         num_heads_kv: 2,
         head_dim_qk: head_dim,
@@ -161,11 +162,12 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
     let shape = problem.shape_intervals(&intervals, lengths.totals);
     intervals.strides = spread(intervals.strides, shape, gap);
     let seqlen_k = problem.dims.seqlen_k.cast_signed();
+    let reach = u64::from(problem.dims.seqlen_k.max(205));
     let drawn = |[b, i, h, m]: [u32; 4]| {
         // Stretches of rows have one kind each.
         let stretch = i / 37;
         let kind = word(seed, [b, h, stretch, 9]) % 6;
-        let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % 190) as i32;
+        let edge = |n: u32| (word(seed, [b, h, stretch, 10 + n]) % (reach - 15)) as i32;
         let i = i.cast_signed();
         match (kind, m) {
             // Every key, and a prefix below.
@@ -182,7 +184,7 @@ fn draw_intervals(problem: &mut FwdProblem, lengths: &mut Lengths, axes: MaskAxe
             // No key.
             (3, _) => edge(0),
             // Drawn for each row, in any order, outside of the keys too.
-            (4, m) => (word(seed, [b, h, i.unsigned_abs(), m]) % 260) as i32 - 30,
+            (4, m) => (word(seed, [b, h, i.unsigned_abs(), m]) % (reach + 55)) as i32 - 30,
             (5, 1) => edge(0) + i / 3,
             // Unused pairs.
             _ => seqlen_k + 5,

@@ -5,7 +5,7 @@
 // Tiles of a token are neighbours, so that their gathers meet in the L2. Long lists of few tokens are cut into parts
 // of `split_keys` entries; every part of every token writes an LSE, so that the merge reads all of them.
 #pragma once
-#include <fmha/common/listed_keys.cuh>
+#include <fmha/common/token_keys.cuh>
 #include <fmha/sm80/fwd/fwd.cuh>
 
 namespace fmha::sm80 {
@@ -27,7 +27,7 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, con
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   if (i >= span.seqlen_q) return;
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-  const ListedKeys keys = {{p, lists, span, band, i, i_head_kv}};
+  const TokenKeys keys = {{p, lists, span, band, i, i_head_kv}};
   const int32_t count = keys.list.count();
   const Range own = tile.split_keys == 0 ? Range{0, count}
                                          : Range{min(part * tile.split_keys, count), min((part + 1) * tile.split_keys, count)};

@@ -49,7 +49,7 @@ struct Loader {
   // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
   // otherwise a lane has every 32nd key of the block. The block table, or the list, is read a block ahead of its
   // copies, which then do not wait for it.
-  static constexpr bool listed = are_listed<Keys>();
+  static constexpr bool listed = are_of_token<Keys>();
   static constexpr bool in_a_row = !listed && (spec.kv_layout != KvKind::Paged || tile.block_in_page);
   // Batch index of a listed key that is absent, and its offset.
   static constexpr int32_t kAbsent = -1;

@@ -12,10 +12,11 @@ namespace fmha::sm90::bwd {
 
 // The loop of a tile. The tables have InOrder and LateDp to D 128, HalfBlocks at D 192 with V of at most 128, else
 // GradientEach at D 192, and InClusters at D 256.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE auto loop_of(Consumer<spec, tile>& consumer) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE auto loop_of(Consumer<spec, tile, Keys>& consumer) {
+  static_assert(!Keys::listed || tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp, "lists are walked in order");
   if constexpr (tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp) {
-    return InOrder<spec, tile>{consumer};
+    return InOrder<spec, tile, Keys>{consumer};
   } else if constexpr (tile.walk == BwdWalk::EarlyScores) {
     return EarlyScores<spec, tile>{consumer};
   } else if constexpr (tile.walk == BwdWalk::HalfBlocks) {
@@ -40,8 +41,8 @@ FMHA_DEVICE void zero_others_keys(const Consumer<spec, tile>& c, const Work& wor
   }
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void walk_tile(Consumer<spec, tile>& c, const Sm90BwdSchedule& schedule, const Work& work) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void walk_tile(Consumer<spec, tile, Keys>& c, const Sm90BwdSchedule& schedule, const Work& work) {
   ptx::mbarrier_wait_parity(c.smem.k_full, c.tile_phase);
   const int32_t there = work.keys.end - work.keys.begin;
   if (there < tile.block_n && has_rows_behind<spec>(c.p)) {
@@ -52,7 +53,7 @@ FMHA_DEVICE void walk_tile(Consumer<spec, tile>& c, const Sm90BwdSchedule& sched
   }
   if constexpr (in_clusters(tile)) zero_others_keys(c, work);
   auto loop = loop_of(c);
-  loop.walk(work, query_blocks<spec, tile>(c.p, schedule, work));
+  loop.walk(work, query_blocks<spec, tile>(c.p, schedule, work, c.pairs.keys));
   c.arrive(c.smem.kv_empty);
   c.tile_phase ^= 1;
   if constexpr (in_clusters(tile)) wait_until_sent(c);
@@ -68,8 +69,8 @@ FMHA_DEVICE float dk_factor_of(const BwdParams& p) {
 }
 
 // Calls `store.operator()<dim>` with each gradient that the consumer has, of `dim` columns in memory, and its factor.
-template <BwdSpec spec, Sm90BwdTile tile, class Store>
-FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile>& c, Store store) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys, class Store>
+FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile, Keys>& c, Store store) {
   using S = Shape<spec, tile>;
   constexpr int qk = spec.fwd.head_dim_qk, v = spec.fwd.head_dim_v;
   if constexpr (!S::gradient_each) store.template operator()<v>(c.dv, c.p.dv, dv_factor_of<spec>(c.p));
@@ -81,8 +82,8 @@ FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile>& c, Store store) {
 }
 
 // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSchedule& schedule, const Work& work) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90BwdSchedule& schedule, const Work& work) {
   using S = Shape<spec, tile>;
   constexpr DType dtype = spec.dtype_grad;
   const BwdParams& p = c.p;
@@ -119,12 +120,12 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile>& c, const Sm90BwdSch
   }
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, const Keys& keys) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
-  Consumer<spec, tile> c{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E}};
+  Consumer<spec, tile, Keys> c{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E, keys}};
   for_each_tile<tile>(schedule, smem, c.signals, [&](int32_t i) {
-    const Work work = resolve_work<spec, tile>(p, schedule, i);
+    const Work work = resolve_work<spec, tile>(p, schedule, i, keys);
     if (work.cluster_keys.empty()) return;
     c.dk.clear();
     c.dv.clear();

@@ -144,12 +144,12 @@ struct BiasConsumer {
     ptx::wgmma_wait_group<1>();
     typename Pairs<spec, tile>::Slopes unused;
     Scores probs = pairs.exponents(scores, smem.lse_log2[s], work, at, biases, unused);
-    pairs.exponentiate(probs, work, at.first_query);
+    pairs.exponentiate(probs, work, at);
     ptx::wgmma_wait_group<0>();
     pairs.differentiate(dp, probs, smem.delta[s], at, kept);
     ptx::mbarrier_arrive_if(smem.empty[s], threadIdx.x % 32 == 0);
     // A hidden V or dO may have made NaN of 0.
-    if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at.first_query);
+    if (pairs.is_edge(work, at.first_query)) pairs.mask(dp, work, at);
     // Rows behind the sequence may be NaN too.
     if (work.span.seqlen_q - at.first_query < tile.block_m) {
       const int32_t there = work.span.seqlen_q - at.first_query - mma::fragment_column();

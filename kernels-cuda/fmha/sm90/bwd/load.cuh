@@ -38,8 +38,8 @@ FMHA_DEVICE int32_t k_batch_of(const SeqSpan& span) {
   return spec.fwd.kv_layout == KvKind::Packed ? 0 : span.i_batch;
 }
 
-// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do.
-template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys>
+// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do. `SeenKeys`: which keys queries see.
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys, class SeenKeys>
 struct Loader {
   using S = Shape<spec, tile>;
   const BwdParams& p;
@@ -47,6 +47,7 @@ struct Loader {
   const Sm90BwdSchedule& schedule;
   Smem<spec, tile>& smem;
   ArrivedKeys& arrived;
+  const SeenKeys& seen;
   Slot<tile.stages_q> q_slot;
   Slot<tile.stages_dout> dout_slot;
   uint32_t tile_phase = 0;
@@ -90,7 +91,7 @@ struct Loader {
     const int32_t k_batch = k_batch_of<spec>(work.span);
     bool first = true;
     int32_t head_of_delta = -1;
-    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+    for (auto blocks = query_blocks<spec, tile>(p, schedule, work, seen); blocks.more(); blocks.advance()) {
       if constexpr (makes_delta(tile)) {
         if (blocks.i_head != head_of_delta) wait_for_delta(work, blocks.i_head);
         head_of_delta = blocks.i_head;
@@ -117,12 +118,12 @@ struct Loader {
   }
 };
 
-template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys>
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys, class SeenKeys>
 FMHA_DEVICE void load(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, ArrivedKeys arrived,
-                      Smem<spec, tile>& smem) {
-  Loader<spec, tile, ArrivedKeys> loader{p, maps, schedule, smem, arrived};
+                      const SeenKeys& seen, Smem<spec, tile>& smem) {
+  Loader<spec, tile, ArrivedKeys, SeenKeys> loader{p, maps, schedule, smem, arrived, seen};
   const auto load_tile = [&](int32_t index) {
-    const Work work = resolve_work<spec, tile>(p, schedule, index);
+    const Work work = resolve_work<spec, tile>(p, schedule, index, seen);
     if (!work.q_blocks.empty()) loader.load_tile(work);
   };
   if constexpr (!tile.persistent) {

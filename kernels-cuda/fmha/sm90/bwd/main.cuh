@@ -51,8 +51,9 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys = AllKeysHere>
-FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, ArrivedKeys arrived = {}) {
+template <BwdSpec spec, Sm90BwdTile tile, class ArrivedKeys = AllKeysHere, class SeenKeys = EveryKey>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule, ArrivedKeys arrived = {},
+                      const SeenKeys& seen = {}) {
   static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && spec.fwd.dtype_o == spec.fwd.dtype_v,
                 "sm90 backward: Q, K, V and dO share a type");
   static_assert(spec.fwd.dtype_qk == DType::F16 || spec.fwd.dtype_qk == DType::Bf16, "sm90 backward: 16-bit types");
@@ -72,14 +73,14 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     ptx::setmaxnreg_dec<tile.load_registers>();
     const int32_t warp = ptx::uniform(threadIdx.x / 32);
     const bool first_lane = threadIdx.x % 32 == 0;
-    if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, arrived, smem);
+    if (warp == 0 && first_lane) load<spec, tile>(p, maps, schedule, arrived, seen, smem);
     if constexpr (!adds_from_registers(tile)) {
-      if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem);
+      if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem, seen);
       if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
         if (warp == 2 && first_lane) poll_order<spec, tile>(p, schedule, smem);
         if (warp == 3 && first_lane) release_order<spec, tile>(p, schedule, smem);
       } else if constexpr (kDqStart<spec, tile> == DqStart::FirstStores) {
-        if (warp == 2 && first_lane) poll_first_stores<spec, tile>(p, schedule, smem);
+        if (warp == 2 && first_lane) poll_first_stores<spec, tile>(p, schedule, smem, seen);
       }
       if constexpr (finishes_dq(tile)) {
         if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
@@ -89,7 +90,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     }
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();
-    consume<spec, tile>(p, schedule, smem);
+    consume<spec, tile>(p, schedule, smem, seen);
     if constexpr (finishes_dq(tile)) Finisher<spec, tile>{p, maps, schedule, smem}.run_from_memory();
   }
   // A CTA stays until the other one has sent and received all of its data.

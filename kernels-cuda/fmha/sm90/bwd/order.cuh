@@ -1,17 +1,58 @@
 // Which tile a CTA has, and in which order it walks the tile's query blocks.
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
 #include <fmha/sm90/bwd/dq/sums.cuh>
 
 namespace fmha::sm90::bwd {
 
-// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
-// them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch
-// order of their own.
+// Query blocks of a tile, one query head of the group after another.
+struct QueryBlocks {
+  Range range;
+  int32_t start, end_head;
+  int32_t i_head, current;
+  bool is_downward;  // from the last one to the first
+
+  FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
+  FMHA_DEVICE bool more() const { return i_head < end_head; }
+  FMHA_DEVICE void advance() {
+    if (is_downward) {
+      current = (current == range.begin ? range.end : current) - 1;
+    } else if (++current == range.end) {
+      current = range.begin;
+    }
+    if (current == start) ++i_head;
+  }
+};
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, const EveryKey& = {}) {
+  const int32_t num_heads = num_query_heads<spec, tile>(p, schedule, work.span);
+  const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
+  const bool none = work.q_blocks.empty();
+  int32_t start = work.q_blocks.begin;
+  // Key blocks start apart from each other. Otherwise all of them would meet at the first query block, and wait for
+  // one of them.
+  if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
+    if (!none) {
+      const Stagger stagger = stagger_of<spec, tile>(schedule, work);
+      start += (work.key_block - stagger.first) * stagger.stride;
+    }
+  }
+  bool is_downward = false;
+  if constexpr (is_ordered_behind_mask<spec>()) {
+    is_downward = goes_upward<spec, tile>(schedule, work);
+    if (is_downward) start = work.q_blocks.end - 1;
+  }
+  return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};
+}
+
+// Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
+// them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch order of their own.
+// `keys`: which keys queries see; with lists `q_blocks` says only whether there are blocks.
+template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
+FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Keys& keys = {}) {
   const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
   const int32_t group_tiles = schedule.heads_per_l2_group * num_key_blocks;
   const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;
@@ -61,48 +102,12 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
       work.q_blocks.end = min(work.q_blocks.end, num_blocks * (i_q_part + 1) / q_parts);
     }
   }
-  work.uncut = uncut_queries<spec, tile>(work);
+  if constexpr (Keys::listed) {
+    if (!work.q_blocks.empty()) work.q_blocks = {0, query_blocks<spec, tile>(p, schedule, work, keys).more()};
+  } else {
+    work.uncut = uncut_queries<spec, tile>(work);
+  }
   return work;
-}
-
-// The query blocks of a tile, one query head of the group after another.
-struct QueryBlocks {
-  Range range;
-  int32_t start, end_head;
-  int32_t i_head, current;
-  bool is_downward;  // from the last one to the first
-
-  FMHA_DEVICE int32_t count() const { return (range.end - range.begin) * (end_head - i_head); }  // before any advance
-  FMHA_DEVICE bool more() const { return i_head < end_head; }
-  FMHA_DEVICE void advance() {
-    if (is_downward) {
-      current = (current == range.begin ? range.end : current) - 1;
-    } else if (++current == range.end) {
-      current = range.begin;
-    }
-    if (current == start) ++i_head;
-  }
-};
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work) {
-  const int32_t num_heads = num_query_heads<spec, tile>(p, schedule, work.span);
-  const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
-  const bool none = work.q_blocks.empty();
-  int32_t start = work.q_blocks.begin;
-  // Key blocks start apart from each other. Otherwise all of them would meet at the first query block, and wait for
-  // one of them.
-  if constexpr ((has_semaphores<spec, tile>() || is_ordered<spec>()) && spec.fwd.mask == MaskKind::Full) {
-    if (!none) {
-      const Stagger stagger = stagger_of<spec, tile>(schedule, work);
-      start += (work.key_block - stagger.first) * stagger.stride;
-    }
-  }
-  bool is_downward = false;
-  if constexpr (is_ordered_behind_mask<spec>()) {
-    is_downward = goes_upward<spec, tile>(schedule, work);
-    if (is_downward) start = work.q_blocks.end - 1;
-  }
-  return {work.q_blocks, start, none ? first_head : first_head + num_heads, first_head, start, is_downward};
 }
 
 // First row of a block among those of `lse_log2`, `delta` and the sums of dQ.

@@ -4,6 +4,7 @@
 #include <fmha/ptx/shared.cuh>
 #include <fmha/sm90/bwd/modifiers.cuh>
 #include <fmha/common/exp2.cuh>
+#include <fmha/common/seen_keys.cuh>
 
 namespace fmha::sm90::bwd {
 
@@ -15,7 +16,8 @@ struct QueryTile {
 // Which of some blocks the mask or the end of the keys cuts.
 enum class Edges { None, Some, All };
 
-template <BwdSpec spec, Sm90BwdTile tile>
+// `Keys`: which keys queries see.
+template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
 struct Pairs {
   static constexpr int columns = num_columns(tile);
   using Scores = mma::Accumulator<columns>;
@@ -29,6 +31,7 @@ struct Pairs {
   const BwdParams& p;
   const int32_t index;  // of the warpgroup among the consumers
   const float scale_log2;
+  const Keys keys = {};
 
   // The warpgroup's own, of a tile's keys and of a block's queries.
   FMHA_DEVICE int32_t own_key() const { return splits_dims(tile) ? 0 : index * mma::kRows; }
@@ -37,8 +40,8 @@ struct Pairs {
 
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
   // Sets to 0 what the mask hides.
-  FMHA_DEVICE void mask(Scores& x, const Work& work, int32_t first_query) const {
-    const int32_t query = first_query + mma::fragment_column();
+  FMHA_DEVICE void mask(Scores& x, const Work& work, const QueryTile& at) const {
+    const int32_t query = at.first_query + mma::fragment_column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int32_t j = first_key(work) + mma::fragment_row() + 8 * r;
@@ -53,6 +56,7 @@ struct Pairs {
         }
       }
     }
+    if constexpr (Keys::listed) keys.zero_hidden(x, work.span, at.i_head, first_key(work) + mma::fragment_row(), at.first_query);
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
@@ -105,16 +109,16 @@ struct Pairs {
 
   // Turns the exponents into P.
   template <Edges edges = Edges::Some>
-  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, int32_t first_query) const {
+  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, const QueryTile& at) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
       const bool on_fma_pipe = e % 2 == 1 && e % 16 < 2 * tile.exp2_polynomials;
       x[e] = on_fma_pipe ? exp2_polynomial(x[e]) : ptx::ex2_approx_ftz(x[e]);
     }
     if constexpr (edges == Edges::All) {
-      mask(x, work, first_query);
+      mask(x, work, at);
     } else if constexpr (edges == Edges::Some) {
-      if (is_edge(work, first_query)) mask(x, work, first_query);
+      if (is_edge(work, at.first_query)) mask(x, work, at);
     }
   }
 

@@ -72,15 +72,15 @@ FMHA_DEVICE void store_row_stats(const BwdParams& p, const QueryBlock& block, in
 }
 
 // The origins of a block's far rows, a warp to a row.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block, const Masks& masks) {
   const int32_t end = min(block.first + tile.block_m, block.span.seqlen_q);
 #pragma unroll 1
   for (int32_t i = block.first + threadIdx.x / 32; i < end; i += kRowThreads / 32) {
     const float lse = p.fwd.lse[lse_offset(p.fwd, block.span, block.i_head, i)];
     if (!has_origin<spec>(lse)) continue;
     const int64_t at = stats_offset(p, block.span, block.i_head, i);
-    const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at]);
+    const RowOrigin row = origin_of_far_row<spec, simt::Warp>(p, block.span, block.i_head, i, lse, p.delta[at], masks);
     if (threadIdx.x % 32 == 0) {
       p.score_origin[at] = row.origin;
       p.lse_log2[at] = row.lse_log2 == infinity() ? infinity() : marked_far(row.lse_log2);
@@ -169,8 +169,9 @@ struct DotOfRow {
 // Rows of a group of lanes whose loads are under way at a time.
 constexpr int kRowsAhead = 4;
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
+                                  const Masks& masks) {
   using S = Shape<spec, tile>;
   constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
   constexpr int rows_at_once = kRowThreads / lanes;
@@ -203,7 +204,7 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   if constexpr (leaves_far_queries<spec>()) {
     if (threadIdx.x == 0) *far_queries<spec, tile>(p, schedule, blockIdx.x) = any_far;
   } else {
-    if (any_far) measure_far_rows<spec, tile>(p, block);
+    if (any_far) measure_far_rows<spec, tile>(p, block, masks);
   }
   if constexpr (kDqStart<spec, tile> == DqStart::Zeros) {
     float4* sums = reinterpret_cast<float4*>(p.dq_sums + stats_offset(p, span, block.i_head, block.first) * S::dq_dim);
@@ -212,11 +213,12 @@ FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& sch
   }
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+// `masks`: those as data.
+template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
+FMHA_DEVICE void preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, blockIdx.x);
-  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, schedule, block);
+  if (block.first < block.span.seqlen_q) preprocess_block<spec, tile>(p, schedule, block, masks);
   clear_counts<spec, tile>(p, schedule);
 }
 

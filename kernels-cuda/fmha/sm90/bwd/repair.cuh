@@ -21,11 +21,12 @@ FMHA_DEVICE bool has_non_finite(const View& x, int64_t row) {
 
 // ---- Far queries.
 
-template <BwdSpec spec, Sm90BwdTile tile>
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 struct FarQueries {
   const BwdParams& p;
   const Sm90BwdSchedule& schedule;
   const SeqSpan span;
+  const Masks& masks;  // as data
 
   // Flag that preprocess, or the warp that makes delta, left for a query block.
   FMHA_DEVICE bool in_block(int32_t i_head, int32_t block) const {
@@ -45,7 +46,7 @@ struct FarQueries {
   }
   FMHA_DEVICE RowOrigin origin(int32_t i_head, int32_t i) const {
     const float lse = p.fwd.lse[lse_offset(p.fwd, span, i_head, i)];
-    return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)]);
+    return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)], masks);
   }
   // Computes this warp's share of a head's far queries.
   template <class Row>
@@ -69,8 +70,8 @@ FMHA_DEVICE Range query_heads_of(const BwdParams& p, int32_t i_head_kv) {
 // Recomputes one kv head that has far queries: their origins and dQ, then their share of every key's dK and dV. It
 // also recomputes rows with a non-finite value, which depend on these origins too. One CTA takes a head, however many
 // such queries there are: 4096 of them, with as many keys, take seconds.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_kv) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_head(const FarQueries<spec, tile, Masks>& far, int32_t i_head_kv) {
   const BwdParams& p = far.p;
   const SeqSpan& span = far.span;
   const Range heads = query_heads_of(p, i_head_kv);
@@ -83,7 +84,7 @@ FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_k
         p.lse_log2[at] = row.lse_log2;
       }
       __syncwarp();
-      bwd_query_row<spec, simt::Warp>(p, span, i_head, i);
+      bwd_query_row<spec, simt::Warp>(p, span, i_head, i, far.masks);
     });
   }
   __syncthreads();
@@ -92,7 +93,7 @@ FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_k
       for (int32_t i = threadIdx.x / 32; i < span.seqlen_q; i += kRowWarps) {
         const int64_t row = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + i, i_head);
         if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dq, row))
-          bwd_query_row<spec, simt::Warp>(p, span, i_head, i);
+          bwd_query_row<spec, simt::Warp>(p, span, i_head, i, far.masks);
       }
     }
   }
@@ -103,22 +104,23 @@ FMHA_DEVICE void repair_head(const FarQueries<spec, tile>& far, int32_t i_head_k
       const int64_t dk = row_offset(p.dk, span.i_batch, key, i_head_kv), dv = row_offset(p.dv, span.i_batch, key, i_head_kv);
       if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dk, dk) ||
           has_non_finite<spec.dtype_grad, spec.fwd.head_dim_v>(p.dv, dv)) {
-        bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, j);
+        bwd_key_row<spec, simt::Warp>(p, span, i_head_kv, j, AllQueries{}, far.masks);
         continue;
       }
     }
-    bwd_key_row<spec, simt::Warp, true>(p, span, i_head_kv, j, far);
+    bwd_key_row<spec, simt::Warp, true>(p, span, i_head_kv, j, far, far.masks);
   }
 }
 
 // Share of far queries of all sequences in dSink of a head, in one order.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_sink(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_head) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_sink(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_head, const Masks& masks) {
   __shared__ float sums[kRowWarps];
   const float sink = scalar_of(p.fwd.sink, 0, i_head, -infinity());
   float sum = 0.f;
   for (int32_t b = 0; b < p.fwd.batch; ++b) {
-    const FarQueries<spec, tile> far{p, schedule, resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b)};
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, b);
+    const FarQueries<spec, tile, Masks> far{p, schedule, span, masks};
     far.for_each(i_head, [&](int32_t i) {
       sum += sink_term(p, stats_offset(p, far.span, i_head, i), sink, far.origin(i_head, i));
     });
@@ -136,14 +138,15 @@ FMHA_DEVICE int32_t num_ctas_of_far_queries(const BwdParams& p) {
   if (!leaves_far_queries<spec>()) return 0;
   return p.fwd.batch * p.fwd.num_heads_kv + (spec.write_dsink ? p.fwd.num_heads_q : 0);
 }
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Masks& masks) {
   const int32_t i_batch = index / p.fwd.num_heads_kv, i_head_kv = index - i_batch * p.fwd.num_heads_kv;
   if (i_batch >= p.fwd.batch) {
-    if constexpr (spec.write_dsink) repair_sink<spec, tile>(p, schedule, index - p.fwd.batch * p.fwd.num_heads_kv);
+    if constexpr (spec.write_dsink) repair_sink<spec, tile>(p, schedule, index - p.fwd.batch * p.fwd.num_heads_kv, masks);
     return;
   }
-  const FarQueries<spec, tile> far{p, schedule, resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch)};
+  const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
+  const FarQueries<spec, tile, Masks> far{p, schedule, span, masks};
   const bool found = far.any(query_heads_of(p, i_head_kv), threadIdx.x, kRowThreads);
   if (!ptx::bar_red_and<kRowThreads>(0, !found)) repair_head(far, i_head_kv);
 }
@@ -155,24 +158,26 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule& schedule, const SeqSpan& span,
                                       int32_t i_head_kv) {
   if constexpr (!leaves_far_queries<spec>()) return false;
-  const FarQueries<spec, tile> far{p, schedule, span};
+  const NoMasks masks;
+  const FarQueries<spec, tile, NoMasks> far{p, schedule, span, masks};
   return __any_sync(ptx::kAllLanes, far.any(query_heads_of(p, i_head_kv), threadIdx.x % 32, 32));
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Masks& masks) {
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, block.span, block.i_head / p.fwd.gqa_ratio)) return;
   for (int32_t i = block.first; i < min(block.first + tile.block_m, block.span.seqlen_q); ++i) {
     const int64_t row = row_offset(p.dq, block.span.storage_batch, int64_t(block.span.q_row) + i, block.i_head);
     if (has_non_finite<spec.dtype_grad, spec.fwd.head_dim_qk>(p.dq, row))
-      bwd_query_row<spec, simt::Warp>(p, block.span, block.i_head, i);
+      bwd_query_row<spec, simt::Warp>(p, block.span, block.i_head, i, masks);
   }
 }
 
 // Computes again the keys of a tile for which `warps`, a bit each, found dK or dV that are not finite.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps,
+                             const Masks& masks) {
   const Work work = resolve_work<spec, tile>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, work.span, work.i_head_kv)) return;
   // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
@@ -181,15 +186,15 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
     bool non_finite = false;
 #pragma unroll
     for (int c = 0; c < sharers; ++c) non_finite |= warps >> (row / 16 + 4 * c) & 1;
-    if (non_finite) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row);
+    if (non_finite) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row, AllQueries{}, masks);
   }
 }
 
 // A warp to each tile, then one to each query block of a head. What they found is read before anything is worked out:
 // behind other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's
 // place alone.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta) {
+template <BwdSpec spec, Sm90BwdTile tile, class Masks>
+FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta, const Masks& masks) {
   constexpr int words = num_consumer_warps(tile);
   const int32_t index = i_cta * kRowWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t q_block = index - schedule.num_tiles;
@@ -201,20 +206,21 @@ FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& sc
   const uint32_t non_finite = ptx::vote_ballot(lane < (is_tile ? words : words_of_queries) && found[lane] != 0);
   if (non_finite == 0) return;
   if (is_tile) {
-    repair_keys<spec, tile>(p, schedule, index, non_finite);
+    repair_keys<spec, tile>(p, schedule, index, non_finite, masks);
   } else {
-    repair_queries<spec, tile>(p, schedule, q_block);
+    repair_queries<spec, tile>(p, schedule, q_block, masks);
   }
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule) {
+// `masks`: those as data.
+template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
+FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();
   const int32_t of_far_queries = num_ctas_of_far_queries<spec>(p), i_cta = blockIdx.x;
   if (i_cta < of_far_queries) {
-    if constexpr (leaves_far_queries<spec>()) repair_far<spec, tile>(p, schedule, i_cta);
+    if constexpr (leaves_far_queries<spec>()) repair_far<spec, tile>(p, schedule, i_cta, masks);
   } else {
-    if constexpr (repairs<spec>()) repair_non_finite<spec, tile>(p, schedule, i_cta - of_far_queries);
+    if constexpr (repairs<spec>()) repair_non_finite<spec, tile>(p, schedule, i_cta - of_far_queries, masks);
   }
 }
 

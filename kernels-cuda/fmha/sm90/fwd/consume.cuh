@@ -28,13 +28,15 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/common/dropout.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/sm90/fwd/epilogue.cuh>
 #include <fmha/common/score_modifiers.cuh>
 #include <fmha/sm90/fwd/recompute_scores.cuh>
 
 namespace fmha::sm90 {
 
-template <FwdSpec spec, Sm90Tile tile>
+// `Keys`: which keys queries see. With lists a tile's blocks are theirs, cut ones first.
+template <FwdSpec spec, Sm90Tile tile, class Keys>
 struct Consumer {
   using Shared = Smem<spec, tile>;
   template <int n>
@@ -54,7 +56,7 @@ struct Consumer {
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
-  static constexpr bool of_three = consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
+  static constexpr bool of_three = !Keys::listed && consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
   // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
   // rows. Full 583 and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
@@ -71,6 +73,7 @@ struct Consumer {
 
   const FwdParams& p;
   Shared& smem;
+  const Keys& keys;
   const int32_t index;      // of this warpgroup among the consumers
   float scale_log2;         // of what the softmax takes (modifiers.cuh), of the tile whose scores come next
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
@@ -257,6 +260,13 @@ struct Consumer {
       release_v();
     }
   }
+  FMHA_DEVICE int32_t block_of(const Work& work, int32_t i) const {
+    if constexpr (Keys::listed) return keys.block_at(work, i);
+    else return block_at(work, i);
+  }
+  FMHA_DEVICE SeqSpan span_of(const Work& work) const {
+    return {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  }
   FMHA_DEVICE int32_t first_of(const Work& work) const { return can_hide_blocks<spec, tile>() ? work.num_hidden : 0; }
   // Pieces of Q: another warpgroup's next piece takes the place of this one's, which is therefore released with the
   // tile's last scores. An undivided Q is released at the tile's end: earlier gains nothing, and costs D 64 2 %.
@@ -280,6 +290,9 @@ struct Consumer {
     const auto mask = mask_of<spec>(work, block < 0 ? -tile.block_n : work.seqlen_k);
     s.hide(mask.columns(query_of<tile>(p, rows.row), first_key),
            mask.columns(query_of<tile>(p, rows.row + 8), first_key));
+    if constexpr (Keys::listed) {
+      if (block >= 0) keys.hide(s, span_of(work), work.i_head, rows.row, block * tile.block_n);
+    }
   }
 
   // Raw scores to what the softmax takes.
@@ -360,8 +373,8 @@ struct Consumer {
   }
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
-    const int32_t block = block_at(work, first_of(work));
-    exponentiate(s, work, block, block < 0 || is_edge(block));
+    const int32_t block = block_of(work, first_of(work));
+    exponentiate(s, work, block, Keys::listed ? work.num_band_blocks > 0 : block < 0 || is_edge(block));
     softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
@@ -379,7 +392,7 @@ struct Consumer {
   }
 
   FMHA_DEVICE bool sees_half(const Work& work) const {
-    if constexpr (!has_hi || spec.sink_columns) return false;
+    if constexpr (!has_hi || spec.sink_columns || Keys::listed) return false;
     const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
     return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
@@ -405,7 +418,7 @@ struct Consumer {
     if constexpr (sums_output_first(tile)) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
-    prepare_scores<n>(w, block_at(w, first_of(w)));
+    prepare_scores<n>(w, block_of(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
     if constexpr (release_q_early) release_q(w.num_blocks == 1 + first_of(w));
@@ -510,7 +523,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
       const float share = softmax.rows[r].row_sum;
-      const bool sees_keys = share > 0.f || end - (block + 1) * tile.block_n >= 8;
+      const bool sees_keys = Keys::listed || share > 0.f || end - (block + 1) * tile.block_n >= 8;
       apart |= is_row(r) && sees_keys && share < kSmallShare;
     }
     return apart;
@@ -544,7 +557,9 @@ struct Consumer {
     if constexpr (may_have_no_rows) {
       if (!has_rows()) return pass_blocks();
     }
-    if constexpr (tile.skip_row_max) {
+    if constexpr (Keys::listed) {
+      walk_list();
+    } else if constexpr (tile.skip_row_max) {
       walk_skipping_row_max();
     } else {
       const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
@@ -605,6 +620,39 @@ struct Consumer {
     }
   }
 
+  // The blocks of a list but the first: those that are cut and the first whole one take exact maxima, the others as
+  // `walk_skipping_row_max` says. A block's index is read from memory while the block before is computed.
+  FMHA_DEVICE void walk_list() {
+    const int32_t num_blocks = work().num_blocks, num_cut = work().num_band_blocks;
+    int32_t i = 1, next = block_of(work(), min(i, num_blocks - 1)), exact_to = num_blocks;
+    if constexpr (tile.skip_row_max) exact_to = min(num_cut + 1, num_blocks);
+    const auto take = [&] {
+      const int32_t block = next;
+      next = block_of(work(), min(i + 1, num_blocks - 1));
+      return block;
+    };
+    bool raised = false;
+    while (true) {
+#pragma unroll 1
+      for (; i < exact_to; ++i) step(take(), i < num_cut, i + 1 == num_blocks);
+      if (i >= num_blocks) return;
+      if constexpr (tile.skip_row_max) {
+        if (any_warp(__any_sync(ptx::kAllLanes, raised || far_apart(0)))) {
+          exact_to = num_blocks;
+          continue;
+        }
+        rescale();
+        raised = false;
+        const int32_t trial = max(3 * i, tile.vote_after);
+        const int32_t end = num_blocks - i > 2 * trial ? i + trial : num_blocks;
+#pragma unroll 1
+        for (; i < end; ++i) raised |= step_reusing_row_max(take(), i + 1 == num_blocks);
+        softmax.correction[0] = softmax.correction[1] = 1.f;
+        exact_to = i;
+      }
+    }
+  }
+
   // A tile's last P V, and the next tile's first S started beside it.
   FMHA_DEVICE void cross_to(const Work& next, RowStats (&stats)[2]) {
     take_scale(next);
@@ -621,7 +669,7 @@ struct Consumer {
     ScoreSums<n> sums;
     constexpr bool prepares = Modifiers::prefetches || spec.dropout;
     if constexpr (prepares) rows = rows_of(next);
-    overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_at(next, first_of(next)));
+    overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_of(next, first_of(next)));
     auto&& s = sums;
     stats[0] = softmax.rows[0];
     stats[1] = softmax.rows[1];
@@ -660,7 +708,11 @@ struct Consumer {
         stats[1] = softmax.rows[1];
       }
       auto&& sums = o;
-      epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums);
+      if constexpr (Keys::listed) {
+        epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys.pairs);
+      } else {
+        epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys);
+      }
       release_work();
       if (!more) return;
       if constexpr (looks_ahead(tile)) {
@@ -672,16 +724,16 @@ struct Consumer {
   }
 };
 
-template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE Consumer<spec, tile> consumer_of(const FwdParams& p, Smem<spec, tile>& smem) {
+template <FwdSpec spec, Sm90Tile tile, class Keys>
+FMHA_DEVICE Consumer<spec, tile, Keys> consumer_of(const FwdParams& p, Smem<spec, tile>& smem, const Keys& keys) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
-  return Consumer<spec, tile>{p, smem, index, Modifiers<spec, tile>{p, 1.f}.scale_log2()};
+  return Consumer<spec, tile, Keys>{p, smem, keys, index, Modifiers<spec, tile>{p, 1.f}.scale_log2()};
 }
 
-template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem) {
+template <FwdSpec spec, Sm90Tile tile, class Keys>
+FMHA_DEVICE void consume(const FwdParams& p, Smem<spec, tile>& smem, const Keys& keys) {
   ptx::setmaxnreg_inc<regs(tile).consume>();
-  auto consumer = consumer_of<spec, tile>(p, smem);
+  auto consumer = consumer_of<spec, tile>(p, smem, keys);
   consumer.run();
 }
 

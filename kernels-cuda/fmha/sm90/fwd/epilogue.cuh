@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/common/output_place.cuh>
 #include <fmha/common/quads.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/common/store_rows.cuh>
 #include <fmha/sm90/fwd/config.cuh>
@@ -10,8 +11,8 @@ namespace fmha::sm90 {
 
 // Recomputes those of a warp's 16 rows that any lane has flagged as non-finite. `row` is the thread's first in its
 // tile. The rows have been stored, as they were, before the warp's last synchronisation.
-template <FwdSpec spec, Sm90Tile tile>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2]) {
+template <FwdSpec spec, Sm90Tile tile, class Keys>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2], const Keys& keys) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
@@ -24,19 +25,23 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
     if constexpr (split_keys<tile>() > 0) {
       const OutputPlace place = output_place<tile>(p, work);
-      const Range keys = keys_of_work<tile>(p, work);
-      RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, keys};
+      const Range own = keys_of_work<tile>(p, work);
+      RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, own};
+      recomputed.run();
+    } else if constexpr (Keys::all) {
+      RecomputedRow<spec> recomputed{p, span, i_head, i};
       recomputed.run();
     } else {
-      RecomputedRow<spec> recomputed{p, span, i_head, i};
+      const Range every = {0, span.seqlen_k};
+      RecomputedRow<spec, spec.dtype_qk, Keys> recomputed{p, span, i_head, i, span.storage_batch, span.q_row + i, every, keys};
       recomputed.run();
     }
   }
 }
 
-template <FwdSpec spec, Sm90Tile tile>
+template <FwdSpec spec, Sm90Tile tile, class Keys>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
-                          mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o) {
+                          mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o, const Keys& keys) {
   using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
   const OutputPlace place = output_place<tile>(p, work);
@@ -74,7 +79,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     }
   }
   __syncwarp();
-  if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) recompute_rows<spec, tile>(p, work, row, suspect);
+  if (__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) recompute_rows<spec, tile>(p, work, row, suspect, keys);
 }
 
 }  // namespace fmha::sm90

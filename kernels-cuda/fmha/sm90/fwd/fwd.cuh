@@ -41,9 +41,9 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys = AllKeysHere>
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys = AllKeysHere, class SeenKeys = EveryKey>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values = {},
-                     ArrivedKeys arrived = {}) {
+                     ArrivedKeys arrived = {}, const SeenKeys& seen = {}) {
   static_assert(spec.dtype_qk == spec.dtype_v || is_fp8(spec.dtype_qk), "sm90: Q, K and V share a type, or Q and K are FP8");
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm90: types of 16 and 8 bits");
   static_assert(!is_fp8(spec.dtype_qk) || tile.copy_bytes == 0, "sm90: FP8 comes by TMA");
@@ -96,9 +96,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
     ptx::wait_for_grids_before();
   }
   if (ptx::uniform(threadIdx.x / mma::kWarpgroup) == 0) {
-    load<spec, tile>(p, maps, schedule, values, arrived, smem);
+    load<spec, tile>(p, maps, schedule, values, arrived, seen, smem);
   } else {
-    consume<spec, tile>(p, smem);
+    consume<spec, tile>(p, smem, seen);
   }
   // A CTA exits only when the others have received what it loads for them, and it has received what they load for it.
   if constexpr (tile.cluster > 1) ptx::cluster_sync();

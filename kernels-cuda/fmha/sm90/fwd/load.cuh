@@ -10,8 +10,8 @@
 
 namespace fmha::sm90 {
 
-// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do.
-template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys>
+// `ArrivedKeys`: what waits for keys that come while the kernel runs, if they do. `SeenKeys`: which keys queries see.
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys, class SeenKeys>
 struct Loader {
   using Shared = Smem<spec, tile>;
   const FwdParams& p;
@@ -19,6 +19,7 @@ struct Loader {
   const PreparedValues& values;
   Shared& smem;
   ArrivedKeys& arrived;
+  const SeenKeys& seen;
   Slot<Shared::q_buffers> q_slot;
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
@@ -70,14 +71,16 @@ struct Loader {
 
   // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_batch, i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+    const SeenKeys& seen;
+    int32_t i_batch, i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty, part;
 
-    FMHA_DEVICE explicit Keys(const Work& work)
-        : i_batch(work.i_batch), i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
+    FMHA_DEVICE Keys(const Work& work, const SeenKeys& seen)
+        : seen(seen), i_batch(work.i_batch), i_head_kv(work.i_head_kv), storage_batch(work.storage_batch), k_row(work.k_row),
           seqlen_k(work.seqlen_k), last_block(work.last_block), num_band_blocks(work.num_band_blocks), last_sink_block(work.last_sink_block),
-          first_dirty(work.first_dirty) {}
+          first_dirty(work.first_dirty), part(work.part) {}
 
     FMHA_DEVICE int32_t block(int32_t i) const {
+      if constexpr (SeenKeys::listed) return seen.entry(part, num_band_blocks, i);
       return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
     }
     FMHA_DEVICE int32_t row(int32_t i) const {
@@ -178,9 +181,9 @@ struct Loader {
     const Work& work = smem.work[work_slot.index];
     if (work.num_blocks > 0) {
       // Without lookahead there is one place for Q, and it is free last.
-      if constexpr (!looks_ahead(tile)) load_k(Keys(work), 0);
+      if constexpr (!looks_ahead(tile)) load_k(Keys(work, seen), 0);
       load_q(work, 0);
-      if constexpr (looks_ahead(tile)) load_k(Keys(work), 0);
+      if constexpr (looks_ahead(tile)) load_k(Keys(work, seen), 0);
     }
     return work.num_blocks;
   }
@@ -196,7 +199,7 @@ struct Loader {
     int32_t num_blocks = begin_tile();
     while (num_blocks > 0) {
       load_other_pieces();
-      const Keys keys(smem.work[work_slot.index]);
+      const Keys keys(smem.work[work_slot.index], seen);
       if constexpr (copies) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
       work_slot.advance();
@@ -225,16 +228,16 @@ struct Loader {
   }
 };
 
-template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys>
+template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys, class SeenKeys>
 FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values,
-                      ArrivedKeys arrived, Smem<spec, tile>& smem) {
+                      ArrivedKeys arrived, const SeenKeys& seen, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
   if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
-    Loader<spec, tile, ArrivedKeys> loader{p, maps, values, smem, arrived};
+    Loader<spec, tile, ArrivedKeys, SeenKeys> loader{p, maps, values, smem, arrived, seen};
     loader.run();
   } else if (in_shares<tile>() ? threadIdx.x / 32 == 1 : threadIdx.x == 32) {
     if constexpr (in_shares<tile>()) schedule_shares<spec, tile>(p, schedule, smem);
-    else schedule_tiles<spec, tile>(p, schedule, smem);
+    else schedule_tiles<spec, tile>(p, schedule, smem, seen);
   } else if (tile.prepare_v == PrepareV::Beside && threadIdx.x / 32 >= 4 - kValueWarps) {
     if constexpr (tile.prepare_v == PrepareV::Beside) prepare_beside<spec, tile>(p, values);
   } else if constexpr (prepares_v(spec, tile)) {

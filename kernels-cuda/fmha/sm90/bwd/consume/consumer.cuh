@@ -15,7 +15,8 @@
 
 namespace fmha::sm90::bwd {
 
-template <BwdSpec bwd_spec, Sm90BwdTile bwd_tile>
+// `Keys`: which keys queries see.
+template <BwdSpec bwd_spec, Sm90BwdTile bwd_tile, class Keys = EveryKey>
 struct Consumer {
   static constexpr BwdSpec spec = bwd_spec;
   static constexpr Sm90BwdTile tile = bwd_tile;
@@ -31,7 +32,7 @@ struct Consumer {
   const BwdParams& p;
   Smem<bwd_spec, bwd_tile>& smem;
   const int32_t index;  // of the warpgroup among the consumers
-  const Pairs<bwd_spec, bwd_tile> pairs;
+  const Pairs<bwd_spec, bwd_tile, Keys> pairs;
   const bool signals = threadIdx.x % 32 == 0;  // one arrival a warp
 
   Slot<bwd_tile.stages_q> q_slot;
@@ -105,7 +106,7 @@ struct Consumer {
   FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
                            Slopes& slopes) const {
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, biases, slopes);
-    pairs.template exponentiate<edges>(x, work, at.first_query);
+    pairs.template exponentiate<edges>(x, work, at);
     return x;
   }
 
@@ -138,10 +139,21 @@ struct Consumer {
     return pairs.is_edge(work, query_tile(blocks).first_query);
   }
   // Calls `step` for block after block while `more` holds. With `edges_apart`, blocks that the mask or the end of the
-  // keys cuts have a loop of their own, so that the other loop, which most blocks take, has no mask.
-  template <class More, class Step>
-  FMHA_DEVICE void for_each_block(const Work& work, QueryBlocks& blocks, More more, Step step) {
-    if constexpr (tile.edges_apart) {
+  // keys cuts have a loop of their own, so that the other loop, which most blocks take, has no mask. Lists have cut
+  // blocks first.
+  template <class Blocks, class More, class Step>
+  FMHA_DEVICE void for_each_block(const Work& work, Blocks& blocks, More more, Step step) {
+    if constexpr (Keys::listed && tile.edges_apart) {
+      while (more()) {
+#pragma unroll 1
+        for (; more() && blocks.is_cut(); blocks.advance()) step.template operator()<Edges::All>();
+#pragma unroll 1
+        for (; more() && !blocks.is_cut(); blocks.advance()) step.template operator()<Edges::None>();
+      }
+    } else if constexpr (Keys::listed) {
+#pragma unroll 1
+      for (; more(); blocks.advance()) step.template operator()<Edges::All>();
+    } else if constexpr (tile.edges_apart) {
       while (more()) {
 #pragma unroll 1
         for (; more() && is_edge(work, blocks); blocks.advance()) step.template operator()<Edges::All>();

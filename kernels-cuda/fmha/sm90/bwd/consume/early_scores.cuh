@@ -53,7 +53,7 @@ struct EarlyScores {
     const QueryTile at = c.query_tile(blocks);
     if constexpr (modifies)
       x = c.pairs.exponents(x, c.smem.lse_log2[c.q_slot.index], work, at, c.pairs.biases(work, at), slopes);
-    c.pairs.template exponentiate<edges>(x, work, at.first_query);
+    c.pairs.template exponentiate<edges>(x, work, at);
     typename C::Dq dq;
     start_gradients(c, dq, x, dp, at, slopes, kept);
     const int32_t done = c.q_slot.index;

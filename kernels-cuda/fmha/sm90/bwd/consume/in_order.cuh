@@ -9,9 +9,9 @@
 
 namespace fmha::sm90::bwd {
 
-template <BwdSpec spec, Sm90BwdTile tile>
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 struct InOrder {
-  using C = Consumer<spec, tile>;
+  using C = Consumer<spec, tile, Keys>;
   using Scores = typename C::Scores;
   using Kept = typename C::Kept;
   // Whether some of a warpgroup's blocks are hidden as a whole: a query block is shorter than a key block.
@@ -20,7 +20,8 @@ struct InOrder {
   C& c;
   int32_t dropout_head = -1;  // the head whose keys' part of dropout's generator is in `dropout_parts`
 
-  FMHA_DEVICE void walk(const Work& work, QueryBlocks blocks) {
+  template <class Blocks>
+  FMHA_DEVICE void walk(const Work& work, Blocks blocks) {
     c.for_each_block(work, blocks, [&] { return blocks.more(); }, [&]<Edges edges>() { step<edges>(work, blocks); });
   }
 

@@ -39,12 +39,13 @@ FMHA_DEVICE bool comes_first(int32_t* semaphore) {
 }
 
 // DqStart::FirstStores, for the store warp: polls the next block's semaphore while the store warp has this one.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                                   const Keys& keys) {
   uint32_t phase = 0;
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
-    const Work work = resolve_work<spec, tile>(p, schedule, index);
-    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+    const Work work = resolve_work<spec, tile>(p, schedule, index, keys);
+    for (auto blocks = query_blocks<spec, tile>(p, schedule, work, keys); blocks.more(); blocks.advance()) {
       const bool is_first = comes_first(dq_semaphore<tile>(p, first_row_of<tile>(p, work, blocks)));
       ptx::fence_proxy_async_global();
       ptx::mbarrier_wait_parity(smem.dq_empty[0], phase ^ 1);  // the block before is under way

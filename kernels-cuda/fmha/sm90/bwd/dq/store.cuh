@@ -71,16 +71,16 @@ FMHA_DEVICE void hand_back(Shared& smem) {
   if constexpr (c + 1 < consumers) hand_back<c + 1, consumers>(smem);
 }
 
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, const Keys& keys) {
   using S = Shape<spec, tile>;
   constexpr DqStart start = kDqStart<spec, tile>;
   uint32_t phase = 0;
   OrderedStore<spec, tile> ordered{smem};
   FirstStore<spec, tile> first{smem};
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
-    const Work work = resolve_work<spec, tile>(p, schedule, index);
-    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
+    const Work work = resolve_work<spec, tile>(p, schedule, index, keys);
+    for (auto blocks = query_blocks<spec, tile>(p, schedule, work, keys); blocks.more(); blocks.advance()) {
       const int64_t row = first_row_of<tile>(p, work, blocks);
       float* sums = p.dq_sums + part_of_sums<spec, tile>(p, work.key_block) + row * S::dq_dim;
       bool is_first = start == DqStart::Apart;  // stores, so that preprocess need not write zeros

@@ -1,0 +1,54 @@
+// Keys of a token's list as kernels of tiles take them: key n of the walk is what stands in the list at n, and it may
+// be absent. The rows of a tile are query heads of one token and kv head, which share the list.
+#pragma once
+#include <fmha/common/output_row.cuh>
+#include <fmha/common/seen_keys.cuh>
+#include <fmha/num.h>
+#include <fmha/ptx/collective.cuh>
+#include <fmha/token_list.h>
+
+namespace fmha {
+
+struct TokenKeys {
+  static constexpr bool all = false, has_classes = true, of_token = true;
+  TokenList list;
+
+  // Whether key n is there. Places at and past the list's end, which other tests hide, are asked for, too.
+  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
+    return list.key(clamp(n, 0, span.seqlen_k - 1)) >= 0;
+  }
+
+  // Whether a block of the list, not empty, has all of its keys, some or none. The whole warp asks.
+  FMHA_DEVICE BlockClass class_of(const SeqSpan&, int32_t, Range, Range keys) const {
+    bool some = false, every = true;
+    for (int32_t first = keys.begin; first < keys.end; first += 32) {
+      const int32_t n = first + int32_t(threadIdx.x % 32);
+      const bool there = n < keys.end && list.key(n) >= 0;
+      some |= ptx::vote_ballot(there) != 0;
+      every &= ptx::vote_ballot(n < keys.end && !there) == 0;
+    }
+    return !some ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
+  }
+
+  // The end of a row: a sink of +inf over scores that are numbers has all of the row's weight, and LSE may be asked
+  // for without the sink.
+  template <FwdSpec spec>
+  FMHA_DEVICE RowEnd finish(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) const {
+    RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
+    if constexpr (!spec.sink) {
+      return {row, row.lse};
+    } else {
+      const float of_keys = finish_row<without_sink(spec)>(p, row_max, row_sum, i_head).lse;
+      if (scalar_of(p.sink, 0, i_head, 0.f) == infinity() && of_keys < infinity()) row = {0.f, infinity()};
+      if (list.lists.lse_without_sink) row.lse = of_keys;
+      return {row, of_keys};
+    }
+  }
+
+  static FMHA_DEVICE constexpr FwdSpec without_sink(FwdSpec spec) {
+    spec.sink = false;
+    return spec;
+  }
+};
+
+}  // namespace fmha

@@ -1,0 +1,55 @@
+// Query blocks of a tile as lists have them, under masks as data.
+#pragma once
+#include <fmha/common/listed_keys.cuh>
+#include <fmha/sm90/bwd/order.cuh>
+
+namespace fmha::sm90::bwd {
+
+// The query blocks that lists have of a tile, one query head of the group after another.
+template <class Keys>
+struct ListedQueryBlocks : QueryBlocks {
+  const Keys& keys;
+  int32_t i_batch, key_block;
+  int32_t row = 0, at = 0, num_cut = 0, num = 0;
+
+  FMHA_DEVICE ListedQueryBlocks(const Keys& keys, int32_t i_batch, int32_t key_block, Range heads)
+      : QueryBlocks{{0, 0}, 0, heads.end, heads.begin, 0, false}, keys(keys), i_batch(i_batch), key_block(key_block) {
+    open();
+  }
+  // Whether the block has a pair that is hidden.
+  FMHA_DEVICE bool is_cut() const { return at < num_cut; }
+  FMHA_DEVICE void advance() {
+    if (++at < num) {
+      current = keys.entry(row, num_cut, at);
+    } else {
+      ++i_head;
+      open();
+    }
+  }
+
+ private:
+  // Goes to the first head from this one on that has blocks.
+  FMHA_DEVICE void open() {
+    at = 0;
+#pragma unroll 1
+    for (; i_head < end_head; ++i_head) {
+      row = keys.row_of(i_batch, i_head, key_block);
+      const int32_t* counts = keys.list.counts + 2 * int64_t(row);
+      num_cut = counts[0];
+      num = num_cut + counts[1];
+      if (num > 0) break;
+    }
+    if (i_head < end_head) current = keys.entry(row, num_cut, 0);
+  }
+};
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
+FMHA_DEVICE ListedQueryBlocks<ListedKeys<has_function>> query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule,
+                                                                    const Work& work,
+                                                                    const ListedKeys<has_function>& keys) {
+  const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
+  // Of a key block that the sequence has not, or that the band hides, there is no list.
+  const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);
+  return {keys, work.span.i_batch, work.key_block, {first_head, first_head + heads}};
+}
+
+}  // namespace fmha::sm90::bwd

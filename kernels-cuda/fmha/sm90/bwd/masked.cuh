@@ -1,0 +1,31 @@
+// The backward under masks as data and a mask as code: its roles walk the blocks of queries that a list has for each key
+// block and head.
+#pragma once
+#include <fmha/sm90/bwd/listed.cuh>
+#include <fmha/sm90/bwd/main.cuh>
+#include <fmha/sm90/bwd/preprocess.cuh>
+#include <fmha/sm90/bwd/repair.cuh>
+
+namespace fmha::sm90::bwd {
+
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
+FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedule& schedule,
+                             const MaskDataParams& masks, const TileList& list) {
+  // What hides a pair may hide a NaN, of which a kernel whose spec has no mask knows nothing.
+  static_assert(spec.fwd.mask != MaskKind::Full, "sm90 backward: masks as data hide keys");
+  static_assert(!spec.deterministic && !in_clusters(tile) && !tile.head_parts,
+                "sm90 backward: lists are of one CTA's key block, and have no order of additions");
+  main<spec, tile>(p, maps, schedule, AllKeysHere{}, ListedKeys<has_function>{{DataMasks{masks}, p.fwd}, list});
+}
+
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
+FMHA_DEVICE void masked_preprocess(const BwdParams& p, const Sm90BwdSchedule& schedule, const MaskDataParams& masks) {
+  preprocess<spec, tile>(p, schedule, ShownPairs<has_function>{DataMasks{masks}, p.fwd});
+}
+
+template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
+FMHA_DEVICE void masked_repair(const BwdParams& p, const Sm90BwdSchedule& schedule, const MaskDataParams& masks) {
+  repair<spec, tile>(p, schedule, ShownPairs<has_function>{DataMasks{masks}, p.fwd});
+}
+
+}  // namespace fmha::sm90::bwd
