@@ -108,8 +108,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80ListsBwd {
             launches: Launches::new([stats], main, of_keys.into_iter().chain([finish]).chain(dsink)),
             workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
             promises: Promises {
-                // A key's sums are those of one CTA, over tokens and heads in their order; or are added to in memory, in
-                // any order.
+                // A key's sums are those of one CTA, over tokens and heads in their order; or are added to in
+                // memory, in any order.
                 deterministic: ordered,
                 batch_invariant: ordered,
                 graph_capturable: true,

@@ -6,8 +6,8 @@
 //   dK += dS^T Q, dV += P^T dO    16 keys and 64 columns at a time, added to sums in memory, in no order
 //
 // Five products, and each score is computed once. The sums are f32, a row for each key of the longest sequence; a
-// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added for
-// them.
+// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added
+// for them.
 //
 // Where sums are to have one order (`tile.range` > 0), such a CTA sums dQ alone, and a launch of its own has CTAs of
 // `range` keys each, to whose dK and dV nothing else adds. A CTA of keys walks all tokens in their order. For each it
@@ -218,8 +218,8 @@ struct Token {
     }
   }
 
-  // Adds A^T B of a block to sums in memory, with `ordered` to those of the CTA's own: A [heads, keys], B [heads, dim]. `sums_of(row)` is where a key's row of
-  // sums begins.
+  // Adds A^T B of a block to sums in memory, with `ordered` to those of the CTA's own: A [heads, keys], B [heads,
+  // dim]. `sums_of(row)` is where a key's row of sums begins.
   static constexpr bool ordered = tile.range > 0;
   template <DType dtype, class TileA, class TileB, class SumsOf>
   FMHA_DEVICE void add_to_keys(const TileA& a, const TileB& b, SumsOf sums_of) const {
@@ -345,7 +345,8 @@ FMHA_DEVICE void bwd(const BwdParams& p, const ListParams& lists) {
   token.run();
 }
 
-// Which keys of [first_key, first_key + range) a token's list names, and how often: their number. All threads together.
+// Which keys of [first_key, first_key + range) a token's list names, and how often: their number. All threads
+// together.
 template <int threads, int range>
 FMHA_DEVICE int32_t keys_named(KeysOfRange<range>& keys, const TokenList& list, int32_t first_key) {
   constexpr int groups = range / 32, warps = threads / 32;
