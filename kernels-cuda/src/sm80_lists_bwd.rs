@@ -57,8 +57,8 @@ impl Sm80ListsBwdTile {
         let block = tile_bytes(self.columns, dims[0]) + tile_bytes(self.columns, dims[1]);
         let scores = 2 * tile_bytes(self.rows, self.columns);
         // Times and places of a range's keys, and how many every 32 of them have.
-        let of_range = 8 * self.range + self.range / 8;
-        round_up(operands + block + scores + 12 * self.rows + 8 * self.columns + of_range, 1024)
+        let of_range = round_up(8 * self.range + self.range / 8, 1024);
+        round_up(of_range + operands + block + scores + 12 * self.rows + 8 * self.columns, 1024)
     }
 
     /// Sets one field from its name and value.

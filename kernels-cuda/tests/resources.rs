@@ -12,7 +12,8 @@ use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, MaskKind, Merge, QLayout, VLayout,
+    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, KeyLists, MaskKind, Merge, QLayout,
+    VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
@@ -22,7 +23,8 @@ use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::tile_list::TileOf;
 use fmha_kernels_cuda::{
-    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd, tile_list,
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_lists_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd,
+    tile_list,
 };
 use libloading::Library;
 
@@ -713,6 +715,75 @@ fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>
             &format!("{name:28} {registers:4} registers {spills:4} bytes spilled {stack:4} bytes of stack\n");
     }
     assert_eq!(found, expected, "the table as compiled now:\n{found}");
+}
+
+/// Kernels over lists of keys in the tiles that tokens of so many heads get: latent rows, and heads of 128.
+fn list_kernels(room: Room) -> Vec<(String, KernelSource)> {
+    let mut kernels = Vec::new();
+    for (heads, heads_kv, dim_qk, dim_v) in [(128, 1, 576, 512), (16, 1, 576, 512), (64, 4, 128, 128)] {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 4096,
+            seqlen_k: 65536,
+            num_heads_q: heads,
+            num_heads_kv: heads_kv,
+            head_dim_qk: dim_qk,
+            head_dim_v: dim_v,
+        };
+        let plain = FwdProblem::batch(DType::Bf16, dims);
+        let lists = KeyLists::new(&plain, 2048);
+        let mut problem = plain.lists(lists);
+        let backward = BwdProblem::new(problem.clone());
+        if dim_qk != dim_v {
+            (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        }
+        let (spec, tile) = (FwdSpec::of(&problem), sm80::choose_tile(&problem, room));
+        let name = format!("{dim_qk}_{dim_v}_h{heads}");
+        kernels.push((format!("fwd_{name}"), sm80::fwd_lists(&spec, &tile)));
+        let part = Sm80Tile { split_keys: 512, fixed_parts: true, ..tile };
+        kernels.push((format!("part_{name}"), sm80::fwd_lists(&split::part_spec(&spec), &part)));
+        let spec = BwdSpec::of(&backward);
+        for ordered in [false, true] {
+            let tile = sm80_lists_bwd::choose_tile(&backward, &spec, room, ordered);
+            kernels.push((format!("bwd_{name}_{ordered}"), sm80_lists_bwd::main(&spec, &tile)));
+            if ordered {
+                kernels.push((format!("keys_{name}"), sm80_lists_bwd::keys(&spec, &tile)));
+            }
+        }
+    }
+    kernels
+}
+
+fn lists_do_not_spill(arch: &str, room: Room, step: usize) {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    let mut found = String::new();
+    for (name, source) in list_kernels(room).into_iter().step_by(step) {
+        let log =
+            compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name} does not compile:\n{log}"));
+        let registers = number_before(&log, " registers");
+        let spills = number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
+        println!("{arch} {name:28} {registers:4} registers {spills:4} bytes spilled");
+        if spills > 0 {
+            found += &format!("{name}: {spills} bytes\n");
+        }
+    }
+    assert_eq!(found, "", "{arch}: bytes are spilled");
+}
+
+/// Shared memory and multiprocessors of an A100 and of an H200.
+const LISTS_A100: Room = Room { smem_bytes: 166_912, num_sms: 108 };
+const LISTS_H200: Room = Room { smem_bytes: 232_448, num_sms: 132 };
+
+#[test]
+fn a_sample_of_kernels_over_lists_compiles_without_spills() {
+    lists_do_not_spill("sm_80", LISTS_A100, 10);
+}
+
+#[test]
+#[ignore = "minutes: cargo xtask test --all"]
+fn every_kernel_over_lists_compiles_without_spills() {
+    lists_do_not_spill("sm_80", LISTS_A100, 1);
+    lists_do_not_spill("sm_90a", LISTS_H200, 1);
 }
 
 /// Scores and masks as people write them, in the tiles that they get.

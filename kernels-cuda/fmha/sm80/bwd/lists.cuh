@@ -6,8 +6,8 @@
 //   dK += dS^T Q, dV += P^T dO    16 keys and 64 columns at a time, added to sums in memory, in no order
 //
 // Five products, and each score is computed once. The sums are f32, a row for each key of the longest sequence; a
-// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added for
-// them.
+// launch that follows scales and rounds them. Absent keys come as zeros, their P and dS are 0, and nothing is added
+// for them.
 //
 // Where sums are to have one order (`tile.range` > 0), such a CTA sums dQ alone, and a launch of its own has CTAs of
 // `range` keys each, to whose dK and dV nothing else adds. A CTA of keys walks all tokens in their order. For each it
@@ -37,7 +37,7 @@ FMHA_DEVICE constexpr int columns_at_once(int dim) { return dim % 64 == 0 ? 64 :
 // State of a CTA of keys about a token's list.
 template <int range>
 struct KeysOfRange {
-  int32_t times[range];         // how often the list names each key
+  int32_t listed[range];        // how often the list names each key
   int32_t named[range];         // those that it names, ascending
   int32_t of_group[range / 32]; // how many of them there are among every 32 keys
 };
@@ -45,7 +45,7 @@ template <>
 struct KeysOfRange<0> {};
 
 template <BwdSpec spec, Sm80ListsBwdTile tile>
-struct Smem {
+struct Smem : KeysOfRange<tile.range> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
   SmemTile<uint16_t, tile.rows, dim_qk> q;
   SmemTile<uint16_t, tile.rows, dim_v> dout;
@@ -55,7 +55,6 @@ struct Smem {
   QueryStats<tile.rows> stats;
   int32_t keys[tile.columns];  // -1: absent
   float times[tile.columns];   // what P and dS are multiplied by
-  KeysOfRange<tile.range> of_range;
 };
 
 // The sums of a key's row, of dK or of dV.
@@ -296,9 +295,9 @@ struct Token {
     for (int32_t block = 0; block < num; block += tile.columns) {
       for (int32_t n = threadIdx.x; n < tile.columns; n += threads) {
         const bool there = block + n < num;
-        const int32_t at = there ? smem.of_range.named[block + n] : 0;
+        const int32_t at = there ? smem.named[block + n] : 0;
         smem.keys[n] = there ? first_key + at : -1;
-        smem.times[n] = there ? float(smem.of_range.times[at]) : 0.f;
+        smem.times[n] = there ? float(smem.listed[at]) : 0.f;
       }
       __syncthreads();
       compute_block();
@@ -346,28 +345,29 @@ FMHA_DEVICE void bwd(const BwdParams& p, const ListParams& lists) {
   token.run();
 }
 
-// Which keys of [first_key, first_key + range) a token's list names, and how often: their number. All threads together.
+// Which keys of [first_key, first_key + range) a token's list names, and how often: their number. All threads
+// together.
 template <int threads, int range>
 FMHA_DEVICE int32_t keys_named(KeysOfRange<range>& keys, const TokenList& list, int32_t first_key) {
   constexpr int groups = range / 32, warps = threads / 32;
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int32_t at = threadIdx.x; at < range; at += threads) keys.times[at] = 0;
+  for (int32_t at = threadIdx.x; at < range; at += threads) keys.listed[at] = 0;
   __syncthreads();
   const int32_t count = list.count();
   for (int32_t n = threadIdx.x; n < count; n += threads) {
     const int32_t at = list.key(n) - first_key;
-    if (at >= 0 && at < range) atomicAdd(&keys.times[at], 1);
+    if (at >= 0 && at < range) atomicAdd(&keys.listed[at], 1);
   }
   __syncthreads();
   for (int32_t group = warp; group < groups; group += warps) {
-    const uint32_t named = ptx::vote_ballot(keys.times[group * 32 + lane] > 0);
+    const uint32_t named = ptx::vote_ballot(keys.listed[group * 32 + lane] > 0);
     if (lane == 0) keys.of_group[group] = __popc(named);
   }
   __syncthreads();
   int32_t all = 0;
   for (int32_t group = 0; group < groups; ++group) {
     if (group % warps == warp) {
-      const bool is_named = keys.times[group * 32 + lane] > 0;
+      const bool is_named = keys.listed[group * 32 + lane] > 0;
       const uint32_t named = ptx::vote_ballot(is_named);
       if (is_named) keys.named[all + __popc(named & ((1u << lane) - 1))] = group * 32 + lane;
     }
@@ -392,7 +392,7 @@ FMHA_DEVICE void bwd_keys(const BwdParams& p, const ListParams& lists) {
 #pragma unroll 1
   for (int32_t i = 0; i < span.seqlen_q; ++i) {
     const TokenList list = {p.fwd, lists, span, band, i, i_head_kv};
-    const int32_t num = keys_named<32 * tile.warps>(smem.of_range, list, first_key);
+    const int32_t num = keys_named<32 * tile.warps, tile.range>(smem, list, first_key);
     if (num == 0) continue;
 #pragma unroll 1
     for (int32_t first_head = 0; first_head < p.fwd.gqa_ratio; first_head += tile.rows) {
