@@ -1,6 +1,7 @@
-// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
-// which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are cut first, blocks that are
-// whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row at a time.
+// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a
+// tile of queries sees, or which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are
+// cut first, blocks that are whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row
+// at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/mma/fragment.cuh>
@@ -9,8 +10,8 @@
 
 namespace fmha {
 
-// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the thread's
-// first, d 0 or 1.
+// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the
+// thread's first, d 0 or 1.
 template <int n>
 struct RowBits {
   static_assert(n <= 256, "64 bits have 256 columns");
@@ -56,7 +57,8 @@ struct ListedKeys {
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
 
-  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the lists.
+  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the
+  // lists.
   template <FwdSpec spec, auto tile, class Work>
   FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
     static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
@@ -100,10 +102,9 @@ struct ListedKeys {
     return seen;
   }
 
-  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole warp
-  // asks. `rows` are the
-  // thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with `of_keys` rows are keys and
-  // columns queries.
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole
+  // warp asks. `rows` are the thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with
+  // `of_keys` rows are keys and columns queries.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
                             uint64_t (&seen)[2], uint64_t (&full)[2]) const {
@@ -165,8 +166,9 @@ struct ListedKeys {
     }
   }
 
-  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries, of
-  // which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's answer.
+  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries,
+  // of which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's
+  // answer.
   template <int n>
   FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
     const MaskDataParams& m = pairs.masks.m;

@@ -1,6 +1,6 @@
-// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
-// tiles of keys: one small launch, a CTA a tile and head of the masks. Its warps class blocks in turn; blocks are
-// stored from the last to the first, those that are cut from the row's begin up, whole ones from its end down.
+// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that
+// see tiles of keys: one small launch, a CTA a tile and head of the masks. Its warps class blocks in turn; blocks
+// are stored from the last to the first, those that are cut from the row's begin up, whole ones from its end down.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/data_keys.cuh>
@@ -38,8 +38,8 @@ struct TileLister {
     return by_masks;
   }
 
-  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until some are
-  // seen and some hidden.
+  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until
+  // some are seen and some hidden.
   FMHA_DEVICE BlockClass class_with_function(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
                                              Range own) const {
     const MaskDataParams& m = keys.masks.m;

@@ -47,7 +47,7 @@ FMHA_DEVICE ListedQueryBlocks<ListedKeys<has_function>> query_blocks(const BwdPa
                                                                     const Work& work,
                                                                     const ListedKeys<has_function>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
-  // Of a key block that the sequence has not, or that the band hides, there is no list.
+  // No list is there of a key block that the sequence has not, or that the band hides.
   const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);
   return {keys, work.span.i_batch, work.key_block, {first_head, first_head + heads}};
 }

@@ -1,5 +1,5 @@
-// The backward under masks as data and a mask as code: its roles walk the blocks of queries that a list has for each key
-// block and head.
+// The backward under masks as data and a mask as code: its roles walk the blocks of queries that a list has for
+// each key block and head.
 #pragma once
 #include <fmha/sm90/bwd/listed.cuh>
 #include <fmha/sm90/bwd/main.cuh>

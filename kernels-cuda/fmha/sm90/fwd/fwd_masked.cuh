@@ -1,5 +1,5 @@
-// The forward kernel under masks as data and a mask as code: its roles walk the blocks of keys that a list has for each
-// tile.
+// The forward kernel under masks as data and a mask as code: its roles walk the blocks of keys that a list has for
+// each tile.
 #pragma once
 #include <fmha/common/listed_keys.cuh>
 #include <fmha/sm90/fwd/fwd.cuh>
