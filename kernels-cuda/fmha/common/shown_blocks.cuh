@@ -27,7 +27,7 @@ struct RowBits {
 // What shows a pair, asked alone. `has_function`: a mask as code joins the masks as data.
 template <bool has_function>
 struct ShownPairs {
-  static constexpr bool all = false, has_classes = false, listed = false;
+  static constexpr bool all = false, has_classes = false, has_tile_list = false;
   DataMasks masks;
   const FwdParams& p;
 
@@ -40,8 +40,8 @@ struct ShownPairs {
 };
 
 template <bool has_function>
-struct ListedKeys {
-  static constexpr bool all = false, has_classes = false, listed = true;
+struct ShownBlocks {
+  static constexpr bool all = false, has_classes = false, has_tile_list = true;
   ShownPairs<has_function> pairs;
   const TileList& list;
 
@@ -143,7 +143,8 @@ struct ListedKeys {
   // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
   // whole warp asks. Rows beyond the sequence have the last one's answer.
   template <int n>
-  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row,
+                        int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
     uint64_t seen[2], full[2] = {0, 0};
     int32_t rows[2];
@@ -170,7 +171,8 @@ struct ListedKeys {
   // of which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's
   // answer.
   template <int n>
-  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
+  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key,
+                               int32_t query) const {
     const MaskDataParams& m = pairs.masks.m;
     uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)}, full[2] = {0, 0};
     const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
