@@ -1,5 +1,5 @@
-//! Lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see tiles
-//! of keys: one small launch makes them in the workspace before the kernel that walks them.
+//! Lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
+//! tiles of keys: one small launch makes them in the workspace before the kernel that walks them.
 
 use fmha_core::abi::{AbiStruct as _, DevPtr};
 use fmha_core::expr::{Function, Node, Variable};
@@ -23,8 +23,8 @@ pub(crate) const PARAMS: &str =
     ", const __grid_constant__ MaskDataParams masks, const __grid_constant__ TileList list";
 
 abi_struct! {
-    /// Blocks of each tile, a kernel argument: of keys for a tile of queries, of queries for a tile of keys. A row is of
-    /// a sequence, a head of the masks and a tile.
+    /// Blocks of each tile, a kernel argument: of keys for a tile of queries, of queries for a tile of keys. A row
+    /// is of a sequence, a head of the masks and a tile.
     pub struct TileList {
         /// How many blocks of a row are cut, and how many are whole.
         pub counts: DevPtr<i32>,
@@ -62,8 +62,8 @@ pub(crate) struct TileListPlan {
 }
 
 impl TileListPlan {
-    /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the whole
-    /// workspace.
+    /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the
+    /// whole workspace.
     ///
     /// # Errors
     /// 2^30 rows or more, with the fields that make them.
@@ -125,8 +125,8 @@ impl TileListPlan {
     }
 }
 
-/// Whether lists of tiles serve a problem: one with masks as data, or with a mask as code that does not read the head, so
-/// that one list serves all heads.
+/// Whether lists of tiles serve a problem: one with masks as data, or with a mask as code that does not read the
+/// head, so that one list serves all heads.
 #[must_use]
 pub fn serve(problem: &FwdProblem) -> bool {
     !problem.masks.is_empty() || problem.code.mask.is_some() && !reads_head(problem)
@@ -171,8 +171,8 @@ fn heads_of(masks: &Masks) -> u32 {
     axes.into_iter().flatten().map(|axes| axes.heads).max().unwrap_or(1)
 }
 
-/// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the masks as
-/// data.
+/// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the
+/// masks as data.
 #[must_use]
 pub fn list_tiles(
     spec: &FwdSpec,

@@ -644,19 +644,13 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
         multiprocessors: Some(2),
-        in_test: Cases {
-            filter: "^masks/forward/b?f16/(batch/(all|intervals)|window/all|long/intervals)$",
-            deal: 1,
-        },
+        in_test: Cases { filter: "^masks/forward/b?f16/(batch/all|window/all|long/intervals)$", deal: 1 },
         in_all: Cases { filter: "^masks/.*/b?f16/([^cp]|c[^o])", deal: 1 },
         ..HOPPER
     },
     Row {
         kernel: Some("sm90"),
-        in_test: Cases {
-            filter: "^masks/backward/b?f16/(batch/(all|intervals)|group/(all|lists))$",
-            deal: 1,
-        },
+        in_test: Cases { filter: "^masks/backward/b?f16/(batch/intervals|group/(all|lists))$", deal: 1 },
         ..HOPPER
     },
     // Masks as code by lists, alone and beside masks as data.

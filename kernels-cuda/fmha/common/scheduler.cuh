@@ -92,7 +92,7 @@ FMHA_DEVICE void schedule_tiles(const FwdParams& p, const TileSchedule& schedule
   while (more) {
     ptx::barrier_sync<kWorkWanted, 64>();
     Work work = scheduler.next(p, schedule);
-    if constexpr (Keys::listed) {
+    if constexpr (Keys::has_tile_list) {
       if (work.num_blocks > 0) keys.template take<spec, tile>(p, work);
     }
     ptx::mbarrier_wait_parity(smem.work_empty[slot.index], slot.phase ^ 1);

@@ -1,6 +1,6 @@
-// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
-// tiles of keys: one small launch, a CTA a tile and head of the masks. Its warps class blocks in turn; blocks are
-// stored from the last to the first, those that are cut from the row's begin up, whole ones from its end down.
+// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that
+// see tiles of keys: one small launch, a CTA a tile and head of the masks. Its warps class blocks in turn; blocks
+// are stored from the last to the first, those that are cut from the row's begin up, whole ones from its end down.
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/common/data_keys.cuh>
@@ -38,8 +38,8 @@ struct TileLister {
     return by_masks;
   }
 
-  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until some are
-  // seen and some hidden.
+  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until
+  // some are seen and some hidden.
   FMHA_DEVICE BlockClass class_with_function(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
                                              Range own) const {
     const MaskDataParams& m = keys.masks.m;
@@ -84,11 +84,50 @@ struct TileLister {
     return none ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
   }
 
+  // Marks, a bit each, those blocks of a chunk that lists may show some of the rows; the chunk goes down from `last`. A
+  // row of a list is read once for the chunk, by all threads.
+  FMHA_DEVICE void mark_listed(uint32_t (&marked)[warps], const SeqSpan& span, int32_t i_head, Range rows, int32_t last,
+                               int32_t block_n) const {
+    const MaskDataParams& m = keys.masks.m;
+    const int32_t block_q = max(m.block_q, 1), first_q = rows.begin / block_q, end_q = (rows.end - 1) / block_q + 1;
+    const bool by_lists = m.block_q != 0 && end_q - first_q <= DataKeys::kMostBlocks;
+    if (threadIdx.x < warps) marked[threadIdx.x] = by_lists ? 0u : ~0u;
+    __syncthreads();
+    if (by_lists) {
+      const int32_t head = i_head / m.lists_ratio;
+#pragma unroll 1
+      for (int32_t q = first_q; q < end_q; ++q) {
+        mark_list(marked, m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, last, block_n);
+        mark_list(marked, m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, last, block_n);
+      }
+    }
+    __syncthreads();
+  }
+  FMHA_DEVICE void mark_list(uint32_t (&marked)[warps], const MaskTensor& counts, const MaskTensor& indices, int32_t most,
+                             int32_t batch, int32_t head, int32_t q, int32_t last, int32_t block_n) const {
+    if (!counts.data) return;
+    const int64_t block_k = keys.masks.m.block_k;
+    const int32_t count = clamp(DataMasks::word(counts, batch, head, q, 0), 0, most);
+#pragma unroll 1
+    for (int32_t at = threadIdx.x; at < count; at += kTileListThreads) {
+      const int32_t listed = DataMasks::word(indices, batch, head, q, at);
+      if (listed < 0) continue;
+      const int64_t begin = listed * block_k / block_n, end = (listed * block_k + block_k - 1) / block_n;
+      const int32_t lowest = int32_t(max<int64_t>(begin, last - (kTileListThreads - 1)));
+#pragma unroll 1
+      for (int32_t block = int32_t(min<int64_t>(end, last)); block >= lowest; --block) {
+        const int32_t place = last - block;
+        atomicOr(&marked[place / 32], 1u << place % 32);
+      }
+    }
+  }
+
   // `of_keys`: the tile is one of keys, and its list has blocks of queries.
   template <bool of_keys>
   FMHA_DEVICE void run(QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
     __shared__ uint8_t classes[kTileListThreads];
     __shared__ int32_t counts[2][warps];
+    __shared__ uint32_t marked[warps];
     const int32_t row = blockIdx.x, tile = row % list.num_tiles, batch_and_head = row / list.num_tiles;
     const int32_t i_batch = list.heads_of_batch > 0 ? batch_and_head / list.heads_of_batch : 0;
     const int32_t i_head = (batch_and_head - i_batch * list.heads_of_batch) * list.heads_ratio;
@@ -110,10 +149,12 @@ struct TileLister {
     int32_t* blocks = list.blocks + int64_t(row) * list.max_blocks;
     int32_t num_cut = 0, num_whole = 0;
     for (int32_t last = end - 1; last >= lowest; last -= kTileListThreads) {
+      if constexpr (!of_keys) mark_listed(marked, span, i_head, own, last, block_n);
       for (int32_t at = warp; at < kTileListThreads; at += warps) {
         const int32_t block = last - at;
         BlockClass is = BlockClass::Skipped;
-        if (block >= lowest) {
+        const bool may_show = of_keys || (marked[at / 32] >> at % 32 & 1);
+        if (block >= lowest && may_show) {
           is = of_keys ? class_of(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n)
                        : class_of(span, band, i_head, own, block, block_n);
         }

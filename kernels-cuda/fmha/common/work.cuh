@@ -48,7 +48,7 @@ struct Work {
   int32_t last_sink_block;    // then down from this one
   int32_t num_hidden;   // of the blocks, from the first, so many only the cluster's other CTA sees
   int32_t first_dirty;  // rows of the first V block from here on are to be zeroed; block_n: none
-  int32_t part;         // of the keys, in the order in which the merge finds them; listed_keys.cuh says what lists have
+  int32_t part;         // of the keys, in the order in which the merge finds them; shown_blocks.cuh says what lists have
 };
 static_assert(sizeof(Work) == kWorkBytes, "Work: host and device disagree");
 

@@ -26,8 +26,9 @@ pub fn fwd_of_arriving_keys(spec: &FwdSpec, tile: &Sm90Tile) -> KernelSource {
     of_keys(spec, tile, true)
 }
 
-/// Forward kernel under masks as data, and with `has_function` a mask as code. It takes [`MaskDataParams`](fmha_core::masks::MaskDataParams) and
-/// [`TileList`](tile_list::TileList) behind its other arguments.
+/// Forward kernel under masks as data, and with `has_function` a mask as code. It takes
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
+/// arguments.
 #[must_use]
 pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> KernelSource {
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];

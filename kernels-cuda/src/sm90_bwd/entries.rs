@@ -166,8 +166,8 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once([name; 2], spec, tile, None)
 }
 
-/// `file` has the function `name`; under masks as data it takes them too. Launch bounds: registers for so many CTAs to a
-/// multiprocessor at least.
+/// `file` has the function `name`; under masks as data it takes them too. Launch bounds: registers for so many CTAs
+/// to a multiprocessor at least.
 fn rows_at_once(
     [file, name]: [&str; 2],
     spec: &BwdSpec,

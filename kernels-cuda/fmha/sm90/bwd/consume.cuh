@@ -14,7 +14,7 @@ namespace fmha::sm90::bwd {
 // GradientEach at D 192, and InClusters at D 256.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
 FMHA_DEVICE auto loop_of(Consumer<spec, tile, Keys>& consumer) {
-  static_assert(!Keys::listed || tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp, "lists are walked in order");
+  static_assert(!Keys::has_tile_list || tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp, "lists are walked in order");
   if constexpr (tile.walk == BwdWalk::InOrder || tile.walk == BwdWalk::LateDp) {
     return InOrder<spec, tile, Keys>{consumer};
   } else if constexpr (tile.walk == BwdWalk::EarlyScores) {

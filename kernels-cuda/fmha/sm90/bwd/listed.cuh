@@ -1,6 +1,6 @@
 // Query blocks of a tile as lists have them, under masks as data.
 #pragma once
-#include <fmha/common/listed_keys.cuh>
+#include <fmha/common/shown_blocks.cuh>
 #include <fmha/sm90/bwd/order.cuh>
 
 namespace fmha::sm90::bwd {
@@ -43,11 +43,11 @@ struct ListedQueryBlocks : QueryBlocks {
   }
 };
 template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
-FMHA_DEVICE ListedQueryBlocks<ListedKeys<has_function>> query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule,
+FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function>> query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule,
                                                                     const Work& work,
-                                                                    const ListedKeys<has_function>& keys) {
+                                                                    const ShownBlocks<has_function>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
-  // Of a key block that the sequence has not, or that the band hides, there is no list.
+  // No list is there of a key block that the sequence has not, or that the band hides.
   const int32_t heads = work.q_blocks.empty() ? 0 : num_query_heads<spec, tile>(p, schedule, work.span);
   return {keys, work.span.i_batch, work.key_block, {first_head, first_head + heads}};
 }

@@ -1,5 +1,5 @@
-// The backward under masks as data and a mask as code: its roles walk the blocks of queries that a list has for each key
-// block and head.
+// The backward under masks as data and a mask as code: its roles walk the blocks of queries that a list has for
+// each key block and head.
 #pragma once
 #include <fmha/sm90/bwd/listed.cuh>
 #include <fmha/sm90/bwd/main.cuh>
@@ -15,7 +15,7 @@ FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const Sm90Bwd
   static_assert(spec.fwd.mask != MaskKind::Full, "sm90 backward: masks as data hide keys");
   static_assert(!spec.deterministic && !in_clusters(tile) && !tile.head_parts,
                 "sm90 backward: lists are of one CTA's key block, and have no order of additions");
-  main<spec, tile>(p, maps, schedule, AllKeysHere{}, ListedKeys<has_function>{{DataMasks{masks}, p.fwd}, list});
+  main<spec, tile>(p, maps, schedule, AllKeysHere{}, ShownBlocks<has_function>{{DataMasks{masks}, p.fwd}, list});
 }
 
 template <BwdSpec spec, Sm90BwdTile tile, bool has_function>

@@ -102,7 +102,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
       work.q_blocks.end = min(work.q_blocks.end, num_blocks * (i_q_part + 1) / q_parts);
     }
   }
-  if constexpr (Keys::listed) {
+  if constexpr (Keys::has_tile_list) {
     if (!work.q_blocks.empty()) work.q_blocks = {0, query_blocks<spec, tile>(p, schedule, work, keys).more()};
   } else {
     work.uncut = uncut_queries<spec, tile>(work);

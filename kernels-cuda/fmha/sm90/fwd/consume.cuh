@@ -56,7 +56,7 @@ struct Consumer {
   static constexpr bool rescales_before_turn = dim_v > 128 && !flushes_output(tile);
   static constexpr bool has_hi = spec.mask != MaskKind::Full, has_lo = spec.mask == MaskKind::Band;
   // Tiles for which these two options were timed, and gained (TFLOP/s, H200).
-  static constexpr bool of_three = !Keys::listed && consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
+  static constexpr bool of_three = !Keys::has_tile_list && consumers == 3 && dim_v <= 64 && !is_fp8(spec.dtype_qk);
   // A warpgroup without rows of the sequence does not compute: two of three may be so, as in one tile of 22 at 4096
   // rows. Full 583 and 600, causal 520 and 536.
   static constexpr bool may_have_no_rows = of_three && tile.bias_stages == 0;
@@ -261,7 +261,7 @@ struct Consumer {
     }
   }
   FMHA_DEVICE int32_t block_of(const Work& work, int32_t i) const {
-    if constexpr (Keys::listed) return keys.block_at(work, i);
+    if constexpr (Keys::has_tile_list) return keys.block_at(work, i);
     else return block_at(work, i);
   }
   FMHA_DEVICE SeqSpan span_of(const Work& work) const {
@@ -290,7 +290,7 @@ struct Consumer {
     const auto mask = mask_of<spec>(work, block < 0 ? -tile.block_n : work.seqlen_k);
     s.hide(mask.columns(query_of<tile>(p, rows.row), first_key),
            mask.columns(query_of<tile>(p, rows.row + 8), first_key));
-    if constexpr (Keys::listed) {
+    if constexpr (Keys::has_tile_list) {
       if (block >= 0) keys.hide(s, span_of(work), work.i_head, rows.row, block * tile.block_n);
     }
   }
@@ -374,7 +374,7 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void exponentiate_first(Scores<n>& s, const Work& work) {
     const int32_t block = block_of(work, first_of(work));
-    exponentiate(s, work, block, Keys::listed ? work.num_band_blocks > 0 : block < 0 || is_edge(block));
+    exponentiate(s, work, block, Keys::has_tile_list ? work.num_band_blocks > 0 : block < 0 || is_edge(block));
     softmax.correction[0] = softmax.correction[1] = 1.f;  // of an O that is still 0
   }
 
@@ -392,7 +392,7 @@ struct Consumer {
   }
 
   FMHA_DEVICE bool sees_half(const Work& work) const {
-    if constexpr (!has_hi || spec.sink_columns || Keys::listed) return false;
+    if constexpr (!has_hi || spec.sink_columns || Keys::has_tile_list) return false;
     const int32_t last_query = query_of<tile>(p, work.first_row + index * mma::kRows + mma::kRows - 1);
     return ptx::uniform(last_query + work.hi < (work.last_block - first_of(work)) * tile.block_n + half_n);
   }
@@ -523,7 +523,7 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int32_t end = has_hi ? query_of<tile>(p, rows.row + 8 * r) + work().hi + 1 : work().seqlen_k;
       const float share = softmax.rows[r].row_sum;
-      const bool sees_keys = Keys::listed || share > 0.f || end - (block + 1) * tile.block_n >= 8;
+      const bool sees_keys = Keys::has_tile_list || share > 0.f || end - (block + 1) * tile.block_n >= 8;
       apart |= is_row(r) && sees_keys && share < kSmallShare;
     }
     return apart;
@@ -557,7 +557,7 @@ struct Consumer {
     if constexpr (may_have_no_rows) {
       if (!has_rows()) return pass_blocks();
     }
-    if constexpr (Keys::listed) {
+    if constexpr (Keys::has_tile_list) {
       walk_list();
     } else if constexpr (tile.skip_row_max) {
       walk_skipping_row_max();
@@ -708,7 +708,7 @@ struct Consumer {
         stats[1] = softmax.rows[1];
       }
       auto&& sums = o;
-      if constexpr (Keys::listed) {
+      if constexpr (Keys::has_tile_list) {
         epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys.pairs);
       } else {
         epilogue<spec, tile>(p, done, done_row, stats, done_scale_log2, modifiers().offset_log2(), sums, keys);

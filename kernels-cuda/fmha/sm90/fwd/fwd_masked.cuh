@@ -1,7 +1,7 @@
-// The forward kernel under masks as data and a mask as code: its roles walk the blocks of keys that a list has for each
-// tile.
+// The forward kernel under masks as data and a mask as code: its roles walk the blocks of keys that a list has for
+// each tile.
 #pragma once
-#include <fmha/common/listed_keys.cuh>
+#include <fmha/common/shown_blocks.cuh>
 #include <fmha/sm90/fwd/fwd.cuh>
 
 namespace fmha::sm90 {
@@ -14,7 +14,7 @@ FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSche
   static_assert(tile.split_keys == 0, "sm90: whole sequences");
   static_assert(!is_fp8(spec.dtype_qk), "sm90: under masks as data types of 16 bits");
   static_assert(spec.code != CodeKind::Mask && spec.code != CodeKind::Both, "sm90: lists ask the mask");
-  const ListedKeys<has_function> keys{{DataMasks{masks}, p}, list};
+  const ShownBlocks<has_function> keys{{DataMasks{masks}, p}, list};
   fwd<spec, tile>(p, maps, schedule, {}, AllKeysHere{}, keys);
 }
 

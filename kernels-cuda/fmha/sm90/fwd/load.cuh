@@ -80,7 +80,7 @@ struct Loader {
           first_dirty(work.first_dirty), part(work.part) {}
 
     FMHA_DEVICE int32_t block(int32_t i) const {
-      if constexpr (SeenKeys::listed) return seen.entry(part, num_band_blocks, i);
+      if constexpr (SeenKeys::has_tile_list) return seen.entry(part, num_band_blocks, i);
       return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
     }
     FMHA_DEVICE int32_t row(int32_t i) const {

@@ -143,14 +143,14 @@ struct Consumer {
   // blocks first.
   template <class Blocks, class More, class Step>
   FMHA_DEVICE void for_each_block(const Work& work, Blocks& blocks, More more, Step step) {
-    if constexpr (Keys::listed && tile.edges_apart) {
+    if constexpr (Keys::has_tile_list && tile.edges_apart) {
       while (more()) {
 #pragma unroll 1
         for (; more() && blocks.is_cut(); blocks.advance()) step.template operator()<Edges::All>();
 #pragma unroll 1
         for (; more() && !blocks.is_cut(); blocks.advance()) step.template operator()<Edges::None>();
       }
-    } else if constexpr (Keys::listed) {
+    } else if constexpr (Keys::has_tile_list) {
 #pragma unroll 1
       for (; more(); blocks.advance()) step.template operator()<Edges::All>();
     } else if constexpr (tile.edges_apart) {

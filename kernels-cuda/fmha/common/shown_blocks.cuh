@@ -1,6 +1,7 @@
-// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a tile of queries sees, or
-// which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are cut first, blocks that are
-// whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row at a time.
+// Masks as data, and a mask as code, as persistent kernels of tiles ask them. A list says which blocks of keys a
+// tile of queries sees, or which blocks of queries see a tile of keys (tile_list.cuh has made it): blocks that are
+// cut first, blocks that are whole behind them. Pairs are asked in blocks that are cut alone, some bits of a row
+// at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
 #include <fmha/mma/fragment.cuh>
@@ -9,8 +10,8 @@
 
 namespace fmha {
 
-// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the thread's
-// first, d 0 or 1.
+// Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the
+// thread's first, d 0 or 1.
 template <int n>
 struct RowBits {
   static_assert(n <= 256, "64 bits have 256 columns");
@@ -26,7 +27,7 @@ struct RowBits {
 // What shows a pair, asked alone. `has_function`: a mask as code joins the masks as data.
 template <bool has_function>
 struct ShownPairs {
-  static constexpr bool all = false, has_classes = false, listed = false;
+  static constexpr bool all = false, has_classes = false, has_tile_list = false;
   DataMasks masks;
   const FwdParams& p;
 
@@ -39,8 +40,8 @@ struct ShownPairs {
 };
 
 template <bool has_function>
-struct ListedKeys {
-  static constexpr bool all = false, has_classes = false, listed = true;
+struct ShownBlocks {
+  static constexpr bool all = false, has_classes = false, has_tile_list = true;
   ShownPairs<has_function> pairs;
   const TileList& list;
 
@@ -56,7 +57,8 @@ struct ListedKeys {
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }
 
-  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the lists.
+  // The tile's blocks in the place of the band's: `num_band_blocks` of them are cut, `part` is the row of the
+  // lists.
   template <FwdSpec spec, auto tile, class Work>
   FMHA_DEVICE void take(const FwdParams& p, Work& work) const {
     static_assert(tile.cluster == 1 && !tile.pack_gqa, "lists are of one head's tiles");
@@ -100,10 +102,9 @@ struct ListedKeys {
     return seen;
   }
 
-  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole warp
-  // asks. `rows` are the
-  // thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with `of_keys` rows are keys and
-  // columns queries.
+  // Leaves of `seen`, the bits of the thread's two rows, what block lists ask, and gives what is full. The whole
+  // warp asks. `rows` are the thread's, `row` is the warp's first of sixteen, `column` the fragment's first; with
+  // `of_keys` rows are keys and columns queries.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
                             uint64_t (&seen)[2], uint64_t (&full)[2]) const {
@@ -142,7 +143,8 @@ struct ListedKeys {
   // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
   // whole warp asks. Rows beyond the sequence have the last one's answer.
   template <int n>
-  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row,
+                        int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
     uint64_t seen[2], full[2] = {0, 0};
     int32_t rows[2];
@@ -165,10 +167,12 @@ struct ListedKeys {
     }
   }
 
-  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries, of
-  // which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's answer.
+  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries,
+  // of which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's
+  // answer.
   template <int n>
-  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
+  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key,
+                               int32_t query) const {
     const MaskDataParams& m = pairs.masks.m;
     uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)}, full[2] = {0, 0};
     const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
