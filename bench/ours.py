@@ -82,6 +82,7 @@ class FmhaCall(Structure):
         ("cache", POINTER(FmhaCache)),
         ("part", POINTER(FmhaPart)),
         ("code", c_void_p),
+        ("masks", c_void_p),
         ("workspace", c_void_p),
         *((n, c_uint64) for n in ("workspace_bytes", "dropout_seed", "dropout_offset")),
         ("p_drop", c_float),

@@ -8,7 +8,9 @@ use fmha::ProblemError;
 
 use crate::Result;
 use crate::host::{self, Pointed};
-use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPart, FmhaPartial, FmhaTensor};
+use crate::structs::{
+    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaMasks, FmhaPart, FmhaPartial, FmhaTensor,
+};
 
 // Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
 // every run comes through here.
@@ -96,6 +98,7 @@ pub(crate) unsafe fn call_of_rows(
         cache: _,
         part: _,
         code: _,
+        masks,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -178,6 +181,10 @@ pub(crate) unsafe fn call_of_rows(
     both("part", part, pointed.part.as_ref(), self::part)?;
     // SAFETY: passed on.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
+    // SAFETY: passed on.
+    both("masks", unsafe { masks.as_ref() }, pointed.masks.as_ref(), |planned, given| {
+        self::masks(planned, given, no_rows)
+    })?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
     })
@@ -256,6 +263,34 @@ fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool, no_sequences: bo
         presence!(planned, tree_mask);
     }
     lattice!(planned, k_new, v_new);
+    Ok(())
+}
+
+fn masks(planned: &FmhaMasks, given: &FmhaMasks, no_rows: bool) -> Result<()> {
+    let FmhaMasks {
+        struct_bytes,
+        intervals,
+        mask_bits,
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks,
+        full_kv_indices,
+        endpoints,
+        intervals_heads,
+        mask_bits_heads,
+        lists_heads,
+        block_q,
+        block_k,
+        max_blocks,
+        full_max_blocks,
+    } = given;
+    number!(planned, struct_bytes, endpoints, intervals_heads, mask_bits_heads, lists_heads);
+    number!(planned, block_q, block_k, max_blocks, full_max_blocks);
+    if !no_rows {
+        presence("kv_num_blocks.data", kv_num_blocks.data, planned.kv_num_blocks.data)?;
+        presence("full_kv_num_blocks.data", full_kv_num_blocks.data, planned.full_kv_num_blocks.data)?;
+    }
+    lattice!(planned, intervals, mask_bits, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices);
     Ok(())
 }
 

@@ -10,10 +10,11 @@ use fmha::{
 
 use crate::Result;
 use crate::code::PointedCode;
+use crate::masks;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
     FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
-    FmhaCombine, FmhaGradients, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCombine, FmhaGradients, FmhaMasks, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// What a call points to in host memory.
@@ -27,6 +28,7 @@ pub(crate) struct Pointed {
     pub(crate) cache: Option<FmhaCache>,
     pub(crate) part: Option<FmhaPart>,
     pub(crate) code: Option<PointedCode>,
+    pub(crate) masks: Option<FmhaMasks>,
 }
 
 impl Pointed {
@@ -52,11 +54,16 @@ impl Pointed {
         // SAFETY: as above.
         let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
         // SAFETY: as above.
+        let masks = unsafe { call.masks.as_ref() }.copied();
+        if let Some(masks) = &masks {
+            struct_bytes::<FmhaMasks>(masks.struct_bytes)?;
+        }
+        // SAFETY: as above.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: as above.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code })
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, masks })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -120,6 +127,10 @@ impl Pointed {
         let problem = match &self.code {
             None => problem,
             Some(code) => code.forward(problem, self.gradients.is_some())?,
+        };
+        let problem = match &self.masks {
+            None => problem,
+            Some(masks) => masks::read(masks, problem, has_no_rows(call))?,
         };
         match &self.cache {
             None => Ok(problem),

@@ -184,6 +184,8 @@ impl FmhaPlan {
                 args.score.captured = captured.tensors();
                 args.score.numbers = captured.numbers();
                 // SAFETY: passed on.
+                args.masks = unsafe { memory.masks(plan.problem().fwd(), call, host::totals(call, None)?)? };
+                // SAFETY: passed on.
                 args.dcaptured = unsafe { memory.dcaptured(plan.problem(), call) };
                 // SAFETY: passed on.
                 unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
@@ -224,6 +226,7 @@ impl FmhaPlan {
             args.score = memory.score(problem, call)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
+            args.masks = memory.masks(problem, call, totals)?;
             args.workspace = self.workspace(memory, call)?;
         }
         // SAFETY: passed on.
@@ -572,7 +575,7 @@ impl Memory {
 
 /// What a tensor spans, or a refusal of one that is not there.
 #[inline]
-fn bytes(
+pub(crate) fn bytes(
     name: &'static str,
     tensor: &FmhaTensor,
     strides: Strides,

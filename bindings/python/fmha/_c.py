@@ -75,6 +75,7 @@ class FmhaCall(Structure):
         ("cache", c_void_p),
         ("part", c_void_p),
         ("code", c_void_p),
+        ("masks", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_uint64),
         ("dropout_seed", c_uint64),
