@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict, Literal, Mapping, Optional, Tuple, 
 
 from . import _arguments, _code, _native
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
+from ._mask_data import BlockLists, Intervals, MaskBits, split as _split
 from ._native import FmhaError
 from ._numbers import flag as _flag, integer as _integer
 
@@ -28,8 +29,11 @@ __all__ = [
     "CAUSAL",
     "CAUSAL_TOP_LEFT",
     "NONE",
+    "BlockLists",
     "FmhaError",
+    "Intervals",
     "Mask",
+    "MaskBits",
     "add_parts",
     "attention",
     "attention_out",
@@ -63,6 +67,12 @@ def _found(tensor: Any) -> Any:
         from . import _dlpack as door  # type: ignore[no-redef]
     _doors[type(tensor)] = door
     return door
+
+
+def _bound(options: Dict[str, Any]) -> Tuple[Any, Any]:
+    """The tensors and numbers of a call, and its masks as data."""
+    band, masks = _split(options.get("mask"))
+    return _arguments.bind(**(options if masks is None else {**options, "mask": band})), masks
 
 
 @overload
@@ -121,7 +131,9 @@ def attention(
             ``[num_pages, page_size, num_heads_kv, head_dim_qk]``. ``num_heads_q`` is a multiple of ``num_heads_kv``.
         v: as ``k``, of ``head_dim_v``.
         mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, each with
-            ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`.
+            ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`;
+            or data on Q's device, which compiles nothing: :class:`Intervals`, :class:`MaskBits`, :class:`BlockLists`;
+            or a list of these, at most one of each kind: a key has to be seen by all.
         causal: ``True`` is ``mask="causal"``.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
@@ -167,11 +179,11 @@ def attention(
     """
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
-    bound = _arguments.bind(**options)
-    if score_code is None and mask_code is None and captured is None:
+    bound, masks = _bound(options)
+    if score_code is None and mask_code is None and captured is None and masks is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
     else:
-        code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+        code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
         o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
 
@@ -385,9 +397,10 @@ def explain(
     from ._explain import explain as plan
 
     door = _door(q)
-    code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+    bound, masks = _bound(options)
+    code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
     wanted = _flag("backward", backward), _flag("return_lse", return_lse)
-    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code)
+    return plan(door, (q, k, v), *bound, *wanted, code)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

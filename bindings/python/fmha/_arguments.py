@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Tuple, Type
 
 from . import _native
 from ._mask import CAUSAL, MaskLike, mask as _mask
+from ._mask_data import AnyMask
 from ._numbers import flag, integer, real, scale, shown, word
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Unmasked(TypedDict, total=False):
 class Options(Unmasked, total=False):
     """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
 
-    mask: MaskLike
+    mask: AnyMask
 
 
 #: The tensors of :class:`Options`, in the order in which operators take them.

@@ -4,11 +4,12 @@
 use std::ffi::CString;
 use std::ptr;
 
-use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor};
+use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaMasks, FmhaOptions, FmhaTensor};
 use smallvec::SmallVec;
 
 use crate::cache::cache;
 use crate::code::Coded;
+use crate::masks::masks;
 use crate::operands::{fill_dims, fill_lengths, fill_modifiers, fill_operands, gradients};
 use crate::request::{
     ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, Request, Slot,
@@ -35,6 +36,7 @@ pub struct Call {
     gradients: Option<FmhaGradients>,
     cache: Option<FmhaCache>,
     code: Option<Coded>,
+    masks: Option<FmhaMasks>,
     mask: CString,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
@@ -84,6 +86,7 @@ impl Call {
             code: unsafe { request.coded() }
                 .map(|(code, captured)| Coded::new(code, captured, device))
                 .transpose()?,
+            masks: masks(&sizes, request)?,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -105,6 +108,7 @@ impl Call {
         self.call.gradients = pointer(self.gradients.as_ref());
         self.call.cache = pointer(self.cache.as_ref());
         self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
+        self.call.masks = pointer(self.masks.as_ref());
         body(&mut self.call)
     }
 
@@ -210,6 +214,10 @@ impl Call {
         if let Some(code) = &self.code {
             code.key(&mut key);
         }
+        key.push(u64::MAX - 3);
+        if let Some(masks) = &self.masks {
+            crate::masks::key(masks, &mut key);
+        }
         key
     }
 }
@@ -239,7 +247,7 @@ fn lattice(key: &mut Key, tensor: &FmhaTensor) {
     key.extend([tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride].map(word));
 }
 
-fn present_lattice(key: &mut Key, tensor: &FmhaTensor) {
+pub(crate) fn present_lattice(key: &mut Key, tensor: &FmhaTensor) {
     key.push(u64::from(tensor.data.is_null()));
     lattice(key, tensor);
 }

@@ -9,7 +9,9 @@ use super::shims::Kernel;
 use super::{Making, kernel};
 use crate::call::{Wrong, ensure};
 use crate::combine;
-use crate::request::{ADDS, ADDS_TO, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
+use crate::request::{
+    ADDS, ADDS_TO, NUM_CACHE, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name,
+};
 use crate::shapes::attention_type;
 use crate::tensor::{Tensor, is_fp8};
 
@@ -36,7 +38,7 @@ pub(super) enum Spelt {
     Kept,
 }
 
-/// Whether an operator takes a score and a mask as code.
+/// Whether an operator takes a score and a mask as code, and block sizes of masks as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coding {
     /// It does not.
@@ -47,9 +49,10 @@ pub(super) enum Coding {
     Backward,
 }
 
-/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas.
-const CODE: &str =
-    "str score_code, str mask_code, str captured_names, Tensor[] captured, float[] captured_numbers";
+/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas. Sizes of
+/// blocks are those of lists.
+const CODE: &str = "str score_code, str mask_code, str captured_names, Tensor[] captured, \
+    float[] captured_numbers, SymInt block_q, SymInt block_k";
 
 /// The name of a seed that is a tensor.
 pub(super) const DRAWN_SEED: &str = "drawn_seed";
@@ -217,7 +220,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::DescaleV, Optional)
             ]
         ),
-        numbers: Spelt::Each(NUMBERS.len()),
+        numbers: Spelt::Each(NUM_CACHE),
         is_seeded: true,
         code: Coding::None,
         num_results: 2,
@@ -301,7 +304,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
         },
         kernel: kernel::<9>,
     },
-    // `forward` and `backward` with a score or a mask as code.
+    // `forward` and `backward` with a score or a mask as code, or with masks as data.
     Operator {
         name: "forward_code",
         tensors: tensors!(
@@ -310,7 +313,13 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::BlockTable, Optional),
                 (Slot::DescaleQ, Optional),
                 (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional)
+                (Slot::DescaleV, Optional),
+                (Slot::Intervals, Optional),
+                (Slot::MaskBits, Optional),
+                (Slot::KvNumBlocks, Optional),
+                (Slot::KvIndices, Optional),
+                (Slot::FullKvNumBlocks, Optional),
+                (Slot::FullKvIndices, Optional)
             ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
@@ -332,7 +341,14 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::Lse, Given),
                 (Slot::Dlse, Optional)
             ],
-            []
+            [
+                (Slot::Intervals, Optional),
+                (Slot::MaskBits, Optional),
+                (Slot::KvNumBlocks, Optional),
+                (Slot::KvIndices, Optional),
+                (Slot::FullKvNumBlocks, Optional),
+                (Slot::FullKvIndices, Optional)
+            ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
@@ -440,7 +456,8 @@ mod tests {
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
         assert!(schema(9).starts_with("add_parts_to(Tensor o_parts, Tensor(a!) o, "));
         assert!(
-            schema(10).ends_with("float[] captured_numbers, Tensor? drawn_seed=None) -> (Tensor, Tensor)")
+            schema(10)
+                .ends_with("SymInt block_q, SymInt block_k, Tensor? drawn_seed=None) -> (Tensor, Tensor)")
         );
         assert!(
             schema(11).contains(
