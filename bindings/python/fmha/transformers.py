@@ -341,8 +341,8 @@ def flex_attention_forward(
         spelt = _as_bias("attention_mask", attention_mask[..., :seqlen_k], query, seqlen_k)
         bias = spelt if bias is None else bias + spelt
     else:
-        mask = flex.mask_of(attention_mask, query, key)
-        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device)
+        mask, lists = flex.mask_of(attention_mask, query, key)
+        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device, lists)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(
         q,

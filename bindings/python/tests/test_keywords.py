@@ -337,6 +337,19 @@ def flash_attn_3_combine():
 REFUSED_BY_4 = {
     name: refused(torch.zeros(2)) for name in "qv gather_kv_indices score_mod_bwd aux_tensors aux_scalars".split()
 }
+class BlockSparse(NamedTuple):
+    """FlashAttention 4's lists, by the fields that are read of them."""
+
+    mask_block_cnt: Any
+    mask_block_idx: Any
+    full_block_cnt: Any = None
+    full_block_idx: Any = None
+    cu_total_m_blocks: Any = None
+    block_size: Any = None
+
+
+LISTS_OF_4 = (i32(1, 2).view(1, 1, 2), i32(1, 9, 0, 2).view(1, 1, 2, 2))
+
 FUNCTIONS_OF_4 = dict(
     score_mod=changes(lambda s, *_: s * 2),
     mask_mod=changes(lambda b, h, q, k, *_: k % 2 == 0),
@@ -349,8 +362,20 @@ def flash_attn_4():
         TAIL,
         **REFUSED_BY_4,
         **FUNCTIONS_OF_4,
-        block_sparse_tensors=refused((torch.zeros(2),)),
-        block_sparse_tensors_bwd=refused((torch.zeros(2),)),
+        block_sparse_tensors=[
+            changes(BlockSparse(*LISTS_OF_4, block_size=(4, 4))),
+            refused((torch.zeros(2),)),
+            refused(BlockSparse(*LISTS_OF_4)),
+            refused(BlockSparse(*LISTS_OF_4, block_size=(4, 4), cu_total_m_blocks=i32(0, 2))),
+        ],
+        block_sparse_tensors_bwd=[
+            refused(BlockSparse(*LISTS_OF_4, block_size=(4, 4))),
+            hint(
+                BlockSparse(*LISTS_OF_4, block_size=(4, 4)),
+                "gradients follow the lists that forward has",
+                block_sparse_tensors=BlockSparse(*LISTS_OF_4, block_size=(4, 4)),
+            ),
+        ],
         learnable_sink=changes(torch.randn(4)),
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         pack_gqa=hint(True, SPEED),

@@ -2,6 +2,7 @@
 
 import os
 import random
+import types
 
 import numpy
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fmha
+import fmha.flash_attn_4 as fa4
+import fmha.flex as flex
 from conftest import DEVICE
-from reference import attention as by_definition, close, offsets, tensors, visible
-from reference import tolerance
+from reference import attention as by_definition, close, offsets, tensors, tolerance, visible
 
 try:
     import jax
@@ -20,8 +22,6 @@ try:
     import fmha.jax
 except ImportError:
     jax = None
-
-on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="functions beside masks as data are the CPU's alone")
 
 
 def seen_by_intervals(endpoints, keys):
@@ -232,6 +232,41 @@ def test_a_block_mask_of_torchs_and_its_function_show_what_it_shows(block):
     if DEVICE == "cpu":
         found = fmha.attention(q, k, v, mask=fmha.BlockLists.of(mask), mask_code=window)
         close(found, wanted, tolerance(torch.float32))
+
+
+def test_lists_of_flash_attention_4_and_of_flex_are_the_same_data():
+    q, k, v = tensors(sq=37, sk=53, hk=4)
+    window = lambda b, h, q_idx, kv_idx: (q_idx + 16 - kv_idx).abs() < 11
+    mask = create_block_mask(window, None, 4, 37, 53, device=DEVICE, BLOCK_SIZE=16)
+    lists = types.SimpleNamespace(
+        mask_block_cnt=mask.kv_num_blocks[:, :1],
+        mask_block_idx=mask.kv_indices[:, :1],
+        full_block_cnt=mask.full_kv_num_blocks,
+        full_block_idx=mask.full_kv_indices,
+        block_size=(16, 16),
+    )
+    i, j = torch.arange(37).view(-1, 1), torch.arange(53)
+    whole = seen_by_lists(*mask_lists(mask, ""), (16, 16), 37, 53) | seen_by_lists(
+        *mask_lists(mask, "full_"), (16, 16), 37, 53
+    )
+    for function, seen in ((None, whole), (window, (i + 16 - j).abs() < 11)):
+        if function is not None and DEVICE != "cpu":
+            continue
+        wanted, lse = by_definition(q, k, v, mask=seen)
+        of_4 = None if function is None else lambda b, h, q_idx, kv_idx, *_: window(b, h, q_idx, kv_idx)
+        found = fa4.flash_attn_func(q, k, v, block_sparse_tensors=lists, mask_mod=of_4, return_lse=True)
+        close(found[0], wanted, tolerance(torch.float32))
+        close(found[1], lse, tolerance(torch.float32))
+        # A mask of torch's is taken as its own tensors: another one is no other function.
+        mask.mask_mod = function or flex.noop_mask
+        code, data = flex.mask_of(mask, *(x.transpose(1, 2) for x in (q, k)))
+        assert (code is None) is (function is None) and data.tensors[2] is mask.kv_num_blocks
+        o = flex.flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask)
+        close(o.transpose(1, 2), wanted, tolerance(torch.float32))
+
+
+def mask_lists(mask, which):
+    return getattr(mask, which + "kv_num_blocks"), getattr(mask, which + "kv_indices")
 
 
 def test_a_cache_in_pages_is_read_by_its_sequences_keys():
