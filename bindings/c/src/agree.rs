@@ -181,9 +181,10 @@ pub(crate) unsafe fn call_of_rows(
     both("part", part, pointed.part.as_ref(), self::part)?;
     // SAFETY: passed on.
     unsafe { crate::code::agree(given.code.as_ref(), pointed.code.as_ref())? };
+    let no_blocks = host::has_no_blocks(given);
     // SAFETY: passed on.
     both("masks", unsafe { masks.as_ref() }, pointed.masks.as_ref(), |planned, given| {
-        self::masks(planned, given, no_rows)
+        self::masks(planned, given, no_blocks)
     })?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
@@ -266,7 +267,7 @@ fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool, no_sequences: bo
     Ok(())
 }
 
-fn masks(planned: &FmhaMasks, given: &FmhaMasks, no_rows: bool) -> Result<()> {
+fn masks(planned: &FmhaMasks, given: &FmhaMasks, no_blocks: bool) -> Result<()> {
     let FmhaMasks {
         struct_bytes,
         intervals,
@@ -286,7 +287,7 @@ fn masks(planned: &FmhaMasks, given: &FmhaMasks, no_rows: bool) -> Result<()> {
     } = given;
     number!(planned, struct_bytes, endpoints, intervals_heads, mask_bits_heads, lists_heads);
     number!(planned, block_q, block_k, max_blocks, full_max_blocks);
-    if !no_rows {
+    if !no_blocks {
         presence("kv_num_blocks.data", kv_num_blocks.data, planned.kv_num_blocks.data)?;
         presence("full_kv_num_blocks.data", full_kv_num_blocks.data, planned.full_kv_num_blocks.data)?;
     }

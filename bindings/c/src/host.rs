@@ -130,7 +130,7 @@ impl Pointed {
         };
         let problem = match &self.masks {
             None => problem,
-            Some(masks) => masks::read(masks, problem, has_no_rows(call))?,
+            Some(masks) => masks::read(masks, problem, has_no_blocks(call))?,
         };
         match &self.cache {
             None => Ok(problem),
@@ -465,6 +465,11 @@ fn has_no_sequences_but_begins(call: &FmhaCall, cache: Option<&FmhaCache>) -> bo
 /// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
 pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
     if call.cu_seqlens_q.is_null() { call.batch == 0 || call.seqlen_q == 0 } else { call.total_q == 0 }
+}
+
+/// Whether lists of blocks have no rows: null is their address then.
+pub(crate) fn has_no_blocks(call: &FmhaCall) -> bool {
+    call.batch == 0 || call.seqlen_q == 0
 }
 
 /// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.

@@ -14,7 +14,7 @@ use crate::structs::{FmhaCall, FmhaMasks, FmhaTensor};
 pub(crate) fn read(
     given: &FmhaMasks,
     mut problem: FwdProblem,
-    no_rows: bool,
+    no_blocks: bool,
 ) -> Result<FwdProblem, ProblemError> {
     let masks = &mut problem.masks;
     let (endpoints, heads) =
@@ -33,11 +33,11 @@ pub(crate) fn read(
     } else {
         goes_with("mask_bits.data", &given.mask_bits, "mask_bits_heads, which is 0")?;
     }
-    masks.block_lists = lists(given, no_rows)?;
+    masks.block_lists = lists(given, no_blocks)?;
     Ok(problem)
 }
 
-fn lists(given: &FmhaMasks, no_rows: bool) -> Result<Option<BlockLists>, ProblemError> {
+fn lists(given: &FmhaMasks, no_blocks: bool) -> Result<Option<BlockLists>, ProblemError> {
     let heads = size("lists_heads", given.lists_heads)?;
     let of_partial = [&given.kv_num_blocks, &given.kv_indices];
     let of_full = [&given.full_kv_num_blocks, &given.full_kv_indices];
@@ -60,7 +60,7 @@ fn lists(given: &FmhaMasks, no_rows: bool) -> Result<Option<BlockLists>, Problem
     }
     let list = |names: [&'static str; 2], [counts, indices]: [&FmhaTensor; 2], room: (&'static str, i64)| {
         let max_blocks = size(room.0, room.1)?;
-        if counts.data.is_null() && !no_rows {
+        if counts.data.is_null() && !(no_blocks && max_blocks > 0) {
             goes_with(names[1], indices, names[0])?;
             none_of(room.0, room.1, names[0])?;
             return Ok(None);

@@ -288,6 +288,16 @@ def test_a_cache_in_pages_is_read_by_its_sequences_keys():
         close(lse[b : b + 1], one[1], tolerance(torch.float32))
 
 
+def test_packed_sequences_without_a_query_have_lists_all_the_same():
+    q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (0, 5, 5))
+    counts, indices = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": offsets([0]), "cu_seqlens_k": offsets([5]), "max_seqlen_q": 2, "max_seqlen_k": 5}
+    for lists in ((counts, indices), (None, None, counts, indices)):
+        o = fmha.attention(q, k, v, mask=fmha.BlockLists(*lists, block_size=8), **lengths)
+        gradients = torch.autograd.grad(o.sum(), (q, k, v))
+        assert o.shape == q.shape and all((x == 0).all() for x in gradients)
+
+
 def test_a_compiled_call_takes_another_mask_without_another_graph():
     q, k, v = tensors(sq=9, sk=9)
     graphs = []
