@@ -186,6 +186,8 @@ pub struct About<P> {
     pub reads_masks: bool,
     /// Whether it computes scores and masks as code.
     pub computes_code: bool,
+    /// Whether it writes small outputs.
+    pub writes_outputs: bool,
     /// What `fmha tune` measures of it.
     pub tiles: Option<Tiles<P>>,
 }
@@ -202,6 +204,7 @@ impl<P> About<P> {
             takes_lists: false,
             reads_masks: false,
             computes_code: false,
+            writes_outputs: false,
             tiles: None,
         }
     }

@@ -69,7 +69,7 @@ def _found(tensor: Any) -> Any:
     return door
 
 
-def _bound(options: Dict[str, Any]) -> Tuple[Any, Any]:
+def _bound(options: Any) -> Tuple[Tuple[Any, Any], Any]:
     """The tensors and numbers of a call, and its masks as data."""
     band, masks = _split(options.get("mask"))
     return _arguments.bind(**(options if masks is None else {**options, "mask": band})), masks

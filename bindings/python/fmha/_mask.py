@@ -71,7 +71,7 @@ def _parse(text: str) -> Mask:
     return mask(Mask(kinds[kind], *numbers))
 
 
-def mask(given: MaskLike) -> Mask:
+def mask(given: Any) -> Mask:
     """``None``, ``"causal"``, a text of the contract (``"b:512,0"``), or a :class:`Mask`."""
     if given is None or given is False:
         return NONE
