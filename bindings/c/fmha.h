@@ -316,6 +316,14 @@ typedef struct FmhaCall {
   float *lse;
   // The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
   uint8_t *keep_mask;
+  // Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys that are seen,
+  // without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
+  float *row_max;
+  // The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
+  float *head_max;
+  // Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k], 0 for a key
+  // beyond its sequence: written; null: not wanted.
+  float *key_sum;
   // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
   const int32_t *cu_seqlens_q;
   // i32 [batch + 1], likewise for K and V.

@@ -1,6 +1,7 @@
 //! `fmha explain`: the plan, or every refusal.
 
 use std::io::Write;
+use std::path::PathBuf;
 
 use clap::Args;
 use fmha::{Device, Error, Explain, Problem, Roofline};
@@ -9,9 +10,11 @@ use serde_json::{Value, json};
 
 use crate::Verdict;
 use crate::failure::Failure;
+use crate::mask_plot;
 use crate::modelled;
 use crate::options::{BackendArgs, ProblemArgs};
 use crate::ranks::RankArgs;
+use crate::target;
 use crate::timing::duration;
 
 /// Options of `fmha explain`.
@@ -24,6 +27,8 @@ Examples:
                                              multiprocessor, counted in the emulator
   fmha explain --kernel no-such-kernel       every kernel's refusal
   fmha explain -s 131072 --ranks 64          each way to go over 64 ranks
+  fmha explain -s 4096 --mask b:512,0 --plot mask.svg
+                                             the mask as tiles, in a picture
 
 Exit status 2 when no kernel takes the problem.")]
 pub(super) struct ExplainArgs {
@@ -44,6 +49,10 @@ pub(super) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+
+    /// An SVG picture of the mask as the kernel's tiles, those of the first sequence and head: whole, cut, skipped
+    #[arg(long, value_name = "FILE.svg", conflicts_with_all = ["json", "ranks"])]
+    plot: Option<PathBuf>,
 }
 
 impl ExplainArgs {
@@ -53,6 +62,9 @@ impl ExplainArgs {
     }
 
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        if let Some(path) = &self.plot {
+            target::check("plot", path, &["svg"])?;
+        }
         let setup = self.problem.setup(None)?;
         if let Some(ranks) = self.ranks.ranks {
             let options = setup.options(&self.backend.plan_options());
@@ -68,17 +80,17 @@ impl ExplainArgs {
         let plan = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan), tile_of(&plan)))
             }
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan), tile_of(&plan)))
             }
         };
         let work = setup.work()?;
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
-            Ok((text, mut object, explain)) => {
+            Ok((text, mut object, explain, tile)) => {
                 let roofline = backend.roofline(setup.product_dtype());
                 let seconds = explain.and_then(|e| e.modelled_seconds(&roofline, flops, work.fwd_bytes));
                 if self.json {
@@ -111,6 +123,10 @@ impl ExplainArgs {
                         duration(seconds)
                     )?;
                 }
+                if let Some(path) = &self.plot {
+                    let words = mask_plot::write(&setup, tile, path)?;
+                    writeln!(out, "{:<18} {words}: {}", "mask", path.display())?;
+                }
                 if self.backend.emulates() {
                     modelled::write(out, &self.problem, &setup, backend, &options)?;
                 }
@@ -134,6 +150,16 @@ impl ExplainArgs {
             Err(other) => Err(other.into()),
         }
     }
+}
+
+/// Queries and keys of the kernel's tile; of one that does not say them 64 each.
+fn tile_of<P: Problem>(plan: &Plan<P>) -> [u32; 2] {
+    ["block_m", "block_n"].map(|name| {
+        let said = plan.details().iter().find(|(known, _)| *known == name);
+        let digits =
+            said.map(|(_, value)| value.chars().take_while(char::is_ascii_digit).collect::<String>());
+        digits.and_then(|digits| digits.parse().ok()).filter(|&size| size > 0).unwrap_or(64)
+    })
 }
 
 /// Facts for a model of the time; `None` for a slow kernel, whose time does not follow the device's peaks.

@@ -79,6 +79,9 @@ pub(crate) unsafe fn call_of_rows(
         bias,
         lse,
         keep_mask,
+        row_max,
+        head_max,
+        key_sum,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_q,
@@ -151,9 +154,16 @@ pub(crate) unsafe fn call_of_rows(
     if !no_rows && given.gradients.is_null() {
         presence!(planned, lse);
     }
+    if !no_rows {
+        presence!(planned, row_max);
+    }
     if !no_scores {
         presence!(planned, keep_mask);
         presence("bias.data", bias.data, planned.bias.data)?;
+    }
+    presence!(planned, head_max);
+    if *batch != 0 && *seqlen_k != 0 {
+        presence!(planned, key_sum);
     }
     // With pages `totals` asks for the table, unless it has no entries.
     if *page_size == 0 {

@@ -133,6 +133,7 @@ fn calls() -> Vec<FmhaCall> {
         with!(base, alibi_slopes = there(), sink = there()),
         with!(base, alibi_slopes = there(), alibi_per_batch = 1),
         with!(base, lse = there(), keep_mask = there()),
+        with!(base, row_max = there(), head_max = there(), key_sum = there()),
         with!(
             base,
             dtype_qk = FMHA_E4M3FN,

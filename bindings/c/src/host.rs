@@ -123,6 +123,9 @@ impl Pointed {
             .scale_o(!call.scale_o.is_null())
             .write_lse(!call.lse.is_null())
             .write_keep_mask(!call.keep_mask.is_null())
+            .row_max(!call.row_max.is_null())
+            .head_max(!call.head_max.is_null())
+            .key_sum(!call.key_sum.is_null())
             .part(self.part.as_ref().map_or(Ok(Part::default()), part)?);
         let problem = match &self.code {
             None => problem,
@@ -140,6 +143,14 @@ impl Pointed {
 
     /// The backward problem of a call with `gradients`.
     pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
+        for (field, given) in
+            [("row_max", call.row_max), ("head_max", call.head_max), ("key_sum", call.key_sum)]
+        {
+            if !given.is_null() {
+                let text = format!("{field} is given beside gradients, but forward alone writes it");
+                return Err(ProblemError::new(field, text).into());
+            }
+        }
         let fwd = self.forward(call)?;
         if call.lse.is_null() && !has_no_rows(call) {
             return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());

@@ -221,6 +221,14 @@ impl FmhaPlan {
                 problem.keep_mask_bytes(),
                 ElemType::Bytes,
             );
+            let outputs = problem.outputs;
+            for (to, wanted, at, elems) in [
+                (&mut args.row_max, outputs.row_max, call.row_max, extents.lse_elems),
+                (&mut args.head_max, outputs.head_max, call.head_max, problem.dims.num_heads_q.into()),
+                (&mut args.key_sum, outputs.key_sum, call.key_sum, problem.key_sum_elems()),
+            ] {
+                *to = memory.write_if(wanted, at.cast(), elems * 4, DType::F32);
+            }
             args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;

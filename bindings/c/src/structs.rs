@@ -288,6 +288,14 @@ pub struct FmhaCall {
     pub lse: *mut f32,
     /// The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
     pub keep_mask: *mut u8,
+    /// Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys that are seen,
+    /// without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
+    pub row_max: *mut f32,
+    /// The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
+    pub head_max: *mut f32,
+    /// Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k], 0 for a key
+    /// beyond its sequence: written; null: not wanted.
+    pub key_sum: *mut f32,
     /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
     pub cu_seqlens_q: *const i32,
     /// i32 [batch + 1], likewise for K and V.

@@ -62,6 +62,9 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         bias: NONE,
         lse: null_mut(),
         keep_mask: null_mut(),
+        row_max: null_mut(),
+        head_max: null_mut(),
+        key_sum: null_mut(),
         cu_seqlens_q: cu,
         cu_seqlens_k: cu,
         seqused_q: null(),
@@ -310,6 +313,48 @@ fn each_mask_as_data_that_spells_causal_is_causal() {
         run_on_cpu(&masks_call);
         assert_eq!(masked, built_in);
         masked.fill(0);
+    }
+}
+
+#[test]
+fn small_outputs_are_of_the_scores_that_a_query_sees() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let mut o = vec![0; q.len()];
+    let mut lse = [0f32; HEADS * ROWS];
+    let (mut row_max, mut head_max, mut key_sum) =
+        ([9f32; HEADS * ROWS], [9f32; HEADS], [9f32; HEADS * ROWS]);
+    let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+    call.lse = lse.as_mut_ptr();
+    call.row_max = row_max.as_mut_ptr();
+    call.head_max = head_max.as_mut_ptr();
+    call.key_sum = key_sum.as_mut_ptr();
+    run_on_cpu(&call);
+    for head in 0..HEADS {
+        let rows = head * ROWS..(head + 1) * ROWS;
+        // Causal: the first query sees one key, whose score is its LSE.
+        assert!((row_max[rows.start] - lse[rows.start]).abs() < 1e-5);
+        assert_eq!(row_max[rows.clone()].iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)), head_max[head]);
+        assert!((key_sum[rows].iter().sum::<f32>() - ROWS as f32).abs() < 1e-4);
+    }
+    let gradients = gradients_of(&q);
+    call.gradients = &raw const gradients;
+    let refused = plan(&call).map(|_| ()).unwrap_err().to_string();
+    assert!(refused.contains("row_max is given beside gradients"), "{refused}");
+}
+
+fn gradients_of(x: &[u16]) -> FmhaGradients {
+    let of = tensor(x);
+    FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: of,
+        dq: of,
+        dk: of,
+        dv: of,
+        dbias: NONE,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: 0,
     }
 }
 

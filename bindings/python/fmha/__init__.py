@@ -69,9 +69,9 @@ def _found(tensor: Any) -> Any:
     return door
 
 
-def _bound(options: Any) -> Tuple[Tuple[Any, Any], Any]:
-    """The tensors and numbers of a call, and its masks as data."""
-    band, masks = _split(options.get("mask"))
+def _bound(options: Any, *outputs: Any) -> Tuple[Tuple[Any, Any], Any]:
+    """The tensors and numbers of a call, and its masks as data and small outputs."""
+    band, masks = _split(options.get("mask"), outputs or (None, None, None))
     return _arguments.bind(**(options if masks is None else {**options, "mask": band})), masks
 
 
@@ -85,6 +85,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> _Given: ...
 @overload
@@ -97,6 +100,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Tuple[_Given, _Given]: ...
 @overload
@@ -109,6 +115,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
@@ -121,6 +130,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Any:
     """Attention of ``q`` over ``k`` and ``v``.
@@ -166,6 +178,11 @@ def attention(
         mask_code: which pairs are seen, besides what ``mask`` hides: a text, or a function ``(b, h, q, k)``. Both see
             the
             query head, and rows and keys by their place in their sequence, from 0: no diagonal is added.
+        row_max: written, f32, contiguous, of LSE's shape: each row's greatest score, as the softmax has it, of the keys that
+            it sees, without the sink; -inf for a row that sees none.
+        head_max: written, f32 ``[num_heads_q]``: the greatest of a head's; Muon's QK-clip reads it.
+        key_sum: written, f32 ``[batch, num_heads_q, seqlen_k]``: each key's probability before dropout, summed over the
+            queries; H2O and SnapKV keep the keys that have most. None of the three has a gradient.
         captured: what texts read by name: tensors, whose gradients come where they are floats and torch's, and numbers.
             A function finds its own.
 
@@ -179,7 +196,7 @@ def attention(
     """
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
-    bound, masks = _bound(options)
+    bound, masks = _bound(options, row_max, head_max, key_sum)
     if score_code is None and mask_code is None and captured is None and masks is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
     else:
@@ -198,6 +215,9 @@ def attention_out(
     lse: Optional[Tensor] = None,
     keep_mask: Optional[Tensor] = None,
     scale_o: Optional[Tensor] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Any:
     """As :func:`attention`, into the caller's tensors, for engines with memory of their own; no gradients.
@@ -207,6 +227,7 @@ def attention_out(
         lse: written: f32, contiguous, shaped as :func:`attention` gives it.
         keep_mask: written: u8 ``[batch, num_heads_q, seqlen_q, seqlen_k]``, 1 where dropout keeps an element.
         scale_o: f32, one number: an FP8 O is multiplied by it before it is rounded.
+        row_max, head_max, key_sum: written, as :func:`attention` has them.
 
     Returns:
         ``o``.
@@ -214,7 +235,8 @@ def attention_out(
     wanted, has = options.get("dtype_o"), getattr(o, "dtype", None)
     if None not in (wanted, has) and _arguments.dtype_name(wanted) != _arguments.dtype_name(has):
         raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(has)}")
-    _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
+    small = (row_max, head_max, key_sum)
+    _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask, small)
     return o
 
 

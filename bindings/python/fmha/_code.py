@@ -6,9 +6,12 @@ import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import _native
-from ._mask_data import TENSORS as MASK_TENSORS, Masks
+from ._mask_data import OUTPUTS, TENSORS as MASK_TENSORS, Masks
 from ._numbers import shown
 from ._trace import Code, Tracer
+
+#: No function of either sort: what masks as data and small outputs are put into.
+NOTHING = Code("", "", (), (), ())
 
 #: What a call takes: a text, a function of torch's signature, or what another door of this package has bound.
 Function = Union[str, Callable[..., Any], Code]
@@ -35,7 +38,7 @@ def bind(
     if score is None and mask is None:
         if given:
             raise ValueError(f"captured: {next(iter(given))} is given, but neither {names[0]} nor {names[1]} is")
-        return None if masks is None else Code("", "", (), (), (), masks)
+        return None if masks is None else NOTHING._replace(masks=masks)
     tracer = Tracer(door.stored, door.captured, given, door.WRAPS, door.is_compiling())
     tracer.device = device
     texts: List[str] = []
@@ -102,7 +105,8 @@ def _number(name: str, kind: str, value: Any) -> float:
 def put(door: Any, request: _native.Request, code: Code, gradients: int = 0) -> List[Any]:
     """Puts code and masks as data into a request, and returns what has to outlive it. Bits of ``gradients`` say of which tensors a
     gradient is described, whose memory is nowhere."""
-    alive = [door.put(request, name, x) for name, x in zip(MASK_TENSORS, code.masks.tensors)]
+    given = (*zip(MASK_TENSORS, code.masks.tensors), *zip(OUTPUTS, code.masks.outputs))
+    alive = [door.put(request, name, x) for name, x in given]
     request.numbers.block_q, request.numbers.block_k = code.masks.block_q, code.masks.block_k
     if not code.is_text():
         return alive

@@ -11,12 +11,22 @@ from ._numbers import integer, shown
 TENSORS = ("intervals", "mask_bits", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
+#: Small outputs, which a call writes into tensors of the caller's.
+OUTPUTS = ("row_max", "head_max", "key_sum")
+
+
 class Masks(NamedTuple):
-    """The masks of a call: :data:`TENSORS`, and the sizes of blocks, 0 where there are no lists."""
+    """What a call has that operators of code take: masks by :data:`TENSORS`, the sizes of blocks, 0 where there are no
+    lists, and small outputs."""
 
     tensors: Tuple[Any, ...] = (None,) * len(TENSORS)
     block_q: int = 0
     block_k: int = 0
+    #: :data:`OUTPUTS`, ``None`` for those that are not wanted.
+    outputs: Tuple[Any, ...] = (None,) * len(OUTPUTS)
+
+    def is_empty(self) -> bool:
+        return all(x is None for x in (*self.tensors, *self.outputs))
 
 
 class Intervals:
@@ -108,11 +118,11 @@ AnyMask = Union[MaskLike, Intervals, MaskBits, BlockLists, List[Any]]
 _DATA = (Intervals, MaskBits, BlockLists)
 
 
-def split(given: Any) -> Tuple[Any, Optional[Masks]]:
-    """The band of a call's ``mask``, and its masks as data; ``None``: it has none."""
+def split(given: Any, outputs: Tuple[Any, ...] = (None,) * len(OUTPUTS)) -> Tuple[Any, Optional[Masks]]:
+    """The band of a call's ``mask``, and its masks as data and small outputs; ``None``: it has neither."""
+    masks, band = Masks(outputs=outputs), None
     if not isinstance(given, (*_DATA, list)):
-        return given, None
-    masks, band = Masks(), None
+        return given, None if masks.is_empty() else masks
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, _DATA):
             masks = one.put(masks)
@@ -121,7 +131,7 @@ def split(given: Any) -> Tuple[Any, Optional[Masks]]:
         if band is not None:
             raise ValueError(f"mask: {shown(one)} is the second band of a list, of which one is taken")
         band = read
-    return band, masks if any(x is not None for x in masks.tensors) else None
+    return band, None if masks.is_empty() else masks
 
 
 def _with(masks: Masks, kind: str, tensors: Any) -> Masks:

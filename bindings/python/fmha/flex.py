@@ -125,7 +125,8 @@ def flex_attention(
         enable_gqa: whether ``key`` may have fewer heads than ``query``, whose count is a multiple.
         return_lse: whether the LSE comes too, f32 ``[B, Hq, L]``, natural logarithm, -inf for a row without keys.
         kernel_options: torch's; those that choose a kernel of torch's are refused by their names.
-        return_aux: torch's ``AuxRequest``: with ``lse`` the result is ``(out, AuxOutput)``.
+        return_aux: torch's ``AuxRequest``: the result is ``(out, AuxOutput)``, with the LSE where ``lse`` asks for it and,
+            where ``max_scores`` does, each row's greatest score, f32 ``[B, Hq, L]``, which has no gradient.
 
     Returns:
         ``[B, Hq, L, Ev]``; with ``return_lse`` that and the LSE. Differentiable by ``query``, ``key``, ``value``, and
@@ -146,12 +147,19 @@ def flex_attention(
     _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
     mask, lists = mask_of(block_mask, query, key, score_mod is not None)
     code = _code.bind(_torch, score_mod, mask, None, ("score_mod", "mask_mod"), query.device, lists)
+    greatest = None
+    if aux is not None and getattr(aux, "max_scores", False):
+        greatest = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        masks = Masks() if code is None else code.masks
+        code = (code or _code.NOTHING)._replace(masks=masks._replace(outputs=(greatest, None, None)))
     bound = _arguments.bind(softmax_scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o, lse = _torch.attention(q, k, v, *bound, True, code)
     o = o.transpose(1, 2)
     if aux is not None:
-        return o, AuxOutput(lse=lse if aux.lse else None)
+        # Releases of torch without max_scores have no such field.
+        scores = {} if greatest is None else {"max_scores": greatest}
+        return o, AuxOutput(lse=lse if aux.lse else None, **scores)
     return (o, lse) if wants_lse else o
 
 
@@ -162,8 +170,6 @@ def _aux(return_aux: Any, wants_lse: bool) -> Any:
         raise TypeError(f"return_aux: {shown(return_aux)} is no AuxRequest of torch's")
     if wants_lse:
         raise ValueError("return_lse and return_aux: both are given, of which return_aux says all")
-    if getattr(return_aux, "max_scores", False):
-        raise NotImplementedError("return_aux: max_scores, the greatest score of each row, is not computed here")
     return return_aux
 
 

@@ -167,6 +167,9 @@ impl Call {
             &[
                 call.lse.is_null(),
                 call.keep_mask.is_null(),
+                call.row_max.is_null(),
+                call.head_max.is_null(),
+                call.key_sum.is_null(),
                 call.cu_seqlens_q.is_null(),
                 call.cu_seqlens_k.is_null(),
                 call.seqused_q.is_null(),

@@ -108,6 +108,10 @@ fn requests() -> Vec<Request> {
     let lse = (Lse, f32s(&[2, 4, 3]));
     let mut all = vec![
         request(&plain(1, FMHA_F16)),
+        request(&and(
+            two(),
+            &[(RowMax, f32s(&[2, 4, 3])), (HeadMax, f32s(&[4])), (KeySum, f32s(&[2, 4, 4]))],
+        )),
         request(&and(two(), &[lse, (KeepMask, tensor(&[2, 4, 3, 4], U8)), (Bias, f32s(&[2, 4, 3, 4]))])),
         request(&and(
             two(),

@@ -105,6 +105,12 @@ slots! {
     FullKvNumBlocks = "full_kv_num_blocks",
     /// Their indices.
     FullKvIndices = "full_kv_indices",
+    /// Each row's greatest score, f32 of LSE's shape: written.
+    RowMax = "row_max",
+    /// Each head's greatest score, f32 `[num_heads_q]`: written.
+    HeadMax = "head_max",
+    /// Each key's sum of probabilities, f32 `[batch, num_heads_q, seqlen_k]`: written.
+    KeySum = "key_sum",
 }
 
 /// A struct of numbers of 8 bytes each, their types in a schema, and what they are where nobody says them.
