@@ -12,7 +12,7 @@ use crate::Verdict;
 use crate::failure::Failure;
 use crate::mask_plot;
 use crate::modelled;
-use crate::options::{BackendArgs, ProblemArgs};
+use crate::options::{BackendArgs, ProblemArgs, at_least_1};
 use crate::ranks::RankArgs;
 use crate::target;
 use crate::timing::duration;
@@ -53,6 +53,10 @@ pub(super) struct ExplainArgs {
     /// An SVG picture of the mask as the kernel's tiles, those of the first sequence and head: whole, cut, skipped
     #[arg(long, value_name = "FILE.svg", conflicts_with_all = ["json", "ranks"])]
     plot: Option<PathBuf>,
+
+    /// The picture's tile: queries and keys (default: the kernel's)
+    #[arg(long, value_name = "Q,K", requires = "plot", value_delimiter = ',', num_args = 1..=2, value_parser = at_least_1("plot_tile"), allow_negative_numbers = true)]
+    plot_tile: Vec<u32>,
 }
 
 impl ExplainArgs {
@@ -124,6 +128,11 @@ impl ExplainArgs {
                     )?;
                 }
                 if let Some(path) = &self.plot {
+                    let tile = match *self.plot_tile.as_slice() {
+                        [] => tile,
+                        [size] => [size; 2],
+                        [queries, keys, ..] => [queries, keys],
+                    };
                     let words = mask_plot::write(&setup, tile, path)?;
                     writeln!(out, "{:<18} {words}: {}", "mask", path.display())?;
                 }
@@ -152,13 +161,19 @@ impl ExplainArgs {
     }
 }
 
-/// Queries and keys of the kernel's tile; of one that does not say them 64 each.
+/// Queries and keys of the kernel's tile; 64 each of one that does not say them.
 fn tile_of<P: Problem>(plan: &Plan<P>) -> [u32; 2] {
-    ["block_m", "block_n"].map(|name| {
-        let said = plan.details().iter().find(|(known, _)| *known == name);
-        let digits =
-            said.map(|(_, value)| value.chars().take_while(char::is_ascii_digit).collect::<String>());
-        digits.and_then(|digits| digits.parse().ok()).filter(|&size| size > 0).unwrap_or(64)
+    let detail = |name: &str| plan.details().iter().find(|(known, _)| *known == name).map(|(_, value)| value);
+    let numbers = |text: &str| -> Vec<u32> {
+        text.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
+    };
+    // GPUs say `128 x 64, ..`, the CPU each side by its name.
+    let tile = detail("tile").map(|text| numbers(text)).unwrap_or_default();
+    let sides =
+        ["block_m", "block_n"].map(|name| detail(name).and_then(|text| numbers(text).first().copied()));
+    [0, 1].map(|side: usize| {
+        let said = sides[side].or_else(|| tile.get(side).copied());
+        said.filter(|&size| size > 0).unwrap_or(64)
     })
 }
 

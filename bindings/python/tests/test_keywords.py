@@ -780,7 +780,7 @@ def test_no_keyword_of_numpys_door_is_swallowed():
             for case in listed(cases)
             if name not in eight or case.kind == "refused"
         ]
-        for name, cases in dict(own_cases(), **code_cases()).items()
+        for name, cases in dict(own_cases(), **code_cases(), **small_cases()).items()
     }
     cases["dtype_o"] = changes("float16")
     assert not faults(Door(fmha.attention, {name: into(x) for name, x in qkv().items()}, cases))
