@@ -108,7 +108,6 @@ fn check(isa: Isa, seed: u64) {
     let plan = device.plan_fwd(&valid, &PlanOptions::default()).unwrap();
     plan.run(&mut args, &device.default_stream()).unwrap();
     let heads = forward(&problem, &args, Precision::Exact).unwrap();
-    drop(args);
     let mut greatest = vec![f64::NEG_INFINITY; dims.num_heads_q as usize];
     for head in &heads {
         let (span, h) = (head.span, head.i_head as usize);
