@@ -42,8 +42,7 @@ pub(super) fn write(setup: &Setup, [block_q, block_k]: [u32; 2], path: &Path) ->
     let picture = tiles(setup, span, [block_q, block_k])?;
     let all = picture.rows.iter().flatten();
     let count = |class: BlockClass| all.clone().filter(|&&one| one == class).count();
-    let [skipped, cut, whole] =
-        [BlockClass::Skipped, BlockClass::Edge, BlockClass::Inside].map(|class| count(class));
+    let [skipped, cut, whole] = [BlockClass::Skipped, BlockClass::Edge, BlockClass::Inside].map(count);
     let words = format!(
         "{whole} tiles whole, {cut} cut, {skipped} skipped, of {} x {}",
         picture.block_q, picture.block_k
