@@ -69,8 +69,8 @@ pub use fmha_core::{
     Layouts, ListEntries, ListLength, MAX_ARRIVALS, MaskAlign, MaskArgs, MaskAxes, MaskBits, MaskShape,
     MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts,
     Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline,
-    Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, Step, Stream, Strides,
-    TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
+    Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SeqArgs, Shape, SmallOutputs, Step, Stream,
+    Strides, TensorStrides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

@@ -221,3 +221,22 @@ fn a_quantised_cache_has_the_kernels_of_its_twin() {
         .sum();
     assert!(compared > 2000, "{compared} plans");
 }
+
+#[test]
+fn every_kernel_of_a_gpu_refuses_small_outputs_by_its_name() {
+    let dims = Dims {
+        batch: 1,
+        seqlen_q: 64,
+        seqlen_k: 64,
+        num_heads_q: 2,
+        num_heads_kv: 2,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    for arch in ["sm_80", "sm_90a", "sm_100a", "gfx942", "gfx1100"] {
+        let problem = FwdProblem::batch(fmha_core::DType::Bf16, dims).head_max(true).validate().unwrap();
+        let options = PlanOptions::default().allow_fallback(true);
+        let refused = pretend(arch).plan_fwd(&problem, &options).map(|_| ()).unwrap_err().to_string();
+        assert!(refused.contains("simt: head_max is not written by this kernel"), "{arch}: {refused}");
+    }
+}

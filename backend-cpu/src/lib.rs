@@ -187,6 +187,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_outputs(&self) -> bool {
+        true
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &HostMemory
     }
@@ -194,6 +198,7 @@ unsafe impl FmhaBackend for CpuBackend {
     fn plan_fwd(&self, problem: &ValidFwd, options: &PlanOptions) -> Result<Planned<ValidFwd>> {
         plan::takes(problem, "cpu-fwd")?;
         plan::takes_code(problem, "cpu-fwd")?;
+        plan::takes_outputs(problem, "cpu-fwd")?;
         plan::forward(self, self.engine, problem, options)
     }
 

@@ -47,6 +47,16 @@ pub(crate) fn takes_code(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_beside_code(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
+/// What small outputs are not computed beside.
+///
+/// # Errors
+/// A tree mask.
+pub(crate) fn takes_outputs(problem: &FwdProblem, kernel: &str) -> Result<()> {
+    let Some(name) = problem.outputs.first().filter(|_| problem.cache.tree_mask) else { return Ok(()) };
+    let reason = format!("{name} beside tree_mask is not in this kernel");
+    Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]))
+}
+
 /// A forward plan.
 pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     backend: &CpuBackend,

@@ -136,6 +136,9 @@ impl<V: Vendor> Backend<V> {
                 fwd.refuse_lists(kernel.name())?;
             }
             problem.refuse_beside_code(kernel.name())?;
+            if !kernel.about.writes_outputs {
+                problem.outputs().refuse(kernel.name())?;
+            }
             let has_code = problem.code_source().is_some();
             // Most kernels compute no functions where masks as data show a pair: whole blocks would not ask them.
             let beside_code = has_code && !kernel.about.computes_code_beside_masks;
@@ -463,6 +466,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn takes_masks(&self) -> bool {
+        true
+    }
+
+    fn takes_outputs(&self) -> bool {
         true
     }
 

@@ -188,6 +188,8 @@ pub struct About<P> {
     pub computes_code: bool,
     /// Whether the kernel does so beside masks as data too, and asks no mask as code in blocks of the full list.
     pub computes_code_beside_masks: bool,
+    /// Whether the kernel writes small outputs.
+    pub writes_outputs: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
@@ -205,6 +207,7 @@ impl<P> About<P> {
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,
+            writes_outputs: false,
             tiles: None,
         }
     }

@@ -185,8 +185,8 @@ typedef struct FmhaPart {
   int64_t num_heads_q;
 } FmhaPart;
 
-// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is said where
-// the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is
+// said where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
 typedef struct FmhaCaptured {
   // Host memory: the name in the texts.
   const char *name;
@@ -257,6 +257,48 @@ typedef struct FmhaLists {
   int32_t lse_without_sink;
 } FmhaLists;
 
+// Masks as data: which keys a query sees besides those that FmhaCall.mask and a mask as code hide. Tensors
+// are i32, bits u32, in the memory of the plan's backend. A batch_stride of 0 is one mask for all sequences;
+// packed intervals and bits have no batch axis. Set everything to 0 first, then what is wanted.
+typedef struct FmhaMasks {
+  // sizeof(FmhaMasks).
+  uint64_t struct_bytes;
+  // Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
+  // seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
+  // min(max(F(m), E(m - 1)), seqlen_k) a query sees key j iff E(2p) <= j < E(2p + 1) for some p.
+  struct FmhaTensor intervals;
+  // Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
+  // 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
+  struct FmhaTensor mask_bits;
+  // Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
+  // seqlen_stride is from block to block. data null: no such list.
+  struct FmhaTensor kv_num_blocks;
+  // Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
+  // from index to index. Those past the count are not read.
+  struct FmhaTensor kv_indices;
+  // Counts of the list whose blocks are seen as a whole, within lengths and FmhaCall.mask; data null: no
+  // such list.
+  struct FmhaTensor full_kv_num_blocks;
+  // Indices of that list, [.., full_max_blocks].
+  struct FmhaTensor full_kv_indices;
+  // Endpoints of a query, an even number; 0: no intervals.
+  int64_t endpoints;
+  // Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
+  int64_t intervals_heads;
+  // Heads of the bits, likewise; 0: no bits.
+  int64_t mask_bits_heads;
+  // Heads of the lists: 1 or num_heads_q; 0: no lists.
+  int64_t lists_heads;
+  // Queries of a block; 0 where there are no lists.
+  int64_t block_q;
+  // Keys of a block; 0 where there are no lists.
+  int64_t block_k;
+  // Indices that a row of kv_indices has room for.
+  int64_t max_blocks;
+  // Indices that a row of full_kv_indices has room for.
+  int64_t full_max_blocks;
+} FmhaMasks;
+
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
@@ -305,6 +347,14 @@ typedef struct FmhaCall {
   float *lse;
   // The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
   uint8_t *keep_mask;
+  // Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
+  // that are seen, without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
+  float *row_max;
+  // The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
+  float *head_max;
+  // Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k],
+  // 0 for a key beyond its sequence: written; null: not wanted.
+  float *key_sum;
   // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
   const int32_t *cu_seqlens_q;
   // i32 [batch + 1], for K and V as cu_seqlens_q for Q.
@@ -346,6 +396,8 @@ typedef struct FmhaCall {
   const struct FmhaCode *code;
   // Host memory: null: every query sees the keys of its sequence that the mask shows.
   const struct FmhaLists *lists;
+  // Host memory: null: no mask as data.
+  const struct FmhaMasks *masks;
   // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
   // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
   // is done. May change from run to run.

@@ -1,6 +1,7 @@
 //! `fmha explain`: the plan, or every refusal.
 
 use std::io::Write;
+use std::path::PathBuf;
 
 use clap::Args;
 use fmha::{Device, Error, Explain, Problem, Roofline};
@@ -9,9 +10,11 @@ use serde_json::{Value, json};
 
 use crate::Verdict;
 use crate::failure::Failure;
+use crate::mask_plot;
 use crate::modelled;
-use crate::options::{BackendArgs, ProblemArgs};
+use crate::options::{BackendArgs, ProblemArgs, at_least_1};
 use crate::ranks::RankArgs;
+use crate::target;
 use crate::timing::duration;
 
 /// Options of `fmha explain`.
@@ -24,6 +27,8 @@ Examples:
                                              multiprocessor, counted in the emulator
   fmha explain --kernel no-such-kernel       every kernel's refusal
   fmha explain -s 131072 --ranks 64          each way to go over 64 ranks
+  fmha explain -s 4096 --mask b:512,0 --plot mask.svg
+                                             the mask as tiles, in a picture
 
 Exit status 2 when no kernel takes the problem.")]
 pub(super) struct ExplainArgs {
@@ -44,6 +49,14 @@ pub(super) struct ExplainArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+
+    /// An SVG picture of the mask as the kernel's tiles, those of the first sequence and head: whole, cut, skipped
+    #[arg(long, value_name = "FILE.svg", conflicts_with_all = ["json", "ranks"])]
+    plot: Option<PathBuf>,
+
+    /// The picture's tile: queries and keys (default: the kernel's)
+    #[arg(long, value_name = "Q,K", requires = "plot", value_delimiter = ',', num_args = 1..=2, value_parser = at_least_1("plot_tile"), allow_negative_numbers = true)]
+    plot_tile: Vec<u32>,
 }
 
 impl ExplainArgs {
@@ -53,6 +66,9 @@ impl ExplainArgs {
     }
 
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
+        if let Some(path) = &self.plot {
+            target::check("plot", path, &["svg"])?;
+        }
         let setup = self.problem.setup(None)?;
         if let Some(ranks) = self.ranks.ranks {
             let options = setup.options(&self.backend.plan_options());
@@ -68,17 +84,17 @@ impl ExplainArgs {
         let plan = match &setup.bwd {
             None => {
                 let plan = backend.plan_fwd(&setup.fwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan), tile_of(&plan)))
             }
             Some(bwd) => {
                 let plan = backend.plan_bwd(&bwd.clone().validate()?, &options);
-                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan)))
+                plan.map(|plan| (plan.to_string(), as_json(&plan), model_of(&plan), tile_of(&plan)))
             }
         };
         let work = setup.work()?;
         let flops = if setup.bwd.is_some() { work.bwd_flops } else { work.fwd_flops };
         match plan {
-            Ok((text, mut object, explain)) => {
+            Ok((text, mut object, explain, tile)) => {
                 let roofline = backend.roofline(setup.product_dtype());
                 let seconds = explain.and_then(|e| e.modelled_seconds(&roofline, flops, work.fwd_bytes));
                 if self.json {
@@ -111,6 +127,15 @@ impl ExplainArgs {
                         duration(seconds)
                     )?;
                 }
+                if let Some(path) = &self.plot {
+                    let tile = match *self.plot_tile.as_slice() {
+                        [] => tile,
+                        [size] => [size; 2],
+                        [queries, keys, ..] => [queries, keys],
+                    };
+                    let words = mask_plot::write(&setup, tile, path)?;
+                    writeln!(out, "{:<18} {words}: {}", "mask", path.display())?;
+                }
                 if self.backend.emulates() {
                     modelled::write(out, &self.problem, &setup, backend, &options)?;
                 }
@@ -134,6 +159,22 @@ impl ExplainArgs {
             Err(other) => Err(other.into()),
         }
     }
+}
+
+/// Queries and keys of the kernel's tile; 64 each of one that does not say them.
+fn tile_of<P: Problem>(plan: &Plan<P>) -> [u32; 2] {
+    let detail = |name: &str| plan.details().iter().find(|(known, _)| *known == name).map(|(_, value)| value);
+    let numbers = |text: &str| -> Vec<u32> {
+        text.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
+    };
+    // GPUs say `128 x 64, ..`, the CPU each side by its name.
+    let tile = detail("tile").map(|text| numbers(text)).unwrap_or_default();
+    let sides =
+        ["block_m", "block_n"].map(|name| detail(name).and_then(|text| numbers(text).first().copied()));
+    [0, 1].map(|side: usize| {
+        let said = sides[side].or_else(|| tile.get(side).copied());
+        said.filter(|&size| size > 0).unwrap_or(64)
+    })
 }
 
 /// Facts for a model of the time; `None` for a slow kernel, whose time does not follow the device's peaks.

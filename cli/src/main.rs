@@ -18,6 +18,7 @@ mod files;
 mod fuzz;
 mod job;
 mod mask_file;
+mod mask_plot;
 mod memory;
 mod modelled;
 mod npy;

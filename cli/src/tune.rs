@@ -224,14 +224,17 @@ fn compile(
 ) -> Result<Verdict, Failure> {
     let changes: Vec<_> =
         fields.iter().flat_map(|(field, values)| values.iter().map(move |v| (field, v))).collect();
-    let planned = changes.par_iter().map(|(field, value)| {
-        let options = with_tile(options, &changed(own, field, value));
+    let plan = |tile: &TileOptions| {
+        let options = with_tile(options, tile);
         match problem {
             AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
         }
-    });
+    };
+    // A problem that the kernel refuses, as masks beside functions, is refused by name and not counted.
+    plan(own)?;
+    let planned = changes.par_iter().map(|(field, value)| plan(&changed(own, field, value)));
     let (mut compiled, mut refused) = (0, 0);
     for planned in planned.collect::<Vec<_>>() {
         match planned {

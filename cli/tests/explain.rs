@@ -28,3 +28,43 @@ fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
     // Each score has an exponential, and each row a few more.
     assert!((16384.0..16384.0 * 1.2).contains(&results), "{special}");
 }
+
+#[test]
+fn a_mask_is_drawn_as_tiles() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("mask.svg");
+    let explain = |rest: &str| {
+        let _ = std::fs::remove_file(&picture);
+        fmha(&format!("explain --backend cpu -s 256 -d 8 --plot {} {rest}", picture.display()))
+    };
+    // Causal in tiles of 64: 4 cut on the diagonal, 6 below it.
+    let ran = explain("--plot-tile 64 --mask b");
+    assert_eq!(ran.status, 0, "{}", ran.err);
+    assert!(ran.out.contains("6 tiles whole, 4 cut, 6 skipped, of 64 x 64"), "{}", ran.out);
+    let text = std::fs::read_to_string(&picture).unwrap();
+    assert!(text.starts_with("<svg") && text.contains("whole 6") && text.contains("skipped 6"));
+    // Blocks that see themselves, as a function, and as intervals in a file.
+    let ran = explain("--plot-tile 64,32 --keep q//64==k//64");
+    assert!(ran.out.contains("8 tiles whole, 0 cut, 24 skipped, of 64 x 32"), "{}{}", ran.out, ran.err);
+    let ends: Vec<u8> = [0, 64]
+        .iter()
+        .flat_map(|first| (0..256i32).map(move |q| q / 64 * 64 + first))
+        .flat_map(i32::to_le_bytes)
+        .collect();
+    let mask = folder.path().join("mask.npy");
+    std::fs::write(&mask, crate::run::npy("<i4", &[2, 256], &ends)).unwrap();
+    let ran = explain(&format!("--plot-tile 64,32 --mask {}", mask.display()));
+    assert!(ran.out.contains("8 tiles whole, 0 cut, 24 skipped, of 64 x 32"), "{}{}", ran.out, ran.err);
+    // The kernel's own tile, and what is wrong by name.
+    assert!(explain("--mask b").out.contains("of 512 x 128"));
+    for (rest, said) in [
+        ("--plot-tile 0", "plot_tile 0 is not in 1..="),
+        ("-s_k 0", "none of 2 sequences has a query and a key"),
+        ("--json", "--json"),
+    ] {
+        let ran = explain(rest);
+        assert!(ran.status != 0 && ran.err.contains(said), "{rest}: {}", ran.err);
+    }
+    let ran = fmha("explain --backend cpu -s 64 --plot mask.png");
+    assert!(ran.status == 2 && ran.err.contains("`.png` is not .svg"), "{}", ran.err);
+}

@@ -82,7 +82,7 @@ fn a_score_and_a_mask_as_code_run_and_are_checked() {
 }
 
 /// A `.npy` file of this type, shape and bytes.
-fn npy(descr: &str, shape: &[usize], bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn npy(descr: &str, shape: &[usize], bytes: &[u8]) -> Vec<u8> {
     let extents: String = shape.iter().map(|extent| format!("{extent},")).collect();
     let dict = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({extents}), }}");
     let length = (10 + dict.len() + 1).next_multiple_of(64) - 10;

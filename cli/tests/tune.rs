@@ -48,3 +48,27 @@ fn backward_tiles_are_compiled_without_a_device_to_measure_them_on() {
         assert_eq!((ran.status, ran.err.as_str(), ran.out.trim()), (0, "", wanted), "{options}");
     }
 }
+
+#[test]
+fn masks_as_data_are_tuned_and_refused_by_name_beside_functions() {
+    let folder = tempfile::tempdir().unwrap();
+    let mask = folder.path().join("mask.npy");
+    let ends: Vec<u8> =
+        [0, 64].iter().flat_map(|end| [end; 128]).flat_map(|end: &i32| end.to_le_bytes()).collect();
+    std::fs::write(&mask, crate::run::npy("<i4", &[2, 128], &ends)).unwrap();
+    let tune = |rest: &str| {
+        let mask = mask.display();
+        fmha(&format!(
+            "tune --backend cuda --emulate sm_80 -b 1 --heads 1 -s 128 -d 64 --compile --knob stages --mask {mask} {rest}"
+        ))
+    };
+    let ran = tune("");
+    if ran.err.contains("NVRTC") || ran.err.contains("`cargo build` makes it") {
+        println!("absent: {}", ran.err.trim());
+        return;
+    }
+    assert!(ran.status == 0 && ran.out.contains("tiles compiled"), "{}{}", ran.out, ran.err);
+    assert!(!ran.out.starts_with("0 tiles"), "{}", ran.out);
+    let ran = tune("--keep k<=q");
+    assert!(ran.status == 2 && ran.err.contains("intervals"), "{}{}", ran.out, ran.err);
+}

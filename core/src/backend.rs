@@ -117,6 +117,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of small outputs ([`SmallOutputs`](crate::SmallOutputs)), and refuses by a kernel's name what
+    /// it does not write. A backend that does not is given no problem with any.
+    fn takes_outputs(&self) -> bool {
+        false
+    }
+
     /// Chooses a backward kernel.
     ///
     /// # Errors
@@ -384,6 +390,19 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
 pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     let Some(fwd) = problem.forward().filter(|_| !backend.takes_lists()) else { return Ok(()) };
     let refused = |kernel| fwd.refuse_lists(kernel).err();
+    let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
+    if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
+}
+
+/// Refuses a problem with small outputs for each kernel of a backend that knows of none.
+///
+/// # Errors
+/// [`Error::Unsupported`] with a refusal a kernel.
+pub fn refuse_outputs<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
+    if backend.takes_outputs() {
+        return Ok(());
+    }
+    let refused = |kernel| problem.outputs().refuse(kernel).err();
     let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }

@@ -16,6 +16,7 @@ use crate::layout::{Shape, Strides};
 use crate::masks::Masks;
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
+use crate::problem::SmallOutputs;
 use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
@@ -145,6 +146,12 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         None
     }
 
+    /// The small outputs of a forward problem.
+    #[doc(hidden)]
+    fn outputs(&self) -> SmallOutputs {
+        SmallOutputs::default()
+    }
+
     /// The functions that a call's kernels are compiled with; `None` without one.
     #[doc(hidden)]
     fn code_source(&self) -> Option<CodeSource<'_>> {
@@ -251,6 +258,10 @@ impl Problem for ValidFwd {
 
     fn code(&self) -> Option<&Code> {
         Some(&self.code)
+    }
+
+    fn outputs(&self) -> SmallOutputs {
+        self.outputs
     }
 
     fn masks(&self) -> Option<&Masks> {

@@ -149,7 +149,8 @@ pub use plan::{
 };
 pub use problem::{
     CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, KeyLists,
-    Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, TensorStrides, ValidFwd,
+    Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs, TensorStrides,
+    ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

@@ -18,6 +18,7 @@
 mod again;
 pub(crate) mod cache;
 mod rows;
+mod small;
 #[cfg(test)]
 mod tests;
 mod tiles;
@@ -174,7 +175,7 @@ impl Forward<'_> {
                 shared.attend(s, scratch, tasks[task]);
             }
         });
-        Ok(())
+        self.small_outputs(s, &shared, threads)
     }
 }
 
@@ -263,6 +264,9 @@ impl Shared<'_> {
         let dims = self.problem.dims;
         let dim_v = (dims.head_dim_v as usize).next_multiple_of(S::PANEL);
         let keys = block_n.next_multiple_of(if in_tiles::<S>(self.problem) { TILE } else { S::TILE_ROWS });
+        // Small outputs are computed over panels, whatever O was.
+        let panels = if self.problem.outputs.is_empty() { 0 } else { block_n.next_multiple_of(S::TILE_ROWS) };
+        let keys = keys.max(panels);
         let tiled = |len: usize| Floats::scratch(if in_tiles::<S>(self.problem) { len } else { 0 });
         let extra = if self.problem.drops() || self.score.has_bias() { keys * S::PANEL } else { 0 };
         Ok(Scratch {

@@ -9,7 +9,7 @@ use fmha::ProblemError;
 use crate::Result;
 use crate::host::{self, Pointed};
 use crate::structs::{
-    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 // Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
@@ -79,6 +79,9 @@ pub(crate) unsafe fn call_of_rows(
         bias,
         lse,
         keep_mask,
+        row_max,
+        head_max,
+        key_sum,
         cu_seqlens_q,
         cu_seqlens_k,
         seqused_q,
@@ -99,6 +102,7 @@ pub(crate) unsafe fn call_of_rows(
         part: _,
         code: _,
         lists: _,
+        masks,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -151,9 +155,16 @@ pub(crate) unsafe fn call_of_rows(
     if !no_rows && given.gradients.is_null() {
         presence!(planned, lse);
     }
+    if !no_rows {
+        presence!(planned, row_max);
+    }
     if !no_scores {
         presence!(planned, keep_mask);
         presence("bias.data", bias.data, planned.bias.data)?;
+    }
+    presence!(planned, head_max);
+    if *batch != 0 && *seqlen_k != 0 {
+        presence!(planned, key_sum);
     }
     // A plan with pages needs the table, unless the table has no entries.
     if *page_size == 0 {
@@ -185,6 +196,11 @@ pub(crate) unsafe fn call_of_rows(
     // SAFETY: the caller keeps the contract of this function.
     let lists = unsafe { given.lists.as_ref() };
     both("lists", lists, pointed.lists.as_ref(), |planned, given| self::lists(planned, given, no_rows))?;
+    let no_blocks = host::has_no_blocks(given);
+    // SAFETY: the caller keeps the contract of this function.
+    both("masks", unsafe { masks.as_ref() }, pointed.masks.as_ref(), |planned, given| {
+        self::masks(planned, given, no_blocks)
+    })?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
     })
@@ -285,6 +301,34 @@ fn cache(planned: &FmhaCache, given: &FmhaCache, no_rows: bool, no_sequences: bo
         presence!(planned, tree_mask);
     }
     lattice!(planned, k_new, v_new);
+    Ok(())
+}
+
+fn masks(planned: &FmhaMasks, given: &FmhaMasks, no_blocks: bool) -> Result<()> {
+    let FmhaMasks {
+        struct_bytes,
+        intervals,
+        mask_bits,
+        kv_num_blocks,
+        kv_indices,
+        full_kv_num_blocks,
+        full_kv_indices,
+        endpoints,
+        intervals_heads,
+        mask_bits_heads,
+        lists_heads,
+        block_q,
+        block_k,
+        max_blocks,
+        full_max_blocks,
+    } = given;
+    number!(planned, struct_bytes, endpoints, intervals_heads, mask_bits_heads, lists_heads);
+    number!(planned, block_q, block_k, max_blocks, full_max_blocks);
+    if !no_blocks {
+        presence("kv_num_blocks.data", kv_num_blocks.data, planned.kv_num_blocks.data)?;
+        presence("full_kv_num_blocks.data", full_kv_num_blocks.data, planned.full_kv_num_blocks.data)?;
+    }
+    lattice!(planned, intervals, mask_bits, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices);
     Ok(())
 }
 

@@ -10,8 +10,8 @@ use std::ptr::null;
 use crate::host::{self, Choice, Pointed};
 use crate::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaLists, FmhaOptions,
-    FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -133,6 +133,7 @@ fn calls() -> Vec<FmhaCall> {
         with!(base, alibi_slopes = there(), sink = there()),
         with!(base, alibi_slopes = there(), alibi_per_batch = 1),
         with!(base, lse = there(), keep_mask = there()),
+        with!(base, row_max = there(), head_max = there(), key_sum = there()),
         with!(
             base,
             dtype_qk = FMHA_E4M3FN,
@@ -238,6 +239,23 @@ fn codes(captured: &[FmhaCaptured]) -> Vec<FmhaCode> {
     ]
 }
 
+// SAFETY: as above.
+const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
+
+fn masks() -> Vec<FmhaMasks> {
+    let base = with!(NO_MASKS, struct_bytes = size_of::<FmhaMasks>() as u64);
+    let of = |stride, n| {
+        let at = tensor(stride);
+        let lists = with!(base, kv_num_blocks = at, kv_indices = at, max_blocks = n);
+        let full = with!(lists, full_kv_num_blocks = at, full_kv_indices = at, full_max_blocks = n);
+        let all = with!(full, intervals = at, mask_bits = at, endpoints = n, intervals_heads = n);
+        with!(all, mask_bits_heads = n, lists_heads = n, block_q = n, block_k = n)
+    };
+    let shared = of(0, 2);
+    let one_list = with!(of(1, 1), kv_num_blocks = tensor(0), full_kv_indices = tensor(0));
+    vec![base, shared, of(3, 4), with!(one_list, kv_indices = tensor(2), full_kv_num_blocks = tensor(2))]
+}
+
 fn gradients_of_captured() -> [(&'static CStr, [FmhaCaptured; 1]); 2] {
     let [slopes, ..] = captured();
     let slopes = with!(slopes, grad = there(), dtype_grad = FMHA_F32);
@@ -276,6 +294,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     calls().iter().for_each(&mut forward);
     let captured = captured();
     codes(&captured).iter().for_each(|code| forward(&with!(plain(), code = code)));
+    masks().iter().for_each(|masks| forward(&with!(plain(), masks = masks)));
     caches().iter().for_each(|cache| forward(&with!(plain(), cache = cache)));
     lists().iter().for_each(|lists| forward(&with!(plain(), lists = lists)));
     parts().iter().for_each(|part| forward(&with!(plain(), part = part)));
@@ -299,8 +318,8 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
     // Entries of a list lie side by side, as the contract has it.
     seen.0.retain(|path, _| path != "forward.lists..strides.dim");
-    // Masks as data are not C's yet.
-    seen.0.retain(|path, _| !path.starts_with("forward.masks."));
+    // Counts have no axis behind that of the blocks.
+    seen.0.retain(|path, _| !path.ends_with(".counts.dim"));
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
     assert!(seen.0.len() > 60, "{:#?}", seen.0.keys());

@@ -10,10 +10,11 @@ use fmha::{
 
 use crate::Result;
 use crate::code::PointedCode;
+use crate::masks;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
     FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
-    FmhaCombine, FmhaGradients, FmhaLists, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// Host memory that a call points to.
@@ -28,6 +29,7 @@ pub(crate) struct Pointed {
     pub(crate) part: Option<FmhaPart>,
     pub(crate) code: Option<PointedCode>,
     pub(crate) lists: Option<FmhaLists>,
+    pub(crate) masks: Option<FmhaMasks>,
 }
 
 impl Pointed {
@@ -58,11 +60,16 @@ impl Pointed {
         // SAFETY: the caller promised each of them.
         let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
         // SAFETY: the caller promised each of them.
+        let masks = unsafe { call.masks.as_ref() }.copied();
+        if let Some(masks) = &masks {
+            struct_bytes::<FmhaMasks>(masks.struct_bytes)?;
+        }
+        // SAFETY: the caller promised each of them.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: the caller promised each of them.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, lists })
+        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, lists, masks })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -123,10 +130,17 @@ impl Pointed {
             .scale_o(!call.scale_o.is_null())
             .write_lse(!call.lse.is_null())
             .write_keep_mask(!call.keep_mask.is_null())
+            .row_max(!call.row_max.is_null())
+            .head_max(!call.head_max.is_null())
+            .key_sum(!call.key_sum.is_null())
             .part(self.part.as_ref().map_or(Ok(Part::default()), part)?);
         let problem = match &self.code {
             None => problem,
             Some(code) => code.forward(problem, self.gradients.is_some())?,
+        };
+        let problem = match &self.masks {
+            None => problem,
+            Some(masks) => masks::read(masks, problem, has_no_blocks(call))?,
         };
         let problem = match &self.cache {
             None => problem,
@@ -143,6 +157,14 @@ impl Pointed {
 
     /// The backward problem of a call with `gradients`.
     pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
+        for (field, given) in
+            [("row_max", call.row_max), ("head_max", call.head_max), ("key_sum", call.key_sum)]
+        {
+            if !given.is_null() {
+                let text = format!("{field} is given beside gradients, but forward alone writes it");
+                return Err(ProblemError::new(field, text).into());
+            }
+        }
         let fwd = self.forward(call)?;
         if call.lse.is_null() && !has_no_rows(call) {
             return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
@@ -523,6 +545,11 @@ fn has_no_sequences_but_begins(call: &FmhaCall, cache: Option<&FmhaCache>) -> bo
 /// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
 pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
     if call.cu_seqlens_q.is_null() { call.batch == 0 || call.seqlen_q == 0 } else { call.total_q == 0 }
+}
+
+/// Whether lists of blocks have no rows: null is their address then.
+pub(crate) fn has_no_blocks(call: &FmhaCall) -> bool {
+    call.batch == 0 || call.seqlen_q == 0
 }
 
 /// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.

@@ -11,6 +11,7 @@ mod code;
 #[cfg(test)]
 mod contract;
 mod host;
+mod masks;
 mod plan;
 mod ranks;
 mod structs;

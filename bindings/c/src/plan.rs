@@ -185,6 +185,11 @@ impl FmhaPlan {
                 args.score.captured = captured.tensors();
                 args.score.numbers = captured.numbers();
                 // SAFETY: the caller keeps the contract of `run`.
+                let lists = unsafe { call.lists.as_ref() };
+                let totals = host::totals(call, None, lists)?;
+                // SAFETY: the caller keeps the contract of `run`.
+                args.masks = unsafe { memory.masks(plan.problem().fwd(), call, totals)? };
+                // SAFETY: the caller keeps the contract of `run`.
                 args.dcaptured = unsafe { memory.dcaptured(plan.problem(), call) };
                 // SAFETY: the caller keeps the contract of `run`.
                 unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
@@ -220,11 +225,20 @@ impl FmhaPlan {
                 problem.keep_mask_bytes(),
                 ElemType::Bytes,
             );
+            let outputs = problem.outputs;
+            for (to, wanted, at, elems) in [
+                (&mut args.row_max, outputs.row_max, call.row_max, extents.lse_elems),
+                (&mut args.head_max, outputs.head_max, call.head_max, problem.dims.num_heads_q.into()),
+                (&mut args.key_sum, outputs.key_sum, call.key_sum, problem.key_sum_elems()),
+            ] {
+                *to = memory.write_if(wanted, at.cast(), elems * 4, DType::F32);
+            }
             args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
             args.seq = memory.seq(problem, call, cache, totals);
             args.score = memory.score(problem, call)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
+            args.masks = memory.masks(problem, call, totals)?;
             args.workspace = self.workspace(memory, call)?;
         }
         // SAFETY: the caller keeps the contract of `run_forward`.
@@ -588,7 +602,7 @@ impl Memory {
 
 /// Bytes that a tensor spans, or a refusal of a missing tensor.
 #[inline]
-fn bytes(
+pub(crate) fn bytes(
     name: &'static str,
     tensor: &FmhaTensor,
     strides: Strides,

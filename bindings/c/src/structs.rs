@@ -180,8 +180,8 @@ pub struct FmhaLists {
 /// Most axes of a captured tensor.
 pub const FMHA_MAX_RANK: usize = 5;
 
-/// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is said where
-/// the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+/// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is
+/// said where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCaptured {
@@ -225,6 +225,50 @@ pub struct FmhaCode {
     pub captured: *const FmhaCaptured,
     /// How many.
     pub num_captured: i64,
+}
+
+/// Masks as data: which keys a query sees besides those that FmhaCall.mask and a mask as code hide. Tensors
+/// are i32, bits u32, in the memory of the plan's backend. A batch_stride of 0 is one mask for all sequences;
+/// packed intervals and bits have no batch axis. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaMasks {
+    /// sizeof(FmhaMasks).
+    pub struct_bytes: u64,
+    /// Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
+    /// seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
+    /// min(max(F(m), E(m - 1)), seqlen_k) a query sees key j iff E(2p) <= j < E(2p + 1) for some p.
+    pub intervals: FmhaTensor,
+    /// Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
+    /// 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
+    pub mask_bits: FmhaTensor,
+    /// Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
+    /// seqlen_stride is from block to block. data null: no such list.
+    pub kv_num_blocks: FmhaTensor,
+    /// Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
+    /// from index to index. Those past the count are not read.
+    pub kv_indices: FmhaTensor,
+    /// Counts of the list whose blocks are seen as a whole, within lengths and FmhaCall.mask; data null: no
+    /// such list.
+    pub full_kv_num_blocks: FmhaTensor,
+    /// Indices of that list, [.., full_max_blocks].
+    pub full_kv_indices: FmhaTensor,
+    /// Endpoints of a query, an even number; 0: no intervals.
+    pub endpoints: i64,
+    /// Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
+    pub intervals_heads: i64,
+    /// Heads of the bits, likewise; 0: no bits.
+    pub mask_bits_heads: i64,
+    /// Heads of the lists: 1 or num_heads_q; 0: no lists.
+    pub lists_heads: i64,
+    /// Queries of a block; 0 where there are no lists.
+    pub block_q: i64,
+    /// Keys of a block; 0 where there are no lists.
+    pub block_k: i64,
+    /// Indices that a row of kv_indices has room for.
+    pub max_blocks: i64,
+    /// Indices that a row of full_kv_indices has room for.
+    pub full_max_blocks: i64,
 }
 
 /// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
@@ -277,6 +321,14 @@ pub struct FmhaCall {
     pub lse: *mut f32,
     /// The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
     pub keep_mask: *mut u8,
+    /// Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
+    /// that are seen, without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
+    pub row_max: *mut f32,
+    /// The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
+    pub head_max: *mut f32,
+    /// Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k],
+    /// 0 for a key beyond its sequence: written; null: not wanted.
+    pub key_sum: *mut f32,
     /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
     pub cu_seqlens_q: *const i32,
     /// i32 [batch + 1], for K and V as cu_seqlens_q for Q.
@@ -318,6 +370,8 @@ pub struct FmhaCall {
     pub code: *const FmhaCode,
     /// Host memory: null: every query sees the keys of its sequence that the mask shows.
     pub lists: *const FmhaLists,
+    /// Host memory: null: no mask as data.
+    pub masks: *const FmhaMasks,
     /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
     /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
     /// is done. May change from run to run.

@@ -11,8 +11,8 @@ use proptest::prelude::*;
 use crate::host::Choice;
 use crate::{
     FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode,
-    FmhaCombine, FmhaGradients, FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan,
-    fmha_run, guard,
+    FmhaCombine, FmhaGradients, FmhaMasks, FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error,
+    fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -62,6 +62,9 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         bias: NONE,
         lse: null_mut(),
         keep_mask: null_mut(),
+        row_max: null_mut(),
+        head_max: null_mut(),
+        key_sum: null_mut(),
         cu_seqlens_q: cu,
         cu_seqlens_k: cu,
         seqused_q: null(),
@@ -82,6 +85,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         part: null(),
         code: null(),
         lists: null(),
+        masks: null(),
         workspace: null_mut(),
         workspace_bytes: 0,
         dropout_seed: 0,
@@ -265,6 +269,160 @@ fn what_is_wrong_with_code_is_named() {
     assert!(
         plan(&call).map(|_| ()).unwrap_err().to_string().contains("struct_bytes 8 is not sizeof(FmhaCode)")
     );
+}
+
+// SAFETY: numbers and pointers, of which all bits may be 0.
+const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
+
+/// Numbers of a mask, with strides as rows of `[head, seq, dim]` have them.
+fn mask_tensor<T>(data: &[T], [head, seq, dim]: [i64; 3]) -> FmhaTensor {
+    let data = data.as_ptr() as *mut c_void;
+    FmhaTensor { data, batch_stride: 0, seqlen_stride: seq, head_stride: head, dim_stride: dim }
+}
+
+#[test]
+fn each_mask_as_data_that_spells_causal_is_causal() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut built_in, mut masked) = (vec![0; q.len()], vec![0; q.len()]);
+    run_on_cpu(&call(&q, &k, &v, &mut built_in, 1, &[]));
+    let base = FmhaMasks { struct_bytes: size_of::<FmhaMasks>() as u64, ..NO_MASKS };
+    let rows = ROWS as i64;
+    let ends: Vec<i32> = [vec![0; ROWS], (1..=ROWS as i32).collect()].concat();
+    let intervals = FmhaMasks {
+        intervals: mask_tensor(&ends, [2 * rows, 1, rows]),
+        endpoints: 2,
+        intervals_heads: 1,
+        ..base
+    };
+    let words: Vec<u32> = (0..ROWS).map(|row| (2 << row) - 1).collect();
+    let bits = FmhaMasks { mask_bits: mask_tensor(&words, [rows, 1, 1]), mask_bits_heads: 1, ..base };
+    // Blocks of one query and one key: each is seen as a whole.
+    let (counts, blocks): (Vec<i32>, Vec<i32>) =
+        ((1..=ROWS as i32).collect(), (0..ROWS).flat_map(|_| 0..ROWS as i32).collect());
+    let lists = FmhaMasks {
+        full_kv_num_blocks: mask_tensor(&counts, [rows, 1, 1]),
+        full_kv_indices: mask_tensor(&blocks, [rows * rows, rows, 1]),
+        lists_heads: 1,
+        block_q: 1,
+        block_k: 1,
+        full_max_blocks: rows,
+        ..base
+    };
+    for masks in [intervals, bits, lists] {
+        let mut masks_call = call(&q, &k, &v, &mut masked, 1, &[]);
+        (masks_call.mask, masks_call.masks) = (null(), &raw const masks);
+        run_on_cpu(&masks_call);
+        assert_eq!(masked, built_in);
+        masked.fill(0);
+    }
+}
+
+#[test]
+fn small_outputs_are_of_the_scores_that_a_query_sees() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let mut o = vec![0; q.len()];
+    let mut lse = [0f32; HEADS * ROWS];
+    let (mut row_max, mut head_max, mut key_sum) =
+        ([9f32; HEADS * ROWS], [9f32; HEADS], [9f32; HEADS * ROWS]);
+    let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+    call.lse = lse.as_mut_ptr();
+    call.row_max = row_max.as_mut_ptr();
+    call.head_max = head_max.as_mut_ptr();
+    call.key_sum = key_sum.as_mut_ptr();
+    run_on_cpu(&call);
+    for (head, &greatest) in head_max.iter().enumerate() {
+        let rows = head * ROWS..(head + 1) * ROWS;
+        // Causal: the first query sees one key, whose score is its LSE.
+        assert!((row_max[rows.start] - lse[rows.start]).abs() < 1e-5);
+        assert_eq!(row_max[rows.clone()].iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)), greatest);
+        assert!((key_sum[rows].iter().sum::<f32>() - ROWS as f32).abs() < 1e-4);
+    }
+    let gradients = gradients_of(&q);
+    call.gradients = &raw const gradients;
+    let refused = plan(&call).map(|_| ()).unwrap_err().to_string();
+    assert!(refused.contains("row_max is given beside gradients"), "{refused}");
+}
+
+fn gradients_of(x: &[u16]) -> FmhaGradients {
+    let of = tensor(x);
+    FmhaGradients {
+        struct_bytes: size_of::<FmhaGradients>() as u64,
+        dout: of,
+        dq: of,
+        dk: of,
+        dv: of,
+        dbias: NONE,
+        dlse: null(),
+        dsink: null_mut(),
+        dtype_grad: FMHA_F16,
+        dtype_dbias: 0,
+    }
+}
+
+#[test]
+fn what_is_wrong_with_masks_as_data_is_named() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let mut o = vec![0; q.len()];
+    let words = [0i32; 64];
+    let base = FmhaMasks { struct_bytes: size_of::<FmhaMasks>() as u64, ..NO_MASKS };
+    let at = mask_tensor(&words, [10, 1, 5]);
+    let intervals = FmhaMasks { intervals: at, endpoints: 2, intervals_heads: 1, ..base };
+    let bits = FmhaMasks { mask_bits: mask_tensor(&words, [5, 1, 1]), mask_bits_heads: 1, ..base };
+    let lists = FmhaMasks {
+        kv_num_blocks: mask_tensor(&words, [5, 1, 1]),
+        kv_indices: mask_tensor(&words, [5, 1, 1]),
+        lists_heads: 1,
+        block_q: 2,
+        block_k: 2,
+        max_blocks: 1,
+        ..base
+    };
+    let backwards = FmhaTensor { seqlen_stride: -1, ..at };
+    let cases = [
+        (FmhaMasks { struct_bytes: 8, ..base }, "struct_bytes 8 is not sizeof(FmhaMasks)"),
+        (FmhaMasks { endpoints: 3, ..intervals }, "intervals has 3 endpoints a row"),
+        (FmhaMasks { endpoints: -1, ..intervals }, "endpoints -1 is not in 0..2^32"),
+        (FmhaMasks { endpoints: 0, ..intervals }, "intervals.data is given, but goes with endpoints"),
+        (FmhaMasks { intervals: NONE, endpoints: 0, ..intervals }, "intervals_heads 1 goes with endpoints"),
+        (FmhaMasks { intervals_heads: 3, ..intervals }, "intervals has 3 heads"),
+        (FmhaMasks { intervals: backwards, ..intervals }, "intervals.seq stride -1 is negative"),
+        (FmhaMasks { mask_bits_heads: 0, ..bits }, "mask_bits.data is given, but goes with mask_bits_heads"),
+        (FmhaMasks { mask_bits_heads: 3, ..bits }, "mask_bits has 3 heads"),
+        (FmhaMasks { lists_heads: 3, ..lists }, "block_lists has 3 heads"),
+        (FmhaMasks { lists_heads: 0, ..lists }, "kv_num_blocks.data is given, but goes with lists_heads"),
+        (FmhaMasks { block_q: 0, ..lists }, "block_lists.block_q 0 is not in 1..="),
+        (FmhaMasks { block_k: -1, ..lists }, "block_k -1 is not in 0..2^32"),
+        (FmhaMasks { block_q: 4, ..base }, "block_q 4 goes with lists_heads"),
+        (FmhaMasks { full_max_blocks: 4, ..lists }, "full_max_blocks 4 goes with full_kv_num_blocks.data"),
+        (FmhaMasks { kv_num_blocks: NONE, ..lists }, "kv_indices.data is given, but goes with kv_num_blocks"),
+        (
+            FmhaMasks { kv_num_blocks: NONE, kv_indices: NONE, max_blocks: 0, ..lists },
+            "block_lists has 0 lists",
+        ),
+    ];
+    for (masks, error) in cases {
+        let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+        call.masks = &raw const masks;
+        let refused = plan(&call).map(|_| ()).unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused}, not {error}");
+    }
+    // Tensors come with each run.
+    for (masks, error) in [
+        (
+            FmhaMasks { intervals: FmhaTensor { data: null_mut(), ..at }, ..intervals },
+            "intervals.data is null",
+        ),
+        (
+            FmhaMasks { kv_indices: FmhaTensor { data: null_mut(), ..lists.kv_indices }, ..lists },
+            "kv_indices.data is null, but",
+        ),
+    ] {
+        let mut call = call(&q, &k, &v, &mut o, 1, &[]);
+        call.masks = &raw const masks;
+        // SAFETY: as in `plan`.
+        let refused = unsafe { plan(&call).unwrap().run(&call).unwrap_err().to_string() };
+        assert!(refused.contains(error), "{refused}, not {error}");
+    }
 }
 
 #[test]

@@ -61,6 +61,9 @@ static const Field CALL[] = {
     TENSOR(FmhaCall, bias),
     FIELD(FmhaCall, lse, POINTER),
     FIELD(FmhaCall, keep_mask, POINTER),
+    FIELD(FmhaCall, row_max, POINTER),
+    FIELD(FmhaCall, head_max, POINTER),
+    FIELD(FmhaCall, key_sum, POINTER),
     FIELD(FmhaCall, cu_seqlens_q, POINTER),
     FIELD(FmhaCall, cu_seqlens_k, POINTER),
     FIELD(FmhaCall, seqused_q, POINTER),
@@ -81,6 +84,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, part, STRUCT),
     FIELD(FmhaCall, code, STRUCT),
     FIELD(FmhaCall, lists, STRUCT),
+    FIELD(FmhaCall, masks, STRUCT),
     FIELD(FmhaCall, workspace, FREE),
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
@@ -160,6 +164,23 @@ static const Field LISTS[] = {
     FIELD(FmhaLists, addresses, INT32),
     FIELD(FmhaLists, block, INT32),
     FIELD(FmhaLists, lse_without_sink, INT32),
+};
+static const Field MASKS[] = {
+    FIELD(FmhaMasks, struct_bytes, UINT64),
+    TENSOR(FmhaMasks, intervals),
+    TENSOR(FmhaMasks, mask_bits),
+    TENSOR(FmhaMasks, kv_num_blocks),
+    TENSOR(FmhaMasks, kv_indices),
+    TENSOR(FmhaMasks, full_kv_num_blocks),
+    TENSOR(FmhaMasks, full_kv_indices),
+    FIELD(FmhaMasks, endpoints, INT64),
+    FIELD(FmhaMasks, intervals_heads, INT64),
+    FIELD(FmhaMasks, mask_bits_heads, INT64),
+    FIELD(FmhaMasks, lists_heads, INT64),
+    FIELD(FmhaMasks, block_q, INT64),
+    FIELD(FmhaMasks, block_k, INT64),
+    FIELD(FmhaMasks, max_blocks, INT64),
+    FIELD(FmhaMasks, full_max_blocks, INT64),
 };
 
 // One axis is read; the numbers and what belongs to further axes may be anything.
@@ -368,6 +389,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   no_code.struct_bytes = sizeof no_code;
   FmhaLists no_lists = {0};
   no_lists.struct_bytes = sizeof no_lists;
+  FmhaMasks no_masks = {0};
+  no_masks.struct_bytes = sizeof no_masks;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -388,6 +411,7 @@ static void forward_and_backward(const FmhaOptions *options) {
           else if (CALL[i].at == offsetof(FmhaCall, part)) bad.part = &no_part;
           else if (CALL[i].at == offsetof(FmhaCall, code)) bad.code = &no_code;
           else if (CALL[i].at == offsetof(FmhaCall, lists)) bad.lists = &no_lists;
+          else if (CALL[i].at == offsetof(FmhaCall, masks)) bad.masks = &no_masks;
           else bad.gradients = kind ? NULL : &gradients;
           break;
       }
@@ -666,6 +690,65 @@ static void code_of_a_call(const FmhaOptions *options) {
   fmha_drop(plan);
 }
 
+// Masks as data that spell causal, forward and backward, then each field changed.
+static void masks_of_a_call(const FmhaOptions *options) {
+  static float whole[Q_ELEMS];
+  static int32_t ends[2][ROWS], counts[ROWS], indices[ROWS][ROWS];
+  static uint32_t words[ROWS];
+  FmhaCall call = good();
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "causal does not run");
+  memcpy(whole, o, sizeof whole);
+  fmha_drop(plan);
+  plan = NULL;
+  for (int row = 0; row < ROWS; ++row) {
+    ends[1][row] = counts[row] = row + 1;
+    words[row] = (2u << row) - 1;
+    for (int i = 0; i < ROWS; ++i) indices[row][i] = i;
+  }
+  FmhaMasks masks = {0};
+  masks.struct_bytes = sizeof masks;
+  masks.endpoints = 2;
+  masks.intervals_heads = masks.mask_bits_heads = masks.lists_heads = 1;
+  masks.block_q = masks.block_k = 1;
+  masks.max_blocks = ROWS;
+  FmhaTensor by_rows = {ends, 0, 1, 2 * ROWS, ROWS}, of_words = {words, 0, 1, ROWS, 1};
+  FmhaTensor of_counts = {counts, 0, 1, ROWS, 1}, of_indices = {indices, 0, ROWS, ROWS * ROWS, 1};
+  masks.intervals = by_rows;
+  masks.mask_bits = of_words;
+  masks.kv_num_blocks = of_counts;
+  masks.kv_indices = of_indices;
+  FmhaGradients gradients = good_gradients();
+  call.mask = NULL;
+  call.masks = &masks;
+  clear();
+  CHECK(fmha_plan(&call, options, &plan) == 0, "masks are not planned");
+  if (!plan) return;
+  CHECK(fmha_run(plan, &call) == 0, "masks do not run");
+  for (int i = 0; i < Q_ELEMS; ++i) {
+    float away = o[i] - whole[i];
+    CHECK(away < 1e-6f && away > -1e-6f, "element %d of causal as data is away by %f", i, away);
+  }
+  char said[64];
+  for (size_t i = 0; i < sizeof MASKS / sizeof *MASKS; ++i) {
+    FmhaMasks bad = masks;
+    clear();
+    if (!spoil(&bad, &MASKS[i], said)) continue;
+    FmhaCall bad_call = call;
+    bad_call.masks = &bad;
+    refused(fmha_run(plan, &bad_call), MASKS[i].name, said);
+  }
+  fmha_drop(plan);
+  plan = NULL;
+  call.gradients = &gradients;
+  CHECK(fmha_plan(&call, options, &plan) == 0, "masks are not planned backward");
+  if (!plan) return;
+  clear();
+  CHECK(fmha_run(plan, &call) == 0, "masks do not run backward");
+  CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
+  fmha_drop(plan);
+}
+
 // Memory of a backend: what goes in comes out, and more than there is does not.
 static void buffers(const FmhaOptions *options) {
   FmhaBuffer *buffer = NULL;
@@ -823,6 +906,7 @@ int main(void) {
   covers("FmhaPart", PART, sizeof PART / sizeof *PART, sizeof(FmhaPart));
   covers("FmhaLists", LISTS, sizeof LISTS / sizeof *LISTS, sizeof(FmhaLists));
   covers("FmhaCode", CODE, sizeof CODE / sizeof *CODE, sizeof(FmhaCode));
+  covers("FmhaMasks", MASKS, sizeof MASKS / sizeof *MASKS, sizeof(FmhaMasks));
   covers("FmhaCaptured", CAPTURED, sizeof CAPTURED / sizeof *CAPTURED, sizeof(FmhaCaptured));
   covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
   plans(&options);
@@ -831,6 +915,7 @@ int main(void) {
   parts_of_a_whole(&options);
   code_of_a_call(&options);
   lists_of_a_call(&options);
+  masks_of_a_call(&options);
   combine(&options);
   buffers(&options);
   printf("%d wrong structs tried, %d failures\n", tried, failures);

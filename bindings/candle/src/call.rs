@@ -8,9 +8,10 @@ use candle_core::{
 use fmha::expr::{Number, Stored as FunctionType};
 use fmha::{
     Bias, BlockTable, BwdArgs, BwdProblem, CapturedTensor, DevSlice, Dims, DropoutSeed, FwdArgs, FwdProblem,
-    KvLayout, MaskAlign, MaskShape, MaskSpec, PlanOptions, QLayout, ScoreArgs, SeqArgs, Totals,
+    KvLayout, MaskAlign, MaskArgs, MaskShape, MaskSpec, PlanOptions, QLayout, ScoreArgs, SeqArgs, Totals,
 };
 
+use crate::masks;
 use crate::memory::{Input, Output, Place, Stored, extent};
 use crate::{Options, Sequences};
 
@@ -110,6 +111,7 @@ impl Attend {
             }
             *tensor = tensor.contiguous()?;
         }
+        masks::contiguous(&mut options.masks)?;
         Ok(Self { options, packed, lse: Arc::default() })
     }
 
@@ -218,6 +220,7 @@ impl Attend {
             }
         };
         let problem = FwdProblem::new(q_layout, kv_layout, dtype, dims);
+        let problem = masks::of(&self.options.masks, problem, q.dims()[0])?;
         Ok(self
             .coded(problem)?
             .seqused_k(paged)
@@ -311,6 +314,7 @@ impl Attend {
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice()?);
             args.lse = Some(lse.slice()?);
             (args.seq, args.score) = inputs.args(totals, self);
+            args.masks = inputs.masks();
             let bytes = workspace.bytes();
             let mut scratch = workspace.write()?;
             args.workspace = if bytes == 0 { None } else { Some(scratch.slice()?) };
@@ -358,6 +362,7 @@ impl Attend {
             )
             .seq(seq)
             .score(score)
+            .masks(tables.masks())
             .workspace(if bytes == 0 { None } else { Some(scratch.slice()?) });
             plan.run(&mut args, &place.stream()).map_err(named)?;
         }
@@ -430,6 +435,9 @@ impl<'a> Held<'a> {
         for (_, tensor) in &op.options.captured {
             hold("captured", tensor);
         }
+        for (field, tensor) in masks::tensors(&op.options.masks) {
+            hold(field, tensor);
+        }
         Ok(Self { guards })
     }
 
@@ -472,6 +480,19 @@ impl<'a> Tables<'a> {
         (score.captured, score.numbers) = (&self.captured, &self.numbers);
         score.dropout = op.options.seed.map(|seed| DropoutSeed { seed, offset: 0 });
         (seq, score)
+    }
+}
+
+impl<'a> Tables<'a> {
+    fn masks(&self) -> MaskArgs<'a> {
+        let slice = |field: &str| self.find(field).map(Input::slice);
+        MaskArgs::default()
+            .intervals(slice("intervals"))
+            .bits(slice("mask_bits").map(|words| words.typed(fmha::ElemType::U32)))
+            .kv_num_blocks(slice("kv_num_blocks"))
+            .kv_indices(slice("kv_indices"))
+            .full_kv_num_blocks(slice("full_kv_num_blocks"))
+            .full_kv_indices(slice("full_kv_indices"))
     }
 }
 

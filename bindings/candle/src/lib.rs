@@ -36,6 +36,7 @@
 //! Every function refuses what it cannot do before anything is launched, with the field's name and the number.
 
 mod call;
+mod masks;
 mod memory;
 
 use candle_core::{Result, Tensor, bail};
@@ -52,8 +53,8 @@ pub struct Options {
     pub softmax_scale: Option<f32>,
     /// Keys before the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn.
     pub window_size_left: Option<usize>,
-    /// Keys beyond the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in candle-flash-attn; 0
-    /// with no bound to the left is the causal mask.
+    /// Keys beyond the diagonal that a query sees; `None`, and more than `seqlen_k`, = all, as in
+    /// candle-flash-attn; 0 with no bound to the left is the causal mask.
     pub window_size_right: Option<usize>,
     /// `softcap * tanh(S / softcap)`, before the bias; `None` or 0 = none.
     pub softcap: Option<f32>,
@@ -74,6 +75,8 @@ pub struct Options {
     pub captured: Vec<(String, Tensor)>,
     /// The numbers that both read by name.
     pub numbers: Vec<(String, Number)>,
+    /// Masks as data, besides window and function.
+    pub masks: Masks,
     /// Gradients with the same bits on every run.
     pub deterministic: bool,
     /// The bits of a sequence do not depend on the batch around it.
@@ -98,12 +101,41 @@ impl Default for Options {
             mask_code: None,
             captured: vec![],
             numbers: vec![],
+            masks: Masks::default(),
             deterministic: false,
             batch_invariant: false,
             row_invariant: false,
             allow_fallback: true,
         }
     }
+}
+
+/// Masks as data: a key has to be seen by each that is there, on the device of Q. Another mask compiles nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Masks {
+    /// Endpoints, i32 `[batch or 1, heads, 2 n, seqlen_q]`, packed `[heads, 2 n, total_q]`: query i sees the
+    /// keys from endpoint 2 p up to endpoint 2 p + 1, without that one. Heads are 1, those of K or those of
+    /// Q.
+    pub intervals: Option<Tensor>,
+    /// Words, u32 or i32 `[batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)]`, packed `[heads, total_q, words]`: bit
+    /// `j % 32` of word `j / 32` is 1 where key j is seen.
+    pub bits: Option<Tensor>,
+    /// Blocks of keys for each block of queries.
+    pub block_lists: Option<BlockLists>,
+}
+
+/// Counts, i32 or u32 `[batch or 1, heads, ceil(seqlen_q / block_q)]`, and as many indices of blocks of keys,
+/// `[.., room]`. Heads are 1 or those of Q.
+#[derive(Clone, Debug)]
+pub struct BlockLists {
+    /// Queries of a block.
+    pub block_q: usize,
+    /// Keys of a block.
+    pub block_k: usize,
+    /// Counts and indices of the blocks in which other masks decide.
+    pub partial: Option<[Tensor; 2]>,
+    /// Counts and indices of the blocks that are seen as a whole.
+    pub full: Option<[Tensor; 2]>,
 }
 
 macro_rules! setters {
@@ -149,6 +181,27 @@ impl Options {
     #[must_use]
     pub fn number(mut self, name: impl Into<String>, number: Number) -> Self {
         self.numbers.push((name.into(), number));
+        self
+    }
+
+    /// Ranges of keys for each query.
+    #[must_use]
+    pub fn intervals(mut self, endpoints: &Tensor) -> Self {
+        self.masks.intervals = Some(endpoints.clone());
+        self
+    }
+
+    /// Blocks of keys for each block of queries.
+    #[must_use]
+    pub fn block_lists(mut self, lists: BlockLists) -> Self {
+        self.masks.block_lists = Some(lists);
+        self
+    }
+
+    /// A bit for each query and key.
+    #[must_use]
+    pub fn mask_bits(mut self, words: &Tensor) -> Self {
+        self.masks.bits = Some(words.clone());
         self
     }
 

@@ -6,7 +6,7 @@
 mod plain;
 
 use candle_core::{DType, Device, Tensor, Var};
-use fmha_candle::{Options, Sequences};
+use fmha_candle::{BlockLists, Options, Sequences};
 use plain::{Plain, close, device, difference, f64s, random};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -70,6 +70,50 @@ fn flash_attn_of_equal_lengths_and_its_gradients() {
         let plain = if causal { Plain::causal(dims[0][3]) } else { Plain::new(dims[0][3]) };
         let o = fmha_candle::flash_attn(q, k, v, plain.scale as f32, causal).unwrap();
         case.check(&o, &case.plain(&plain).0, F32, GRADIENT);
+    }
+}
+
+#[test]
+fn each_mask_as_data_that_spells_causal_is_causal_with_its_gradients() {
+    let (rows, dims) = (9u32, [2, 9, 4, 24]);
+    let case = Case::new(5, [&dims, &dims, &dims], DType::F32);
+    let [q, k, v] = &case.f32s;
+    let plain = Plain::causal(dims[3]);
+    let (exact, _) = case.plain(&plain);
+    let tensor = |numbers: Vec<i32>, shape: &[usize]| Tensor::from_vec(numbers, shape, &device()).unwrap();
+    let ends = (0..2).flat_map(|end| (0..9).map(move |row| end * (row + 1))).collect();
+    let ends = tensor(ends, &[1, 1, 2, 9]);
+    let words = Tensor::from_vec((0..rows).map(|row| (2u32 << row) - 1).collect(), (1, 1, 9, 1), &device());
+    let counts = tensor((1..=9).collect(), &[1, 1, 9]);
+    let indices = tensor((0..9).flat_map(|_| 0..9).collect(), &[1, 1, 9, 9]);
+    let lists =
+        BlockLists { block_q: 1, block_k: 1, partial: None, full: Some([counts.clone(), indices.clone()]) };
+    let masks = [
+        Options::default().intervals(&ends),
+        Options::default().mask_bits(&words.unwrap()),
+        Options::default().block_lists(lists.clone()),
+    ];
+    for options in masks {
+        let (o, _) = fmha_candle::attention(q, k, v, &options.softmax_scale(plain.scale as f32)).unwrap();
+        case.check(&o, &exact, F32, GRADIENT);
+    }
+    let refused = |options: Options| fmha_candle::attention(q, k, v, &options).unwrap_err().to_string();
+    for (options, said) in [
+        (Options::default().intervals(&ends.narrow(3, 0, 8).unwrap()), "intervals has 8 queries, where 9"),
+        (Options::default().intervals(&ends.narrow(2, 0, 1).unwrap()), "intervals has 1 endpoints a row"),
+        (Options::default().intervals(&ends.to_dtype(DType::F32).unwrap()), "intervals is f32"),
+        (Options::default().mask_bits(&ends), "mask_bits has 2 queries"),
+        (
+            Options::default().block_lists(BlockLists { block_q: 0, ..lists.clone() }),
+            "block_lists.block_q 0 is not in 1..=",
+        ),
+        (
+            Options::default().block_lists(BlockLists { full: None, ..lists.clone() }),
+            "block_lists has 0 lists",
+        ),
+    ] {
+        let error = refused(options);
+        assert!(error.contains(said), "{error}, not {said}");
     }
 }
 

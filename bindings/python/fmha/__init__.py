@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Dict, Literal, Mapping, Optional, Tuple, 
 from . import _arguments, _code, _native
 from ._arguments import row_invariant
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
+from ._mask_data import BlockLists, Intervals, MaskBits, split as _split
 from ._native import FmhaError
 from ._numbers import flag as _flag, integer as _integer
 
@@ -29,8 +30,11 @@ __all__ = [
     "CAUSAL",
     "CAUSAL_TOP_LEFT",
     "NONE",
+    "BlockLists",
     "FmhaError",
+    "Intervals",
     "Mask",
+    "MaskBits",
     "add_parts",
     "attention",
     "attention_out",
@@ -67,6 +71,12 @@ def _found(tensor: Any) -> Any:
     return door
 
 
+def _bound(options: Any, *outputs: Any) -> Tuple[Tuple[Any, Any], Any]:
+    """The tensors and numbers of a call, and its masks as data and small outputs."""
+    band, masks = _split(options.get("mask"), outputs or (None, None, None))
+    return _arguments.bind(**(options if masks is None else {**options, "mask": band})), masks
+
+
 @overload
 def attention(
     q: _Given,
@@ -80,6 +90,9 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> _Given: ...
 @overload
@@ -95,6 +108,9 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Tuple[_Given, _Given]: ...
 @overload
@@ -110,6 +126,9 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Union[_Given, Tuple[_Given, _Given]]: ...
 @_arguments.documented
@@ -125,6 +144,9 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Any:
     """Attention of ``q`` over ``k`` and ``v``.
@@ -135,7 +157,9 @@ def attention(
             ``[num_pages, page_size, num_heads_kv, head_dim_qk]``. ``num_heads_q`` is a multiple of ``num_heads_kv``.
         v: as ``k``, of ``head_dim_v``.
         mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, each with
-            ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`.
+            ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`;
+            or data on Q's device, which compiles nothing: :class:`Intervals`, :class:`MaskBits`, :class:`BlockLists`;
+            or a list of these, at most one of each kind: a key has to be seen by all.
         causal: ``True`` is ``mask="causal"``.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.
@@ -171,6 +195,11 @@ def attention(
         mask_code: which pairs are seen, besides what ``mask`` hides: a text, or a function ``(b, h, q, k)``. Both see
             the
             query head, and rows and keys by their place in their sequence, from 0: no diagonal is added.
+        row_max: written, f32, contiguous, of LSE's shape: each row's greatest score, as the softmax has it, of the keys that
+            it sees, without the sink; -inf for a row that sees none.
+        head_max: written, f32 ``[num_heads_q]``: the greatest of a head's; Muon's QK-clip reads it.
+        key_sum: written, f32 ``[batch, num_heads_q, seqlen_k]``: each key's probability before dropout, summed over the
+            queries; H2O and SnapKV keep the keys that have most. None of the three has a gradient.
         captured: what texts read by name: tensors, whose gradients come where they are floats and torch's, and numbers.
             A function finds its own.
         indices: i32 ``[batch, seqlen_q, num_heads_kv, topk]``, packed ``[total_q, num_heads_kv, topk]``: the keys that
@@ -191,19 +220,20 @@ def attention(
     """
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
-    bound = _arguments.bind(**options)
-    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
+    bound, masks = _bound(options, row_max, head_max, key_sum)
+    beside = dict(score_code=score_code, mask_code=mask_code, captured=captured, row_max=row_max, head_max=head_max)
+    lists = _lists_of(door, q, (indices, topk_length, index_block), dict(beside, key_sum=key_sum), masks)
     if lists is not None:
         o, lse = lists.attention(q, k, v, *bound)
-    elif score_code is None and mask_code is None and captured is None:
+    elif score_code is None and mask_code is None and captured is None and masks is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
     else:
-        code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+        code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
         o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
 
 
-def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], functions: Tuple[Any, ...]) -> Any:
+def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], beside: Mapping[str, Any], masks: Any) -> Any:
     """The lists of keys of a call, ``None`` where it has none."""
     indices, topk_length, index_block = given
     block = _integer("index_block", index_block)
@@ -212,9 +242,11 @@ def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], functions: Tuple[A
             name = "index_block" if topk_length is None else "topk_length"
             raise ValueError(f"{name} is given, but indices are None")
         return None
-    for name, function in zip(("score_code", "mask_code", "captured"), functions):
-        if function is not None:
-            raise NotImplementedError(f"{name} is given beside indices: lists are not scored by functions here")
+    for name, other in beside.items():
+        if other is not None:
+            raise NotImplementedError(f"{name} is given beside indices: lists take no functions and no small outputs here")
+    if masks is not None:
+        raise NotImplementedError("mask: masks as data are given beside indices, which say themselves what a token sees")
     if door.__name__ != "fmha._torch":
         raise NotImplementedError(f"indices beside {type(q).__name__}: lists of keys are taken of torch's tensors")
     from . import _lists
@@ -232,6 +264,9 @@ def attention_out(
     lse: Optional[Tensor] = None,
     keep_mask: Optional[Tensor] = None,
     scale_o: Optional[Tensor] = None,
+    row_max: Optional[Tensor] = None,
+    head_max: Optional[Tensor] = None,
+    key_sum: Optional[Tensor] = None,
     **options: Unpack[Options],
 ) -> Any:
     """As :func:`attention`, into the caller's tensors, for engines with memory of their own; no gradients.
@@ -241,6 +276,7 @@ def attention_out(
         lse: written: f32, contiguous, shaped as :func:`attention` gives it.
         keep_mask: written: u8 ``[batch, num_heads_q, seqlen_q, seqlen_k]``, 1 where dropout keeps an element.
         scale_o: f32, one number: an FP8 O is multiplied by it before it is rounded.
+        row_max, head_max, key_sum: written, as :func:`attention` has them.
 
     Returns:
         ``o``.
@@ -248,7 +284,8 @@ def attention_out(
     wanted, has = options.get("dtype_o"), getattr(o, "dtype", None)
     if None not in (wanted, has) and _arguments.dtype_name(wanted) != _arguments.dtype_name(has):
         raise ValueError(f"dtype_o {_arguments.dtype_name(wanted)} is not o's {_arguments.dtype_name(has)}")
-    _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask)
+    small = (row_max, head_max, key_sum)
+    _door(q).attention_out(q, k, v, *_arguments.bind(**options), scale_o, o, lse, keep_mask, small)
     return o
 
 
@@ -434,10 +471,12 @@ def explain(
     from ._explain import explain as plan
 
     door = _door(q)
-    code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None))
+    bound, masks = _bound(options)
+    code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
     wanted = _flag("backward", backward), _flag("return_lse", return_lse)
-    lists = _lists_of(door, q, (indices, topk_length, index_block), (score_code, mask_code, captured))
-    return plan(door, (q, k, v), *_arguments.bind(**options), *wanted, code, lists)
+    beside = dict(score_code=score_code, mask_code=mask_code, captured=captured)
+    lists = _lists_of(door, q, (indices, topk_length, index_block), beside, masks)
+    return plan(door, (q, k, v), *bound, *wanted, code, lists)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:

@@ -8,7 +8,8 @@ import inspect
 from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Tuple, TypedDict, TypeVar, Union
 
 from . import _native
-from ._mask import CAUSAL, MaskLike, mask as _mask
+from ._mask import CAUSAL, mask as _mask
+from ._mask_data import AnyMask
 from ._numbers import flag, integer, real, scale, shown, word
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Unmasked(TypedDict, total=False):
 class Options(Unmasked, total=False):
     """What :func:`fmha.attention` takes besides Q, K and V; its docstring says what each means."""
 
-    mask: MaskLike
+    mask: AnyMask
 
 
 #: The tensors of :class:`Options`, in the order in which operators take them.
@@ -162,7 +163,7 @@ def unknown(function: str, wrong: Iterable[str], ours: Iterable[str]) -> TypeErr
     return TypeError(said if here is None else f"{said}; here it is {here}")
 
 
-def by_causal(causal: Any, mask: MaskLike) -> Any:
+def by_causal(causal: Any, mask: AnyMask) -> Any:
     """The mask of a call that says ``causal``."""
     if not flag("causal", causal):
         return _mask(mask)
@@ -172,7 +173,7 @@ def by_causal(causal: Any, mask: MaskLike) -> Any:
 
 
 def bind(
-    mask: MaskLike = None,
+    mask: AnyMask = None,
     softmax_scale: Optional[float] = None,
     softcap: Optional[float] = None,
     bias: Any = None,

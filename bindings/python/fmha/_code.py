@@ -6,8 +6,12 @@ import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import _native
+from ._mask_data import OUTPUTS, TENSORS as MASK_TENSORS, Masks
 from ._numbers import shown
 from ._trace import Code, Tracer
+
+#: No function of either sort: what masks as data and small outputs are put into.
+NOTHING = Code("", "", (), (), ())
 
 #: What a call takes: a text, a function of torch's signature, or what another door of this package has bound.
 Function = Union[str, Callable[..., Any], Code]
@@ -23,17 +27,18 @@ def bind(
     captured: Optional[Mapping[str, Any]],
     names: Tuple[str, str] = ("score_code", "mask_code"),
     device: Any = None,
+    masks: Optional[Masks] = None,
 ) -> Optional[Code]:
-    """The code of a call; ``None`` where it has none. ``door`` knows its library's tensors, ``names`` are those of the
-    arguments, and ``device`` is Q's."""
+    """The code of a call, and its masks as data; ``None`` where it has neither. ``door`` knows its library's tensors,
+    ``names`` are those of the arguments, and ``device`` is Q's."""
     if isinstance(score, Code):
-        # The function was bound by another door of this package.
-        return score
+        # Another door of this package has bound it.
+        return score if masks is None else score._replace(masks=masks)
     given = {} if captured is None else _mapping(captured)
     if score is None and mask is None:
         if given:
             raise ValueError(f"captured: {next(iter(given))} is given, but neither {names[0]} nor {names[1]} is")
-        return None
+        return None if masks is None else NOTHING._replace(masks=masks)
     tracer = Tracer(door.stored, door.captured, given, door.WRAPS, door.is_compiling())
     tracer.device = device
     texts: List[str] = []
@@ -57,7 +62,8 @@ def bind(
     for name in given:
         if name not in declared:
             raise ValueError(f"captured: {name} is given, but no function reads it")
-    return _ordered(door, texts, declared, values)
+    code = _ordered(door, texts, declared, values)
+    return code if masks is None else code._replace(masks=masks)
 
 
 def _mapping(captured: Any) -> Dict[str, Any]:
@@ -97,10 +103,15 @@ def _number(name: str, kind: str, value: Any) -> float:
 
 
 def put(door: Any, request: _native.Request, code: Code, gradients: int = 0) -> List[Any]:
-    """Puts code into a request, and returns what has to outlive it. Bits of ``gradients`` say of which tensors a
+    """Puts code and masks as data into a request, and returns what has to outlive it. Bits of ``gradients`` say of which tensors a
     gradient is described, whose memory is nowhere."""
+    given = (*zip(MASK_TENSORS, code.masks.tensors), *zip(OUTPUTS, code.masks.outputs))
+    alive = [door.put(request, name, x) for name, x in given]
+    request.numbers.block_q, request.numbers.block_k = code.masks.block_q, code.masks.block_k
+    if not code.is_text():
+        return alive
     request.put_code(code.score, code.mask, code.names, code.numbers, len(code.tensors))
-    return [
+    return alive + [
         door.put_captured(request, at, code.names[at], tensor, 256 if gradients >> at & 1 else 0)
         for at, tensor in enumerate(code.tensors)
     ]

@@ -9,6 +9,7 @@ from typing import Any, List, Optional, Tuple
 import numpy
 
 from . import _arguments, _code, _native
+from ._mask_data import OUTPUTS
 from ._trace import Code
 
 
@@ -177,6 +178,8 @@ def attention(
     if query.ndim not in (3, 4) or not value.ndim:
         raise ValueError(f"q has {query.ndim} axes and v {value.ndim}, not 4 each or, packed, 3")
     o, sums = _outputs(query, value.shape[-1], numbers)
+    for name, x in zip(OUTPUTS, () if code is None else code.masks.outputs):
+        writable(name, x)
     arrays = [("q", query), ("k", k), ("v", value), ("o", o), ("lse", sums), *zip(_arguments.TENSORS, tensors)]
     _run(numbers, arrays, code)
     return o, sums
@@ -192,8 +195,10 @@ def attention_out(
     o: Any,
     lse: Any,
     keep_mask: Any,
+    small: Tuple[Any, ...] = (None, None, None),
 ) -> None:
-    outputs = [(name, writable(name, value)) for name, value in (("o", o), ("lse", lse), ("keep_mask", keep_mask))]
+    given = (("o", o), ("lse", lse), ("keep_mask", keep_mask), *zip(OUTPUTS, small))
+    outputs = [(name, writable(name, value)) for name, value in given]
     _run(numbers, [("q", q), ("k", k), ("v", v), ("scale_o", scale_o), *outputs, *zip(_arguments.TENSORS, tensors)])
 
 

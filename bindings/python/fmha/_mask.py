@@ -71,7 +71,7 @@ def _parse(text: str) -> Mask:
     return mask(Mask(kinds[kind], *numbers))
 
 
-def mask(given: MaskLike) -> Mask:
+def mask(given: Any) -> Mask:
     """``None``, ``"causal"``, a text of the contract (``"b:512,0"``), or a :class:`Mask`."""
     if given is None or given is False:
         return NONE
@@ -83,9 +83,14 @@ def mask(given: MaskLike) -> Mask:
         return _parse(given)
     if isinstance(given, tuple) and len(given) == 4:
         return Mask(*(integer(f"mask: {name}", number) for name, number in zip(Mask._fields, given)))
+    if type(given).__name__ in ("Intervals", "MaskBits", "BlockLists", "list"):
+        raise NotImplementedError(
+            f"mask: {type(given).__name__} is a mask as data, which fmha.attention, fmha.explain and "
+            "fmha.jax.attention take, and no other function"
+        )
     raise TypeError(
-        f"mask: {shown(given)} is neither None, a text nor a Mask; a tensor that says which keys are seen comes in as "
-        "bias, with -inf where a key is hidden"
+        f"mask: {shown(given)} is neither None, a text nor a Mask; a tensor of bools that says which keys are seen comes "
+        "in as fmha.MaskBits.of(tensor)"
     )
 
 

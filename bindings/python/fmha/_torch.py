@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 
 from . import _code, _native
 from ._arguments import NO_TENSORS, TENSORS, with_seed
+from ._mask_data import OUTPUTS, TENSORS as MASK_TENSORS, Masks
+from ._numbers import shown
 from ._trace import Code
 from ._traced_torch import Dispatching as Dispatching, prepared as captured, stored as stored
 
@@ -20,6 +22,7 @@ _native.check(_native.library.fmha_py_register_torch())
 
 forward = torch.ops.fmha.forward.default
 forward_out = torch.ops.fmha.forward_out.default
+forward_out_small = torch.ops.fmha.forward_out_small.default
 backward = torch.ops.fmha.backward.default
 kvcache_op = torch.ops.fmha.kvcache.default
 combine_op = torch.ops.fmha.combine.default
@@ -79,7 +82,8 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
     names = [argument.name for argument in operator._schema.arguments]
     required = [argument.name for argument in operator._schema.arguments if str(argument.type) == "Tensor"]
     num_tensors = sum(name in _native.SLOTS for name in names)
-    num_numbers = sum(name in _native.NUMBERS for name in names)
+    of_call = names[: names.index("score_code")] if "score_code" in names else names
+    num_numbers = sum(name in _native.NUMBERS for name in of_call)
 
     def fake(*arguments: Any) -> Any:
         # A seed that is a tensor follows, of which nothing is known.
@@ -104,10 +108,12 @@ def _fake(operator: Any, results: Callable[..., Any]) -> None:
 
 def _code_of(arguments: Sequence[Any]) -> Tuple[Code, int]:
     """The code among an operator's arguments, and the bits of the gradients that are wanted."""
-    score, mask, names, tensors, numbers, *rest = arguments
+    score, mask, names, tensors, numbers, block_q, block_k, *rest = arguments
     named = tuple(name for name in names.split(",") if name)
     wanted = rest[0] if rest and isinstance(rest[0], int) else 0
-    return Code(score, mask, named, tuple(tensors), tuple(numbers)), wanted
+    # Tensors of masks are among the operator's own.
+    masks = Masks(block_q=block_q, block_k=block_k)
+    return Code(score, mask, named, tuple(tensors), tuple(numbers), masks), wanted
 
 
 def _is_known(given: Dict[str, torch.Tensor], numbers: Tuple[Any, ...]) -> bool:
@@ -183,6 +189,7 @@ def _nothing(*_tensors, numbers):
 
 _fake(forward, _forward)
 _fake(forward_out, _nothing)
+_fake(forward_out_small, _nothing)
 _fake(backward, _backward)
 _fake(kvcache_op, _kvcache)
 _fake(combine_op, _combine)
@@ -441,14 +448,15 @@ class _Attention(torch.autograd.Function):
 
 
 class _Coded(torch.autograd.Function):
-    """With a score or a mask as code, whose captured tensors come last and have gradients too."""
+    """With a score or a mask as code, whose captured tensors come last and have gradients too, or masks as data."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn, texts, *captured):
-        rest = (*lengths, None, None, None, None, *numbers, *texts[:3], captured, texts[3], drawn)
+    def forward(ctx, q, k, v, bias, sink, alibi_slopes, lengths, numbers, drawn, texts, masks, outputs, *captured):
+        pages = (None, None, None, None)
+        rest = (*lengths, *pages, *masks, *outputs, *numbers, *texts[:3], captured, *texts[3:], drawn)
         o, lse = forward_code(q, k, v, bias, alibi_slopes, sink, *rest)
-        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths, *captured)
-        ctx.numbers, ctx.texts, ctx.num_lengths = numbers, texts, len(lengths)
+        ctx.save_for_backward(q, k, v, o, lse, bias, sink, alibi_slopes, drawn, *lengths, *masks, *captured)
+        ctx.numbers, ctx.texts, ctx.num_lengths = numbers, texts, len(lengths) + len(masks)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -467,7 +475,7 @@ class _Coded(torch.autograd.Function):
             bias = _of_its_own(bias)
         if sink is not None and wants[4]:
             numbers[_AT_OPTIONS] |= _WANTS_DSINK
-        wanted = sum(1 << at for at, moves in enumerate(wants[10:]) if moves)
+        wanted = sum(1 << at for at, moves in enumerate(wants[12:]) if moves)
         with torch.no_grad():
             *made, of_captured = backward_code(
                 _dense_dout(dout, o),
@@ -484,17 +492,17 @@ class _Coded(torch.autograd.Function):
                 *numbers,
                 *ctx.texts[:3],
                 captured,
-                ctx.texts[3],
+                *ctx.texts[3:],
                 wanted,
                 drawn,
             )
         left = iter(of_captured)
         made = [gradient if moves else None for gradient, moves in zip(made, wants)]
-        made += [next(left) if moves else None for moves in wants[10:]]
+        made += [next(left) if moves else None for moves in wants[12:]]
         names = {f"captured {name}": x for name, x in zip(ctx.texts[2].split(","), captured)}
         sources = {**names, "q": q, "k": k, "v": v, "bias": bias, "sink": sink, "dout": dout, "dlse": dlse}
         made = once(made, **sources)
-        return (*made[:5], *(None,) * 5, *made[5:])
+        return (*made[:5], *(None,) * 7, *made[5:])
 
 
 class _Transformed(torch.autograd.Function):
@@ -580,16 +588,35 @@ def attention(
     return forward(q, k, v, *tensors, *numbers, drawn)
 
 
+def _check_outputs(outputs: Tuple[Any, ...]) -> None:
+    """Raises for a small output that is no tensor, or one that autograd would take a gradient of."""
+    for name, x in zip(OUTPUTS, outputs):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {shown(x)} is no tensor of torch's")
+        if x.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but is written, and has none")
+    _refuse_views(**dict(zip(OUTPUTS, outputs)))
+
+
 def _with_code(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...], code: Code
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     if _is_transformed():
-        raise NotImplementedError("score_code, mask_code: torch.func's transforms have no rule for code")
+        what = "score_code, mask_code: torch.func's transforms have no rule for code"
+        raise NotImplementedError(what if code.is_text() else "mask: torch.func's transforms have no rule for data")
     numbers, drawn = _seeded(q, numbers)
-    texts = (code.score, code.mask, ",".join(code.names), list(code.numbers))
+    masks = code.masks
+    for name, x in zip(MASK_TENSORS, masks.tensors):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(f"mask: {name}: {shown(x)} is no tensor of torch's")
+    _check_outputs(masks.outputs)
+    texts = (code.score, code.mask, ",".join(code.names), list(code.numbers), masks.block_q, masks.block_k)
 
     def run() -> Tuple[torch.Tensor, torch.Tensor]:
-        return forward_code(q, k, v, *tensors, *numbers, *texts[:3], list(code.tensors), texts[3], drawn)
+        rest = (*texts[:3], list(code.tensors), *texts[3:], drawn)
+        return forward_code(q, k, v, *tensors, *masks.tensors, *masks.outputs, *numbers, *rest)
 
     if not _want_gradients(q, k, v, *tensors[:3], *tensors[8:], *code.tensors):
         return run()
@@ -602,7 +629,7 @@ def _with_code(
         return _without_gradients(o, of_rows, why, q, k, v, *tensors, *code.tensors)
     if _want_gradients(tensors[1]):
         _refuse_gradients(alibi_slopes=tensors[1])
-    rest = (tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn, texts)
+    rest = (tensors[0], tensors[2], tensors[1], tensors[3:7], numbers, drawn, texts, masks.tensors, masks.outputs)
     return _Coded.apply(q, k, v, *rest, *code.tensors)
 
 
@@ -839,10 +866,16 @@ def attention_out(
     o: torch.Tensor,
     lse: Optional[torch.Tensor],
     keep_mask: Optional[torch.Tensor],
+    small: Tuple[Any, ...] = (None, None, None),
 ) -> None:
     _refuse_views(o=o, lse=lse, keep_mask=keep_mask)
+    _check_outputs(small)
     numbers, drawn = _seeded(q, numbers)
-    forward_out(q, k, v, *tensors, scale_o, o, lse, keep_mask, *numbers, drawn)
+    given = (q, k, v, *tensors, scale_o, o, lse, keep_mask)
+    if all(x is None for x in small):
+        forward_out(*given, *numbers, drawn)
+    else:
+        forward_out_small(*given, *small, *numbers, drawn)
 
 
 _OF_A_CACHE = "k_cache is a cache, of which attention has no gradient"
@@ -905,6 +938,10 @@ def put_captured(
 
 class _Nowhere:
     """A door of captured tensors that may have no memory."""
+
+    @staticmethod
+    def put(request: _native.Request, name: str, tensor: Optional[torch.Tensor]) -> None:
+        assert tensor is None, name
 
     @staticmethod
     def put_captured(request: _native.Request, at: int, name: str, tensor: torch.Tensor, grad: int) -> None:

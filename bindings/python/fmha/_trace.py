@@ -13,6 +13,7 @@ import math
 import types
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
+from ._mask_data import Masks
 from ._numbers import shown
 
 #: Words that mean something in the language.
@@ -35,6 +36,12 @@ class Code(NamedTuple):
     names: Tuple[str, ...]
     tensors: Tuple[Any, ...]
     numbers: Tuple[float, ...]
+    #: Masks as data beside them.
+    masks: Masks = Masks()
+
+    def is_text(self) -> bool:
+        """Whether there is a score or a mask as text, and not masks as data alone."""
+        return bool(self.score or self.mask)
 
 
 class _Real(float):

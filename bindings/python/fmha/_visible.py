@@ -15,20 +15,28 @@ from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from ._mask import NONE, Mask, band
+from ._mask_data import Intervals, MaskBits
 
 
 class Pattern(NamedTuple):
     """A mask function that was recognised.
 
     A query at position p sees keys from ``p - left`` to ``p + right``, ``None`` being unbounded; with ``chunk`` those
-    of its own chunk of so many positions; with ``sequences``, ``[batch, seqlen]``, those whose number there is the
-    query's.
+    of its own chunk of so many positions, counted from ``left_padding``, ``[batch]``; with ``sequences``,
+    ``[batch, seqlen]``, those whose number there is the query's. With ``blocks``, ``[batch, positions]``, it sees keys
+    whose number there is its own and not below 0 besides those of band and chunk.
     """
 
     left: Optional[int] = None
     right: Optional[int] = None
     chunk: Optional[int] = None
     sequences: Optional[torch.Tensor] = None
+    left_padding: Optional[torch.Tensor] = None
+    blocks: Optional[torch.Tensor] = None
+
+    def is_band(self) -> bool:
+        """Whether a band alone says it."""
+        return self.chunk is None and self.sequences is None and self.blocks is None
 
 
 def _least(a: Optional[int], b: Optional[int]) -> Optional[int]:
@@ -57,7 +65,7 @@ def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
         return Pattern(left=held["sliding_window"], right=held["sliding_window"])
     held = _captured(function, masking_utils.chunked_overlay)
     if held is not None:
-        return Pattern(chunk=held["chunk_size"])
+        return Pattern(chunk=held["chunk_size"], left_padding=held["left_padding"])
     held = _captured(function, masking_utils.packed_sequence_mask_function)
     if held is not None:
         return Pattern(sequences=held["packed_sequence_mask"])
@@ -65,7 +73,10 @@ def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
     if held is not None:
         # Positions count up by 1 inside a sequence, so a band of positions is a band of rows there. A chunk is not.
         inner = recognise(held["mask_function"])
-        return None if inner is None or inner.chunk is not None or inner.sequences is not None else inner
+        return inner if inner is not None and inner.is_band() else None
+    held = _captured(function, getattr(masking_utils, "or_masks", None))
+    if held is not None:
+        return _united(held["mask_functions"])
     held = _captured(function, masking_utils.and_masks)
     if held is None:
         return None
@@ -78,13 +89,33 @@ def recognise(function: Callable[..., Any]) -> Optional[Pattern]:
             whole.sequences is not None and read.sequences is not None
         ):
             return None
+        if whole.blocks is not None or read.blocks is not None:
+            # Sequences part blocks too; a band or a chunk beside a union would cut the band of that union alone.
+            united, rest = (read, whole) if whole.blocks is None else (whole, read)
+            if rest._replace(sequences=None) != Pattern():
+                return None
+            whole = united._replace(sequences=rest.sequences if united.sequences is None else united.sequences)
+            continue
         whole = Pattern(
             _least(whole.left, read.left),
             _least(whole.right, read.right),
             whole.chunk if read.chunk is None else read.chunk,
             whole.sequences if read.sequences is None else read.sequences,
+            whole.left_padding if read.left_padding is None else read.left_padding,
         )
     return whole
+
+
+def _united(functions: Tuple[Callable[..., Any], ...]) -> Optional[Pattern]:
+    """The pattern of a mask function and of blocks that see themselves both ways, of which one shows a key."""
+    blocks = [_captured(one, getattr(masking_utils, "blockwise_overlay", None)) for one in functions]
+    if len(functions) != 2 or (blocks[0] is None) is (blocks[1] is None):
+        return None
+    at = 0 if blocks[0] is None else 1
+    inner, held = recognise(functions[at]), blocks[1 - at]
+    if inner is None or held is None or inner.sequences is not None or inner.blocks is not None:
+        return None
+    return inner._replace(blocks=held["block_sequence_ids"])
 
 
 class Dense(NamedTuple):
@@ -129,6 +160,8 @@ class Facts:
         self._spelt: Optional[torch.Tensor] = None
         self._way: Union[None, Dense, Packed] = None
         self._has_way = False
+        self._data: Optional[List[Any]] = None
+        self._has_data = False
 
     def spelt(self) -> torch.Tensor:
         """The mask as eager attention adds it. The same tensor each time: somebody may have written to it, so attention
@@ -148,14 +181,68 @@ class Facts:
     def band(self) -> Optional[Mask]:
         """The band inside of each sequence of a packed batch; ``None`` where more than a band hides keys, or its place
         is unknown."""
-        if self.padding is not None or self.pattern.chunk is not None or self._spelt is not None:
+        if self.padding is not None or self._spelt is not None:
+            return None
+        if self.pattern.chunk is not None or self.pattern.blocks is not None:
             return None
         band = _bottom_right(self.pattern)
         square = self.first_q == self.first_k and self.seqlen_q == self.seqlen_k
         return band if square or band == NONE else None
 
+    def data(self) -> Optional[List[Any]]:
+        """The mask as data where there is no way; ``None``: that neither says it."""
+        if self._spelt is not None:
+            return None
+        if not self._has_data:
+            self._data, self._has_data = self._make_data(), True
+        return self._data
+
+    def _make_data(self) -> Optional[List[Any]]:
+        left, right, chunk, sequences, left_padding, blocks = self.pattern
+        rows, keys = self.seqlen_q, self.seqlen_k
+        position = torch.arange(self.first_q, self.first_q + rows, device=self._device)
+        begin, end = torch.zeros_like(position)[None], torch.full_like(position, keys)[None]
+        if left is not None:
+            begin = (position - left - self.first_k).clamp(min=0)[None]
+        if right is not None:
+            end = (position + right + 1 - self.first_k).clamp(max=keys)[None]
+        if chunk is not None:
+            first = 0 if left_padding is None else left_padding.to(self._device).view(-1, 1)
+            own = torch.div(position - first, chunk, rounding_mode="floor") * chunk + first - self.first_k
+            own = own.view(-1, rows)
+            begin, end = torch.maximum(begin, own), torch.minimum(end, own + chunk)
+        pairs = [(begin, end)]
+        if blocks is not None:
+            if blocks.shape[-1] < max(self.first_q + rows, self.first_k + keys) or not _are_runs(blocks):
+                return None
+            starts, ends = _runs(blocks)
+            own = slice(self.first_q, self.first_q + rows)
+            is_in = blocks[:, own] >= 0
+            # Nothing is the range from 0 to 0.
+            pairs.append(tuple(torch.where(is_in, x[:, own] - self.first_k, 0) for x in (starts, ends)))
+        if sequences is not None:
+            if self.first_q != self.first_k or rows != keys or not _are_runs(sequences):
+                return None
+            starts, ends = _runs(sequences)
+            pairs = [(torch.maximum(begin, starts), torch.minimum(end, ends)) for begin, end in pairs]
+        pairs = [tuple(x.clamp(0, keys).expand(self.batch, -1) for x in pair) for pair in pairs]
+        if len(pairs) == 2:
+            # Endpoints ascend: of two ranges the one that begins first comes first.
+            (a, b), (c, d) = pairs
+            swap = c < a
+            pairs = [(torch.where(swap, c, a), torch.where(swap, d, b)), (torch.where(swap, a, c), torch.where(swap, b, d))]
+        endpoints = torch.stack([x for pair in pairs for x in pair], 1).to(torch.int32)
+        data: List[Any] = [Intervals(endpoints[:, None].contiguous())]
+        if self.padding is not None:
+            # Each query reads one row of bits.
+            words = MaskBits.of(self.padding[:, None, None]).words
+            data.append(MaskBits(words.expand(-1, -1, rows, -1)))
+        return data
+
     def _find(self) -> Union[None, Dense, Packed]:
-        left, right, chunk, sequences = self.pattern
+        left, right, chunk, sequences, _, blocks = self.pattern
+        if blocks is not None:
+            return None
         shift = self.first_q - self.first_k
         square = shift == 0 and self.seqlen_q == self.seqlen_k
         last = max(self.first_q + self.seqlen_q, self.first_k + self.seqlen_k)
@@ -185,7 +272,7 @@ class Facts:
 
     def _aligned(self, shift: int, seqlen_k: int, with_lengths: bool) -> Mask:
         """The band, from a diagonal that does not change from step to step where one serves."""
-        left, right, _, _ = self.pattern
+        left, right = self.pattern[:2]
         if left is None and right is None:
             return NONE
         bounds = (-1 if left is None else left, -1 if right is None else right)
@@ -198,7 +285,7 @@ class Facts:
     def _by_padding(
         self, padding: torch.Tensor, spans: List[Tuple[int, int, int]], shift: int, seqlen_k: int
     ) -> Optional[Packed]:
-        left, right, _, _ = self.pattern
+        left, right = self.pattern[:2]
         lengths_k = [used for _, _, used in spans]
         if left is None and right is None:
             rows_q, lengths_q = None, [self.seqlen_q] * self.batch
@@ -259,6 +346,30 @@ def _by_sequences(pattern: Pattern, sequences: torch.Tensor) -> Packed:
     return Packed(
         _bottom_right(pattern), None, None, offsets, offsets, longest, longest, sequences.shape[1]
     )
+
+
+def _begins(numbers: torch.Tensor) -> torch.Tensor:
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return begins
+
+
+def _runs(numbers: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Where the run of equal numbers of each place begins, and where it ends: ``[batch, places]`` each."""
+    places = numbers.shape[1]
+    at = torch.arange(places, device=numbers.device).expand_as(numbers)
+    begins = _begins(numbers)
+    starts = torch.where(begins, at, 0).cummax(1).values
+    last = torch.cat([begins[:, 1:], begins.new_ones(numbers.shape[0], 1)], 1)
+    ends = torch.where(last, at + 1, places).flip(1).cummin(1).values.flip(1)
+    return starts, ends
+
+
+def _are_runs(numbers: torch.Tensor) -> bool:
+    """Whether no number that is not below 0 comes again after another one: read by one wait for a device."""
+    ordered = numbers.sort(1).values
+    counts = [(_begins(x) & (x >= 0)).sum(1) for x in (numbers, ordered)]
+    return bool((counts[0] == counts[1]).all())
 
 
 class Visible(torch.Tensor):

@@ -3,8 +3,10 @@ values.
 
 Always ``(out, lse)``, lse ``None`` unless ``return_lse``. ``score_mod`` and ``mask_mod`` that are plain functions of
 Python are called once with traced values and have gradients, to floating ``aux_tensors`` too; beside a ``mask_mod``
-``causal`` and ``window_size`` say nothing, as there. ``qv`` is part of longer rows, as of FlashAttention 3. CuTe's
-programs, ``score_mod_bwd``, block sparsity and gathered keys are refused by name.
+``causal`` and ``window_size`` say nothing, as there. ``block_sparse_tensors`` are lists of blocks, of which
+``mask_mod`` is asked in those of ``mask_block_*`` alone; gradients follow them, so that ``block_sparse_tensors_bwd``, the
+same blocks by key, is not read. ``qv`` is part of longer rows, as of FlashAttention 3. CuTe's programs,
+``score_mod_bwd`` and gathered keys are refused by name.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from . import _code, _layouts, _torch, attention
 from ._mask import NONE, Mask, band, pair
+from ._mask_data import BlockLists
 from ._numbers import flag, integer as whole
 from ._serving import bound
 from .flash_attn import check_cache_lengths, integer, refuse_outputs, rows
@@ -52,6 +55,33 @@ def _functions(score_mod: Any, mask_mod: Any, aux_tensors: Any, softcap: float, 
 
     given = (None if score_mod is None else score, None if mask_mod is None else mask)
     return _code.bind(_torch, *given, None, ("score_mod", "mask_mod"), getattr(q, "device", None))
+
+
+#: Fields of packed sequences' lists. Others say in which order their kernels go through them.
+_PACKED = ("cu_total_m_blocks", "cu_block_idx_offsets")
+
+
+def _lists(tensors: Any, backward: Any) -> Optional[BlockLists]:
+    """Their block sparsity: a tuple with named fields, whose tensors broadcast over batch and heads."""
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    for name, given in (("block_sparse_tensors", tensors), ("block_sparse_tensors_bwd", backward)):
+        if given is None:
+            continue
+        if not all(hasattr(given, field) for field in names[:2]):
+            raise TypeError(f"{name}: {type(given).__name__} has no mask_block_cnt and mask_block_idx")
+        if tensors is None:
+            raise ValueError("block_sparse_tensors_bwd is given without block_sparse_tensors")
+        for field in _PACKED:
+            if getattr(given, field, None) is not None:
+                raise NotImplementedError(f"{name}: {field} is given, of which attention takes no lists")
+    if tensors is None:
+        return None
+    if getattr(tensors, "block_size", None) is None:
+        raise NotImplementedError("block_sparse_tensors: block_size is None, which is their kernel's tile: give numbers")
+    given = [getattr(tensors, name, None) for name in names]
+    batch, heads = (max((x.shape[axis] for x in given if x is not None), default=1) for axis in (0, 1))
+    spread = (None if x is None else x.expand(batch, heads, *x.shape[2:]) for x in given)
+    return BlockLists(*spread, block_size=tuple(tensors.block_size))
 
 
 def _window(window_size: Tuple[Optional[int], Optional[int]], causal: bool) -> Tuple[Optional[int], Optional[int]]:
@@ -111,9 +141,8 @@ def flash_attn_func(
         gather_kv_indices=gather_kv_indices,
         score_mod_bwd=score_mod_bwd,
         aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )
+    lists = _lists(block_sparse_tensors, block_sparse_tensors_bwd)
     if qv is not None:
         if q is None:
             raise NotImplementedError("q is None beside qv: scores of qv alone are those of a call with q=qv and k=v")
@@ -130,7 +159,7 @@ def flash_attn_func(
         q,
         k,
         v,
-        mask=mask,
+        mask=mask if lists is None else [mask, lists],
         softmax_scale=softmax_scale,
         softcap=softcap,
         sink=_sink(learnable_sink),

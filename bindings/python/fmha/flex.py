@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as _torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask, or_masks
 
 from . import _arguments, _code, _torch
+from ._mask_data import BlockLists, Masks, split
 from ._numbers import flag, shown
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
@@ -119,13 +120,13 @@ def flex_attention(
         score_mod: ``(score, b, h, q_idx, kv_idx)``: what the scaled score becomes. It is called once, with traced
             values: a Python ``if`` on one is refused, and so is by its name what the language has not.
         block_mask: of :func:`create_block_mask`, here or in torch. A mask with lists of its own means what torch's
-            kernels
-            make of it: a pair is seen if its block is in the full list, or in the other and ``mask_mod`` says yes.
+            kernels make of it, and another one compiles nothing: a pair is seen if its block is in the full list, or in the other and ``mask_mod`` says yes.
         scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(E)``.
         enable_gqa: whether ``key`` may have fewer heads than ``query``, whose count is a multiple.
         return_lse: whether the LSE comes too, f32 ``[B, Hq, L]``, natural logarithm, -inf for a row without keys.
         kernel_options: torch's; those that choose a kernel of torch's are refused by their names.
-        return_aux: torch's ``AuxRequest``: with ``lse`` the result is ``(out, AuxOutput)``.
+        return_aux: torch's ``AuxRequest``: the result is ``(out, AuxOutput)``, with the LSE where ``lse`` asks for it and,
+            where ``max_scores`` does, each row's greatest score, f32 ``[B, Hq, L]``, which has no gradient.
 
     Returns:
         ``[B, Hq, L, Ev]``; with ``return_lse`` that and the LSE. Differentiable by ``query``, ``key``, ``value``, and
@@ -144,14 +145,21 @@ def flex_attention(
     refuse_options(kernel_options)
     key, value = _batches(query, key, value, block_mask)
     _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
-    mask = mask_of(block_mask, query, key)
-    code = _code.bind(_torch, score_mod, mask, None, ("score_mod", "mask_mod"), query.device)
+    mask, lists = mask_of(block_mask, query, key, score_mod is not None)
+    code = _code.bind(_torch, score_mod, mask, None, ("score_mod", "mask_mod"), query.device, lists)
+    greatest = None
+    if aux is not None and getattr(aux, "max_scores", False):
+        greatest = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        masks = Masks() if code is None else code.masks
+        code = (code or _code.NOTHING)._replace(masks=masks._replace(outputs=(greatest, None, None)))
     bound = _arguments.bind(softmax_scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o, lse = _torch.attention(q, k, v, *bound, True, code)
     o = o.transpose(1, 2)
     if aux is not None:
-        return o, AuxOutput(lse=lse if aux.lse else None)
+        # Releases of torch without max_scores have no such field.
+        scores = {} if greatest is None else {"max_scores": greatest}
+        return o, AuxOutput(lse=lse if aux.lse else None, **scores)
     return (o, lse) if wants_lse else o
 
 
@@ -162,8 +170,6 @@ def _aux(return_aux: Any, wants_lse: bool) -> Any:
         raise TypeError(f"return_aux: {shown(return_aux)} is no AuxRequest of torch's")
     if wants_lse:
         raise ValueError("return_lse and return_aux: both are given, of which return_aux says all")
-    if getattr(return_aux, "max_scores", False):
-        raise NotImplementedError("return_aux: max_scores, the greatest score of each row, is not computed here")
     return return_aux
 
 
@@ -195,10 +201,13 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, en
         raise ValueError(f"query has {of_q} heads, no multiple of key's {of_k}")
 
 
-def mask_of(block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor) -> Optional[MaskMod]:
-    """The function that says all of a mask; ``None``: nothing is hidden."""
+def mask_of(
+    block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor, beside_code: bool = False
+) -> Tuple[Optional[MaskMod], Optional[Masks]]:
+    """A mask's function, and its lists of blocks as data; ``None`` for either that it has not. ``beside_code``: the
+    call has a function of its scores."""
     if block_mask is None:
-        return None
+        return None, None
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask: {shown(block_mask)} is no BlockMask; create_block_mask makes one of a function")
     mask_mod = block_mask.mask_mod
@@ -212,7 +221,7 @@ def mask_of(block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Ten
     mask_mod = getattr(mask_mod, "fn", mask_mod)
     rows, columns = block_mask.BLOCK_SIZE
     if rows >= _WHOLE and columns >= _WHOLE:
-        return None if mask_mod is noop_mask else mask_mod
+        return (None if mask_mod is noop_mask else mask_mod), None
     wanted = (query.shape[-2], key.shape[-2])
     if tuple(block_mask.seq_lengths) != wanted:
         raise ValueError(
@@ -223,15 +232,19 @@ def mask_of(block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Ten
         if len(sizes) != 2 or size not in (1, whole):
             raise ValueError(f"block_mask has {name} {size}, neither 1 nor query's {whole}")
     if isinstance(block_mask, _OfAFunction) and block_mask.is_function():
-        return mask_mod
+        return mask_mod, None
     if block_mask.kv_indices.device != query.device:
         raise ValueError(f"block_mask is on {block_mask.kv_indices.device}, but query on {query.device}")
+    has_function = mask_mod is not noop_mask
+    if not (beside_code or has_function) or query.device.type == "cpu":
+        return (mask_mod if has_function else None), split(BlockLists.of(block_mask))[1]
+    # No kernel of a GPU has lists beside a function: they are a table that the function reads.
     blocks = _Blocks(block_mask)
 
     def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return blocks.seen(mask_mod, b, h, q_idx, kv_idx)
 
-    return in_blocks
+    return in_blocks, None
 
 
 class _Blocks:

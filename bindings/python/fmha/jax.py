@@ -46,6 +46,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _arguments, _code, _native
+from ._mask_data import TENSORS as _MASK_TENSORS, split as _split
 from ._numbers import flag as _flag
 from ._trace import Code
 
@@ -466,11 +467,15 @@ def attention(
         FmhaError: shapes or types that do not go together, the argument first, then its numbers.
         TypeError, ValueError: an argument that is no number, no array or no mask, by its name.
     """
-    tensors, numbers = _arguments.bind(**options)
+    band, masks = _split(options.get("mask"))
+    tensors, numbers = _arguments.bind(**({**options, "mask": band} if masks is not None else options))
     if numbers[_AT["seed"]] is None:
         raise ValueError(f"seed: none is given beside p_drop {numbers[_AT['p_drop']]}, and a traced call draws none")
     given = [(name, x) for name, x in [*zip("qkv", (q, k, v)), *zip(_arguments.TENSORS, tensors)] if x is not None]
     wants_lse = _flag("return_lse", return_lse)
+    if masks is not None:
+        given += [(name, x) for name, x in zip(_MASK_TENSORS, masks.tensors) if x is not None]
+        numbers = (*numbers, *(0,) * (_AT["block_q"] - len(numbers)), masks.block_q, masks.block_k)
     code = _code.bind(_Door, score_code, mask_code, captured)
     if code is not None:
         given += [(_CAPTURED + name, x) for name, x in zip(code.names, code.tensors)]

@@ -12,8 +12,10 @@ batches come out wrong. Ours reads what transformers asks for, and layers comput
 * causal, sliding windows and both-way attention, over dynamic and static caches: a band of the kernel's.
 * Right padding: lengths. Left padding and rows between: packed rows. Sequences packed into one row, by ``position_ids``
   or ``cu_seq_lens_q``: packed. Chunks without padding: packed.
-* Everything else, as images that see themselves both ways, chunks over a cache, a 4-D mask of the caller's, T5's
-  ``position_bias``, and whatever a compiler traces: a bias, ``[batch or 1, heads or 1, seqlen_q, seqlen_k]`` in memory.
+* Images that see themselves both ways, prefixes, chunks over a cache or beside padding, packed sequences beside padding:
+  ranges of keys for each query, and a row of bits for padding; see :class:`fmha.Intervals`.
+* Everything else, as a 4-D mask of the caller's, T5's ``position_bias``, and whatever a compiler traces: a bias,
+  ``[batch or 1, heads or 1, seqlen_q, seqlen_k]`` in memory.
 
 A row of padding, whose output a model does not use, is another one than eager attention's: 0 where packed rows leave it
 out or it sees no key, where eager attention averages over keys that it hides. Rows in use are eager attention's within
@@ -271,6 +273,9 @@ def attention_forward(
         return _dense(query, key, value, way, None if bias is None else bias[..., : way.seqlen_k], shared), None
     if attention_mask is None or cu_seq_lens_q is not None and way is not None:
         raise NotImplementedError("position_bias is given beside cu_seq_lens_q: no bias of packed sequences is taken")
+    data = attention_mask.facts.data() if isinstance(attention_mask, Visible) and cu_seq_lens_q is None else None
+    if data is not None:
+        return _dense(query, key, value, _ALL, bias, {**shared, "mask": data}), None
     spelt = _as_bias("attention_mask", attention_mask, query, seqlen_k)
     return _dense(query, key, value, _ALL, spelt if bias is None else spelt + bias, shared), None
 
@@ -341,8 +346,8 @@ def flex_attention_forward(
         spelt = _as_bias("attention_mask", attention_mask[..., :seqlen_k], query, seqlen_k)
         bias = spelt if bias is None else bias + spelt
     else:
-        mask = flex.mask_of(attention_mask, query, key)
-        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device)
+        mask, lists = flex.mask_of(attention_mask, query, key)
+        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device, lists)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attention(
         q,
@@ -388,7 +393,7 @@ def _dense(
     shared: Dict[str, Any],
 ) -> torch.Tensor:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, mask=way.mask, seqused_k=way.seqused_k, bias=bias, **shared)
+    return attention(q, k, v, **{"mask": way.mask, **shared}, seqused_k=way.seqused_k, bias=bias)
 
 
 def _packed(

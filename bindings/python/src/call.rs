@@ -4,12 +4,15 @@
 use std::ffi::CString;
 use std::ptr;
 
-use fmha_c::{FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaOptions, FmhaTensor};
+use fmha_c::{
+    FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaTensor,
+};
 use smallvec::SmallVec;
 
 use crate::cache::cache;
 use crate::code::Coded;
 use crate::lists::lists;
+use crate::masks::masks;
 use crate::operands::{fill_dims, fill_lengths, fill_modifiers, fill_operands, gradients};
 use crate::request::{
     ALLOW_FALLBACK, BATCH_INVARIANT, CHECK_LENGTHS, DETERMINISTIC, EXACT, Numbers, ROW_INVARIANT, Request,
@@ -38,6 +41,7 @@ pub struct Call {
     cache: Option<FmhaCache>,
     lists: Option<FmhaLists>,
     code: Option<Coded>,
+    masks: Option<FmhaMasks>,
     mask: CString,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
@@ -89,6 +93,7 @@ impl Call {
             code: unsafe { request.coded() }
                 .map(|(code, captured)| Coded::new(code, captured, device))
                 .transpose()?,
+            masks: masks(&sizes, request)?,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -111,6 +116,7 @@ impl Call {
         self.call.cache = pointer(self.cache.as_ref());
         self.call.lists = pointer(self.lists.as_ref());
         self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
+        self.call.masks = pointer(self.masks.as_ref());
         body(&mut self.call)
     }
 
@@ -169,6 +175,9 @@ impl Call {
             &[
                 call.lse.is_null(),
                 call.keep_mask.is_null(),
+                call.row_max.is_null(),
+                call.head_max.is_null(),
+                call.key_sum.is_null(),
                 call.cu_seqlens_q.is_null(),
                 call.cu_seqlens_k.is_null(),
                 call.seqused_q.is_null(),
@@ -222,6 +231,10 @@ impl Call {
         if let Some(code) = &self.code {
             code.key(&mut key);
         }
+        key.push(u64::MAX - 3);
+        if let Some(masks) = &self.masks {
+            crate::masks::key(masks, &mut key);
+        }
         key
     }
 }
@@ -253,7 +266,7 @@ fn lattice(key: &mut Key, tensor: &FmhaTensor) {
     key.extend([tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride].map(word));
 }
 
-fn present_lattice(key: &mut Key, tensor: &FmhaTensor) {
+pub(crate) fn present_lattice(key: &mut Key, tensor: &FmhaTensor) {
     key.push(u64::from(tensor.data.is_null()));
     lattice(key, tensor);
 }

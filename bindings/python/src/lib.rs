@@ -10,6 +10,7 @@ pub mod call;
 mod code;
 pub mod combine;
 pub mod lists;
+mod masks;
 mod operands;
 pub mod plans;
 #[cfg(test)]

@@ -83,6 +83,10 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
         contiguous("lse", lse)?;
         call.lse = lse.address().cast();
     }
+    call.row_max = plain(request, Slot::RowMax, &sizes.lse(), &[FMHA_F32])?.cast();
+    call.head_max = plain(request, Slot::HeadMax, &[sizes.heads_q], &[FMHA_F32])?.cast();
+    let of_keys = [sizes.batch, sizes.heads_q, sizes.seqlen_k];
+    call.key_sum = plain(request, Slot::KeySum, &of_keys, &[FMHA_F32])?.cast();
     Ok(())
 }
 

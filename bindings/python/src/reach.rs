@@ -14,7 +14,7 @@ use crate::request::{ADDS_TO, Captured, Code, Lists, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// Fields of the C structs that Python never sets, with the reason.
-const NOT_SET: [(&str, &str); 9] = [
+const NOT_SET: [(&str, &str); 11] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
     ("call.reserved", "0"),
@@ -22,6 +22,8 @@ const NOT_SET: [(&str, &str); 9] = [
     ("call.workspace_bytes", "likewise"),
     ("captured.reserved", "0"),
     ("combine.reserved", "0"),
+    ("masks.full_kv_num_blocks.dim_stride", "counts have no axis behind that of the blocks"),
+    ("masks.kv_num_blocks.dim_stride", "likewise"),
     ("options.kernel", "left to the planner, who says what it chose"),
     ("options.tile", "likewise"),
 ];
@@ -108,6 +110,10 @@ fn requests() -> Vec<Request> {
     let lse = (Lse, f32s(&[2, 4, 3]));
     let mut all = vec![
         request(&plain(1, FMHA_F16)),
+        request(&and(
+            two(),
+            &[(RowMax, f32s(&[2, 4, 3])), (HeadMax, f32s(&[4])), (KeySum, f32s(&[2, 4, 4]))],
+        )),
         request(&and(two(), &[lse, (KeepMask, tensor(&[2, 4, 3, 4], U8)), (Bias, f32s(&[2, 4, 3, 4]))])),
         request(&and(
             two(),
@@ -256,12 +262,43 @@ fn listed(seen: &mut Seen) {
     }
 }
 
+/// A call with masks as data.
+fn masked(seen: &mut Seen) {
+    for n in [2, 3] {
+        let (counts, indices) = (tensor(&[n, 2 * n, n + 1], I32), tensor(&[n, 2 * n, n + 1, n], I32));
+        let mut request = request(&and(
+            plain(n, FMHA_F16),
+            &[
+                (Slot::Intervals, tensor(&[n, n, 2, n + 1], I32)),
+                (Slot::MaskBits, tensor(&[n, 2 * n, n + 1, 1], U32)),
+                (Slot::KvNumBlocks, counts),
+                (Slot::KvIndices, indices),
+                (Slot::FullKvNumBlocks, counts),
+                (Slot::FullKvIndices, indices),
+            ],
+        ));
+        (request.numbers.block_q, request.numbers.block_k) = (1, n);
+        if n == 3 {
+            request.tensors[Slot::K as usize] = tensor(&[n, 65, n, 8 * n], FMHA_F16);
+            request.tensors[Slot::V as usize] = tensor(&[n, 65, n, 16 * n], FMHA_F16);
+            request.set(Slot::MaskBits, tensor(&[n, 2 * n, n + 1, 3], U32));
+        }
+        let mut call = Call::new(&request).unwrap();
+        call.with(|call| {
+            seen.add("call", call);
+            // SAFETY: this call's own struct.
+            seen.add("masks", unsafe { call.masks.as_ref() }.unwrap());
+        });
+    }
+}
+
 #[test]
 fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
     let mut seen = Seen::default();
     requests().iter().for_each(|request| seen.call(request));
     coded(&mut seen);
     listed(&mut seen);
+    masked(&mut seen);
     for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
         let rows = [n, n + 1, n + 2, n + 3];
         let mut request = request(&[

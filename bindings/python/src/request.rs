@@ -93,6 +93,24 @@ slots! {
     OParts = "o_parts",
     /// Their LSE, f32 `[parts, batch, num_heads_q, seqlen_q]`.
     LseParts = "lse_parts",
+    /// Endpoints of key ranges, i32 `[batch or 1, heads, endpoints, seqlen_q]`, packed `[heads, endpoints, total_q]`.
+    Intervals = "intervals",
+    /// Bits of keys, u32 (or i32) `[batch or 1, heads, seqlen_q, words]`, packed `[heads, total_q, words]`.
+    MaskBits = "mask_bits",
+    /// Counts of the blocks that other masks cut, i32 `[batch or 1, heads, blocks_q]`.
+    KvNumBlocks = "kv_num_blocks",
+    /// Their indices, i32 `[batch or 1, heads, blocks_q, max_blocks]`.
+    KvIndices = "kv_indices",
+    /// Counts of the blocks that are seen as a whole, likewise.
+    FullKvNumBlocks = "full_kv_num_blocks",
+    /// Their indices.
+    FullKvIndices = "full_kv_indices",
+    /// Each row's greatest score, f32 of LSE's shape: written.
+    RowMax = "row_max",
+    /// Each head's greatest score, f32 `[num_heads_q]`: written.
+    HeadMax = "head_max",
+    /// Each key's sum of probabilities, f32 `[batch, num_heads_q, seqlen_k]`: written.
+    KeySum = "key_sum",
 }
 
 /// A struct of numbers of 8 bytes each, their types in a schema, and what they are where nobody says them.
@@ -167,10 +185,17 @@ numbers! {
     head_dim_v: i64 as "SymInt" = 0,
     /// 1: elements 2i and 2i + 1 turn together.
     rotary_interleaved: i64 as "int" = 0,
+    /// Queries of a block, where lists of blocks are given; else 0.
+    block_q: i64 as "SymInt" = 0,
+    /// Keys of a block, likewise.
+    block_k: i64 as "SymInt" = 0,
 }
 
+/// The numbers of a call over a cache: those of blocks come apart, with what else operators of code take.
+pub const NUM_CACHE: usize = NUMBERS.len() - 2;
+
 /// The numbers up to `options`, which every operator but combine takes; the others are a cache's.
-pub const NUM_COMMON: usize = NUMBERS.len() - 3;
+pub const NUM_COMMON: usize = NUM_CACHE - 3;
 
 /// Most that are kept for the process: a program that goes on to make others spells them.
 const MOST_KEPT: usize = 4096;

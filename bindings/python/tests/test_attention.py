@@ -549,7 +549,7 @@ def test_a_tensor_in_place_of_another_argument_is_not_printed_whole(name):
     with pytest.raises((TypeError, ValueError), match=f"^{name}.*(shape .7, 11.|Tensor)") as raised:
         fmha.attention(q, k, v, **{name: torch.rand(7, 11)})
     assert len(str(raised.value)) < 220
-    with pytest.raises(TypeError, match="^mask: ndarray of shape .7, 11. is neither.*comes in as bias"):
+    with pytest.raises(TypeError, match="^mask: ndarray of shape .7, 11. is neither.*comes in as fmha.MaskBits"):
         fmha.attention(q, k, v, mask=torch.rand(7, 11).cpu().numpy())
 
 

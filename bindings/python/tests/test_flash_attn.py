@@ -353,7 +353,6 @@ def test_combine_of_each_generation():
     [
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, score_mod=print), "score_mod"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, mask_mod=print), "mask_mod"),
-        (lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=()), "block_sparse_tensors"),
         (lambda q, k, v: fa4.flash_attn_func(q, k, v, gather_kv_indices=q), "gather_kv_indices"),
         (lambda q, k, v: fa4.flash_attn_func(None, k, v, qv=q), "q is None beside qv"),
     ],

@@ -411,7 +411,6 @@ def test_wrong_arguments_are_named():
         (dict(enable_gqa=False), ValueError, "enable_gqa is False, but query has 4 heads and key 2"),
         (dict(kernel_options={"BLOCK_M": 64}), NotImplementedError, "kernel_options: BLOCK_M 64"),
         (dict(kernel_options={"BACKEND": "FLASH"}), NotImplementedError, "kernel_options: BACKEND 'FLASH'"),
-        (dict(return_aux=torchs.AuxRequest(max_scores=True)), NotImplementedError, "return_aux: max_scores"),
         (dict(return_aux=torchs.AuxRequest(), return_lse=True), ValueError, "return_lse and return_aux"),
         (dict(return_aux=3), TypeError, "return_aux: 3"),
         (dict(block_mask=causal), TypeError, "block_mask: .* is no BlockMask"),

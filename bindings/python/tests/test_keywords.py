@@ -337,6 +337,19 @@ def flash_attn_3_combine():
 REFUSED_BY_4 = {
     name: refused(torch.zeros(2)) for name in "qv gather_kv_indices score_mod_bwd aux_tensors aux_scalars".split()
 }
+class BlockSparse(NamedTuple):
+    """FlashAttention 4's lists, by the fields that are read of them."""
+
+    mask_block_cnt: Any
+    mask_block_idx: Any
+    full_block_cnt: Any = None
+    full_block_idx: Any = None
+    cu_total_m_blocks: Any = None
+    block_size: Any = None
+
+
+LISTS_OF_4 = (i32(1, 2).view(1, 1, 2), i32(1, 9, 0, 2).view(1, 1, 2, 2))
+
 FUNCTIONS_OF_4 = dict(
     score_mod=changes(lambda s, *_: s * 2),
     mask_mod=changes(lambda b, h, q, k, *_: k % 2 == 0),
@@ -349,8 +362,20 @@ def flash_attn_4():
         TAIL,
         **REFUSED_BY_4,
         **FUNCTIONS_OF_4,
-        block_sparse_tensors=refused((torch.zeros(2),)),
-        block_sparse_tensors_bwd=refused((torch.zeros(2),)),
+        block_sparse_tensors=[
+            changes(BlockSparse(*LISTS_OF_4, block_size=(4, 4))),
+            refused((torch.zeros(2),)),
+            refused(BlockSparse(*LISTS_OF_4)),
+            refused(BlockSparse(*LISTS_OF_4, block_size=(4, 4), cu_total_m_blocks=i32(0, 2))),
+        ],
+        block_sparse_tensors_bwd=[
+            refused(BlockSparse(*LISTS_OF_4, block_size=(4, 4))),
+            hint(
+                BlockSparse(*LISTS_OF_4, block_size=(4, 4)),
+                "gradients follow the lists that forward has",
+                block_sparse_tensors=BlockSparse(*LISTS_OF_4, block_size=(4, 4)),
+            ),
+        ],
         learnable_sink=changes(torch.randn(4)),
         num_splits=[hint(1, CHOICE), hint(3, CHOICE)],
         pack_gqa=hint(True, SPEED),
@@ -502,6 +527,12 @@ def own_cases(cache=False):
     )
 
 
+def small_cases():
+    why = "it is written beside O, of which it changes no bit; tests of small outputs read it"
+    sizes = dict(row_max=(2, 4, 7), head_max=(4,), key_sum=(2, 4, 11))
+    return {name: [hint(torch.zeros(size), why), refused(torch.zeros(3))] for name, size in sizes.items()}
+
+
 def code_cases():
     reads = dict(score_code="by: float; s * by")
     return dict(
@@ -523,7 +554,7 @@ def list_cases():
 
 @door
 def attention():
-    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases(), **list_cases()))
+    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases(), **list_cases(), **small_cases()))
 
 
 @door
@@ -546,6 +577,7 @@ def attention_out():
             refused(torch.tensor(2.0)),
         ],
         dtype_o=refused("bfloat16"),
+        **small_cases(),
     )
     for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
         cases[name] = [
@@ -759,7 +791,7 @@ def test_no_keyword_of_numpys_door_is_swallowed():
             for case in listed(cases)
             if name not in eight or case.kind == "refused"
         ]
-        for name, cases in dict(own_cases(), **code_cases()).items()
+        for name, cases in dict(own_cases(), **code_cases(), **small_cases()).items()
     }
     cases["dtype_o"] = changes("float16")
     # Lists are taken of torch's tensors alone.

@@ -60,20 +60,20 @@ def test_opcheck_of_code_and_its_gradients():
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     slopes, ids, by = torch.randn(4), torch.arange(11), [0.5]
     mask = "ids: i64[_]; ids[k] % 3 != 1"
-    code = ("slopes: f32[_]; by: float; s + by * slopes[h]", mask, "slopes,ids,by", [slopes, ids], by)
-    given = (q, k, v, *NONE7, None, None, None, None, *NUMBERS, *code)
+    code = ("slopes: f32[_]; by: float; s + by * slopes[h]", mask, "slopes,ids,by", [slopes, ids], by, 0, 0)
+    given = (q, k, v, *NONE7, None, None, None, None, *(None,) * 9, *NUMBERS, *code)
     torch.library.opcheck(_torch.forward_code, given, test_utils=tests)
     o, lse = _torch.forward_code(*given)
-    back = (o, q, k, v, o, lse, None, *NONE7, *NUMBERS, *code)
+    back = (o, q, k, v, o, lse, None, *NONE7, *(None,) * 6, *NUMBERS, *code)
     torch.library.opcheck(_torch.backward_code, (*back, 1), test_utils=tests)
     *_, captured = _torch.backward_code(*back, 1)
     assert [x.shape for x in captured] == [slopes.shape] and captured[0].any()
     assert _torch.backward_code(*back, 0)[-1] == []
     refused = (
         ((*back, 2), "dtype_grad 104 is not in 0..=6"),
-        ((*back[:-3], "slopes,by", [slopes, ids], by, 1), "captured_names has 2 names, but 3 are captured"),
-        ((*back[:-2], [slopes.double(), ids], by, 1), "captured slopes is of float64, but the function reads f32"),
-        ((*back[:-2], [slopes, ids.to("meta")], by, 1), "captured ids is on"),
+        ((*back[:-5], "slopes,by", [slopes, ids], by, 0, 0, 1), "captured_names has 2 names, but 3 are captured"),
+        ((*back[:-4], [slopes.double(), ids], by, 0, 0, 1), "captured slopes is of float64, but the function reads f32"),
+        ((*back[:-4], [slopes, ids.to("meta")], by, 0, 0, 1), "captured ids is on"),
     )
     for arguments, words in refused:
         with pytest.raises(RuntimeError, match=words):
@@ -81,7 +81,29 @@ def test_opcheck_of_code_and_its_gradients():
     # A compiler learns what is wrong while it traces.
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="captured slopes is of float16"):
         like = lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x
-        _torch.forward_code(*map(like, given[:-2]), [torch.empty(4, dtype=torch.float16), torch.empty_like(ids)], by)
+        captured = [torch.empty(4, dtype=torch.float16), torch.empty_like(ids)]
+        _torch.forward_code(*map(like, given[:-4]), captured, by, 0, 0)
+
+
+def test_opcheck_of_masks_as_data_and_small_outputs():
+    q, k, v = tensors()
+    tests = ("test_schema", "test_faketensor")
+    ends = torch.tensor([[[[0] * 7, list(range(3, 10))]]], dtype=torch.int32)
+    counts, indices = torch.ones(1, 1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 3, dtype=torch.int32)
+    masks = (ends, None, counts, indices, None, None)
+    small = (torch.empty(2, 4, 7), torch.empty(4), torch.empty(2, 4, 11))
+    code = ("", "", "", [], [], 4, 8)
+    given = (q, k, v, *NONE7, None, None, None, None, *masks, *small, *NUMBERS, *code)
+    torch.library.opcheck(_torch.forward_code, given, test_utils=tests)
+    o, lse = _torch.forward_code(*given)
+    back = (o, q, k, v, o, lse, None, *NONE7, *masks, *NUMBERS, *code, 0)
+    torch.library.opcheck(_torch.backward_code, back, test_utils=tests)
+    out = (q, k, v, *NONE7, None, None, None, None, None, torch.empty_like(q), None, None, *small, *NUMBERS)
+    torch.library.opcheck(_torch.forward_out_small, out, test_utils=tests)
+    # A compiler learns what is wrong while it traces.
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="kv_num_blocks has 2 rows"):
+        like = lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x
+        _torch.forward_code(*map(like, given[:-2]), 8, 8)
 
 
 def test_what_no_kernel_computes_is_refused_and_not_answered():

@@ -2,6 +2,8 @@
 attention."""
 
 import copy
+import os
+import random
 
 import pytest
 import torch
@@ -198,3 +200,75 @@ def test_flex_attentions_mask_keeps_the_offsets_that_it_was_made_with():
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     got = fmha.transformers.flex_attention_forward(torch.nn.Module(), q, k, v, mask)[0].transpose(1, 2)
     assert torch.allclose(got, wanted, atol=2e-3)
+
+
+def drawn_mask(draw, batch, rows, past):
+    """A mask function of transformers', and padding."""
+    from transformers import masking_utils as made
+
+    keys = rows + past
+    function = draw.choice(
+        [
+            made.causal_mask_function,
+            made.bidirectional_mask_function,
+            made.sliding_window_causal_mask_function(draw.randint(1, 9)),
+            made.chunked_causal_mask_function(draw.randint(1, 8), torch.randint(0, 4, (batch,))),
+        ]
+    )
+    if draw.random() < 0.5:
+        blocks = torch.full((batch, keys), -1)
+        for b in range(batch):
+            at = number = 0
+            while at < keys:
+                length = draw.randint(1, 6)
+                if draw.random() < 0.5:
+                    blocks[b, at : at + length] = number
+                    number += 1
+                at += length
+        function = made.or_masks(function, made.blockwise_overlay(blocks))
+    if past == 0 and draw.random() < 0.4:
+        sequences = (torch.rand(batch, rows) < 0.2).long().cumsum(1)
+        function = made.and_masks(function, made.packed_sequence_mask_function(sequences))
+    return function, torch.rand(batch, keys) < 0.8 if draw.random() < 0.5 else None
+
+
+def test_drawn_masks_are_data_that_shows_what_transformers_spells(monkeypatch):
+    from transformers import masking_utils as made
+
+    monkeypatch.setattr(fmha.transformers, "_as_bias", None)
+    first, _, count = (os.environ.get("FMHA_DRAWN") or "1:80").rpartition(":")
+    for seed in range(int(first or 1), int(first or 1) + int(count)):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        batch, rows, past = draw.randint(1, 3), draw.randint(1, 20), draw.choice([0, 0, draw.randint(0, 15)])
+        function, padding = drawn_mask(draw, batch, rows, past)
+        sizes = (batch, rows, rows + past, past, 0, function, padding)
+        device = str(torch.get_default_device())
+        spelt = made.eager_mask(*sizes, dtype=torch.float32, device=device, allow_is_bidirectional_skip=False)
+        mask = fmha.transformers.attention_mask(*sizes, device=device)
+        assert isinstance(mask, fmha.transformers.Visible)
+        q, k, v = (torch.randn(batch, 2, n, 16) for n in (rows, rows + past, rows + past))
+        scores = (q.double() @ k.double().mT / 4).masked_fill(spelt != 0, -torch.inf)
+        wanted = torch.softmax(scores, -1).nan_to_num(0) @ v.double()
+        o = fmha.attention(*(x.transpose(1, 2) for x in (q, k, v)), mask=mask.facts.data())
+        assert (o.transpose(1, 2) - wanted).abs().max() < 1e-5, seed
+        if mask.facts.way() is not None:
+            # A band, lengths or packed rows: a chunk's left padding is then what the padding mask says.
+            continue
+        o, _ = fmha.transformers.attention_forward(torch.nn.Module(), q, k, v, mask)
+        in_use = torch.ones(batch, rows, dtype=torch.bool) if padding is None else padding[:, past:]
+        gone = (o - wanted.transpose(1, 2))[in_use]
+        assert gone.numel() == 0 or gone.abs().max() < 1e-5, seed
+
+
+def test_numbers_of_blocks_that_come_again_are_no_ranges():
+    from transformers import masking_utils as made
+
+    blocks = torch.tensor([[0, 0, 1, 0]])
+    function = made.or_masks(made.causal_mask_function, made.blockwise_overlay(blocks))
+    mask = fmha.transformers.attention_mask(1, 4, 4, 0, 0, function, device=str(torch.get_default_device()))
+    assert mask.facts.way() is None and mask.facts.data() is None
+    q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
+    o, _ = fmha.transformers.attention_forward(torch.nn.Module(), q, k, v, mask)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask + 0)
+    assert torch.allclose(o.transpose(1, 2), wanted, atol=2e-3)

@@ -52,6 +52,14 @@ pub fn check_fwd(
         problem.keep_mask_bytes(),
         1,
     )?;
+    let outputs = problem.outputs;
+    for (name, slice, wanted, elems) in [
+        ("row_max", &args.row_max, outputs.row_max, extents.lse_elems),
+        ("head_max", &args.head_max, outputs.head_max, problem.dims.num_heads_q.into()),
+        ("key_sum", &args.key_sum, outputs.key_sum, problem.key_sum_elems()),
+    ] {
+        operands.numbers(name, slice.as_ref().map(Access::out), wanted, (F32, elems))?;
+    }
     operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }

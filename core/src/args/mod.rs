@@ -393,6 +393,12 @@ pub struct FwdArgs<'a> {
     pub scale_o: Option<DevSlice<'a>>,
     /// The dropout keep mask, iff the problem writes it.
     pub keep_mask: Option<DevSliceMut<'a>>,
+    /// Each row's greatest score, f32 of LSE's shape, iff the problem writes it.
+    pub row_max: Option<DevSliceMut<'a>>,
+    /// Each head's greatest score, f32 `[num_heads_q]`, iff the problem writes it. Not written where the batch is 0.
+    pub head_max: Option<DevSliceMut<'a>>,
+    /// Each key's sum of probabilities, f32 `[batch, num_heads_q, seqlen_k]`, iff the problem writes it.
+    pub key_sum: Option<DevSliceMut<'a>>,
     /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
     /// contents mean nothing, before and after.
     pub workspace: Option<DevSliceMut<'a>>,
@@ -419,6 +425,9 @@ impl<'a> FwdArgs<'a> {
             cache: CacheArgs::default(),
             scale_o: None,
             keep_mask: None,
+            row_max: None,
+            head_max: None,
+            key_sum: None,
             workspace: None,
         }
     }

@@ -105,6 +105,12 @@ impl<'a> FwdArgs<'a> {
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;
         /// The dropout keep mask, iff the problem writes it.
         keep_mask: impl Into<Option<DevSliceMut<'a>>> => keep_mask;
+        /// Each row's greatest score, iff the problem writes it.
+        row_max: impl Into<Option<DevSliceMut<'a>>> => row_max;
+        /// Each head's greatest score, iff the problem writes it.
+        head_max: impl Into<Option<DevSliceMut<'a>>> => head_max;
+        /// Each key's sum of probabilities, iff the problem writes it.
+        key_sum: impl Into<Option<DevSliceMut<'a>>> => key_sum;
         /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }

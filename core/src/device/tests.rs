@@ -446,3 +446,21 @@ fn a_backend_that_knows_of_no_lists_refuses_them_by_each_kernels_name() {
     }
     assert!(log.take().is_empty());
 }
+
+#[test]
+fn a_backend_that_knows_of_no_small_outputs_refuses_them_by_each_kernels_name() {
+    let (device, log) = open(Toy::on_a_device());
+    for (wanted, name) in [
+        (FwdProblem::clone(&problem()).row_max(true), "row_max"),
+        (FwdProblem::clone(&problem()).head_max(true), "head_max"),
+        (FwdProblem::clone(&problem()).key_sum(true), "key_sum"),
+    ] {
+        let refused = device.plan_fwd(&wanted.validate().unwrap(), &PlanOptions::default());
+        let Err(crate::Error::Unsupported { refusals, .. }) = refused else { panic!("{name} is planned") };
+        assert!(!refusals.is_empty());
+        for refusal in refusals {
+            assert_eq!(refusal.reason, format!("{name} is not written by this kernel"), "{}", refusal.kernel);
+        }
+    }
+    assert!(log.take().is_empty());
+}

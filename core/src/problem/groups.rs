@@ -1,6 +1,7 @@
 //! Groups of fields of a forward problem.
 
 use crate::dtype::DType;
+use crate::error::Refusal;
 use crate::kv::{Append, Rotary};
 use crate::layout::{KvLayout, QLayout, Strides, VLayout};
 use crate::score::{Bias, Descale};
@@ -71,6 +72,46 @@ pub struct Dropout {
     /// Whether the keep mask is written, for tests: u8 `[batch, num_heads_q, seqlen_q, seqlen_k]`, 1 = kept; positions
     /// beyond a sequence's lengths are not written.
     pub write_keep_mask: bool,
+}
+
+/// Numbers that a forward call writes besides O and LSE, f32. They have no gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SmallOutputs {
+    /// Whether each row's greatest score is written, of LSE's shape: after scale, function, soft-cap and bias, of the
+    /// keys that are seen, the sink not among them; -inf for a row that sees none.
+    pub row_max: bool,
+    /// Whether the greatest of a head's row maxima is written, `[num_heads_q]`; -inf where no row sees a key.
+    pub head_max: bool,
+    /// Whether the sum over queries of each key's probability, before dropout, is written: `[batch, num_heads_q,
+    /// seqlen_k]`, 0 for a key beyond its sequence.
+    pub key_sum: bool,
+}
+
+impl SmallOutputs {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self == Self::default()
+    }
+
+    /// The first that is wanted, by name.
+    #[must_use]
+    pub fn first(self) -> Option<&'static str> {
+        let wanted = [("row_max", self.row_max), ("head_max", self.head_max), ("key_sum", self.key_sum)];
+        wanted.into_iter().find_map(|(name, wanted)| wanted.then_some(name))
+    }
+
+    /// For kernels that write none.
+    ///
+    /// # Errors
+    /// A small output that is wanted.
+    pub fn refuse(self, kernel: &str) -> Result<(), Refusal> {
+        match self.first() {
+            None => Ok(()),
+            Some(name) => Err(Refusal::new(kernel, format!("{name} is not written by this kernel"))),
+        }
+    }
 }
 
 /// Factors of FP8 tensors.

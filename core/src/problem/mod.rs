@@ -13,7 +13,7 @@ use crate::error::{ProblemError, ensure};
 use crate::expr::Function;
 use crate::kv::{Append, Rotary};
 pub use code::{CapturedGrad, CapturedTensor, Code};
-pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, TensorStrides};
+pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
 pub use part::Part;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
@@ -104,6 +104,8 @@ pub struct FwdProblem {
     /// Whether LSE is written: f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
     #[doc(alias = "softmax_lse")]
     pub write_lse: bool,
+    /// Small outputs of the scores and probabilities that are written too.
+    pub outputs: SmallOutputs,
     /// Number of pieces in which K and V come while the call runs, at most [`MAX_ARRIVALS`]; 0: they are
     /// there before it. The operands are [`Arrivals`](crate::Arrivals).
     pub arrivals: u32,
@@ -148,6 +150,7 @@ impl FwdProblem {
             cache: CacheUse::default(),
             part: Part::default(),
             write_lse: false,
+            outputs: SmallOutputs::default(),
             arrivals: 0,
         };
         problem.strides.q = Strides::bshd(problem.shape_q());
@@ -232,6 +235,12 @@ impl FwdProblem {
         part: Part => part;
         /// Whether LSE is written.
         write_lse: bool => write_lse;
+        /// Whether each row's greatest score is written.
+        row_max: bool => outputs.row_max;
+        /// Whether each head's greatest score is written.
+        head_max: bool => outputs.head_max;
+        /// Whether each key's sum of probabilities is written.
+        key_sum: bool => outputs.key_sum;
         /// Number of pieces in which K and V come while the call runs.
         arrivals: u32 => arrivals;
         /// Whether the dropout keep mask is written.
@@ -352,7 +361,24 @@ impl FwdProblem {
         self.check_part()?;
         self.check_lists()?;
         self.check_masks()?;
+        self.check_outputs()?;
         Ok(ValidFwd(self))
+    }
+
+    fn check_outputs(&self) -> Result<(), ProblemError> {
+        if let (Some(name), Some(lists)) = (self.outputs.first(), self.lists) {
+            let text =
+                format!("{name} is wanted beside indices of topk {}, where none is written", lists.topk);
+            return Err(ProblemError::new(name, text));
+        }
+        Ok(())
+    }
+
+    /// Elements of the sums of keys.
+    #[must_use]
+    pub fn key_sum_elems(&self) -> u64 {
+        let Dims { batch, seqlen_k, num_heads_q, .. } = self.dims;
+        Shape { batch, seq: seqlen_k, head: num_heads_q, dim: 1 }.num_elems()
     }
 
     fn check_dims(&self) -> Result<(), ProblemError> {

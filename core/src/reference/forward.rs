@@ -22,6 +22,10 @@ pub struct HeadForward {
     /// `sqrt(sum_j (keep / (1 - p_drop) P V)^2)` beside each O: how far independent relative errors
     /// of the products move it, per unit of error. In [`Precision::Exact`] only, else empty.
     pub spread: Vec<f64>,
+    /// Greatest score `[seqlen_q]` of the keys that are seen; -inf of none.
+    pub row_max: Vec<f64>,
+    /// Sum over the rows of each key's probability before dropout `[seqlen_k]`.
+    pub key_sum: Vec<f64>,
 }
 
 /// Every (sequence, query head), in that order. `args` are in host memory; O is not touched.
@@ -85,6 +89,8 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
     let mut o = Vec::new();
     let mut lse = Vec::new();
     let mut spread = Vec::new();
+    let mut row_max = Vec::new();
+    let mut key_sum = vec![0.0; head.span.seqlen_k as usize];
     for &i in rows {
         let softmax = Softmax::of_row(head, i);
         let mut squares = vec![T::zero(); if head.is_exact() { head.head_dim_v } else { 0 }];
@@ -93,6 +99,10 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
             for (square, &v) in squares.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
                 *square = *square + (p * v) * (p * v);
             }
+        }
+        row_max.push(softmax.max_of_keys.to_f64().unwrap_or(f64::NAN));
+        for (&j, &weight) in softmax.visible.iter().zip(&softmax.weights) {
+            key_sum[j as usize] += (weight / softmax.row_sum).to_f64().unwrap_or(f64::NAN);
         }
         let row_o = softmax.output(head, i);
         o.extend(row_o.iter().map(|&o| head.as_result(o, problem.dtypes.o)));
@@ -103,7 +113,7 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
         let row_lse = if without_sink { softmax.lse_of_keys } else { softmax.lse };
         lse.push(row_lse.to_f64().unwrap_or(f64::NAN));
     }
-    HeadForward { span: head.span, i_head: head.i_head, o, lse, spread }
+    HeadForward { span: head.span, i_head: head.i_head, o, lse, spread, row_max, key_sum }
 }
 
 /// One row of P, unnormalised: `P[j] = weights[j] / row_sum`.
@@ -120,6 +130,8 @@ pub(super) struct Softmax<T> {
     pub(super) lse: T,
     /// `lse` without the sink.
     pub(super) lse_of_keys: T,
+    /// The greatest score; -inf for a row that sees nothing.
+    max_of_keys: T,
 }
 
 impl<T: Float> Softmax<T> {
@@ -150,26 +162,28 @@ impl<T: Float> Softmax<T> {
         let scores = head.scores(i, &visible);
         let nothing: T = real(f64::NEG_INFINITY);
         let lse_of_keys = log_sum_exp(&scores);
+        let greatest = |max: T, &s: &T| if s > max || s.is_nan() { s } else { max };
+        let max_of_keys = scores.iter().fold(nothing, greatest);
         if head.sink == Some(T::infinity()) && scores.iter().all(|&score| score < T::infinity()) {
             // All of the row's weight is the sink's: exp(inf - inf) would be NaN.
             let weights = vec![T::zero(); visible.len()];
             let lse = T::infinity();
-            return Self { visible, weights, sink: T::one(), row_sum: T::one(), lse, lse_of_keys };
+            let (sink, row_sum) = (T::one(), T::one());
+            return Self { visible, weights, sink, row_sum, lse, lse_of_keys, max_of_keys };
         }
-        let row_max = scores
-            .iter()
-            .chain(&head.sink)
-            .fold(nothing, |max, &s| if s > max || s.is_nan() { s } else { max });
+        let row_max = scores.iter().chain(&head.sink).fold(nothing, greatest);
         if row_max == nothing {
             // exp(-inf - -inf) would be NaN: a row that sees nothing has no weights.
             let weights = vec![T::zero(); visible.len()];
             let lse = nothing;
-            return Self { visible, weights, sink: T::zero(), row_sum: T::one(), lse, lse_of_keys };
+            let (sink, row_sum) = (T::zero(), T::one());
+            return Self { visible, weights, sink, row_sum, lse, lse_of_keys, max_of_keys };
         }
         let weights: Vec<T> = scores.iter().map(|&s| (s - row_max).exp()).collect();
         let sink = head.sink.map_or(T::zero(), |sink| (sink - row_max).exp());
         let row_sum = weights.iter().fold(sink, |sum, &weight| sum + weight);
-        Self { visible, weights, sink, row_sum, lse: row_max + row_sum.ln(), lse_of_keys }
+        let lse = row_max + row_sum.ln();
+        Self { visible, weights, sink, row_sum, lse, lse_of_keys, max_of_keys }
     }
 }
 

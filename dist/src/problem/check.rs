@@ -30,6 +30,7 @@ impl Whole {
             ("mask_code", whole.code.mask.is_some(), "a mask as code is"),
             ("lists", whole.lists.is_some(), "lists of keys are"),
             ("masks", !whole.masks.is_empty(), "a mask as data is"),
+            ("outputs", !whole.outputs.is_empty(), "a small output (row_max, head_max, key_sum) is"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
             ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
             ("dtype_o", whole.dtypes.o.is_fp8(), "an FP8 O is"),
@@ -137,6 +138,7 @@ mod tests {
             ("mask_code", whole.clone().mask_code("k <= q".parse::<Function>().unwrap())),
             ("lists", whole.clone().lists(fmha::KeyLists::new(&whole, 4))),
             ("masks", whole.clone().intervals(Intervals::batch(&whole, MaskAxes::SHARED, 2))),
+            ("outputs", whole.clone().key_sum(true)),
             ("write_keep_mask", keeps),
         ] {
             assert_eq!(field(whole), Err((1, wanted.to_owned())));

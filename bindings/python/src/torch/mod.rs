@@ -117,6 +117,7 @@ unsafe fn execute(
     let mut code = None;
     if operator.code != Coding::None {
         let words = [(); 5].map(|()| next());
+        (request.numbers.block_q, request.numbers.block_k) = (next().cast_signed(), next().cast_signed());
         let wanted = if operator.code == Coding::Backward { next().cast_signed() } else { 0 };
         // SAFETY: the schema has three texts, a list of tensors and one of numbers at these places.
         code = Some(unsafe { Taken::new(shims, words, wanted)? });

@@ -9,7 +9,9 @@ use super::shims::Kernel;
 use super::{Making, kernel};
 use crate::call::{Wrong, ensure};
 use crate::combine;
-use crate::request::{ADDS, ADDS_TO, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name};
+use crate::request::{
+    ADDS, ADDS_TO, NUM_CACHE, NUM_COMMON, NUMBERS, Request, Slot, WANTS_DBIAS, WANTS_DSINK, name,
+};
 use crate::shapes::attention_type;
 use crate::tensor::{Tensor, is_fp8};
 
@@ -36,7 +38,7 @@ pub(super) enum Spelt {
     Kept,
 }
 
-/// Whether an operator takes a score and a mask as code.
+/// Whether an operator takes a score and a mask as code, and block sizes of masks as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coding {
     /// The operator has no functions.
@@ -48,9 +50,10 @@ pub(super) enum Coding {
     Backward,
 }
 
-/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas.
-const CODE: &str =
-    "str score_code, str mask_code, str captured_names, Tensor[] captured, float[] captured_numbers";
+/// The arguments of code, in a schema: names are those of the tensors and then of the numbers, by commas. Sizes of
+/// blocks are those of lists.
+const CODE: &str = "str score_code, str mask_code, str captured_names, Tensor[] captured, \
+    float[] captured_numbers, SymInt block_q, SymInt block_k";
 
 /// The name of a seed that is a tensor.
 pub(super) const DRAWN_SEED: &str = "drawn_seed";
@@ -135,7 +138,7 @@ macro_rules! tensors {
     };
 }
 
-pub(super) static OPERATORS: [Operator; 12] = [
+pub(super) static OPERATORS: [Operator; 13] = [
     Operator {
         name: "forward",
         tensors: tensors!(
@@ -218,7 +221,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::DescaleV, Optional)
             ]
         ),
-        numbers: Spelt::Each(NUMBERS.len()),
+        numbers: Spelt::Each(NUM_CACHE),
         is_seeded: true,
         code: Coding::None,
         num_results: 2,
@@ -302,7 +305,7 @@ pub(super) static OPERATORS: [Operator; 12] = [
         },
         kernel: kernel::<9>,
     },
-    // `forward` and `backward` with a score or a mask as code.
+    // `forward` and `backward` with a score or a mask as code, or with masks as data.
     Operator {
         name: "forward_code",
         tensors: tensors!(
@@ -311,7 +314,16 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::BlockTable, Optional),
                 (Slot::DescaleQ, Optional),
                 (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional)
+                (Slot::DescaleV, Optional),
+                (Slot::Intervals, Optional),
+                (Slot::MaskBits, Optional),
+                (Slot::KvNumBlocks, Optional),
+                (Slot::KvIndices, Optional),
+                (Slot::FullKvNumBlocks, Optional),
+                (Slot::FullKvIndices, Optional),
+                (Slot::RowMax, OptionalWritten),
+                (Slot::HeadMax, OptionalWritten),
+                (Slot::KeySum, OptionalWritten)
             ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
@@ -333,7 +345,14 @@ pub(super) static OPERATORS: [Operator; 12] = [
                 (Slot::Lse, Given),
                 (Slot::Dlse, Optional)
             ],
-            []
+            [
+                (Slot::Intervals, Optional),
+                (Slot::MaskBits, Optional),
+                (Slot::KvNumBlocks, Optional),
+                (Slot::KvIndices, Optional),
+                (Slot::FullKvNumBlocks, Optional),
+                (Slot::FullKvIndices, Optional)
+            ]
         ),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
@@ -341,6 +360,32 @@ pub(super) static OPERATORS: [Operator; 12] = [
         num_results: 5,
         results: gradients,
         kernel: kernel::<11>,
+    },
+    // `forward_out` with small outputs, apart: engines call that once a layer, and an argument costs the host 0.1 us.
+    Operator {
+        name: "forward_out_small",
+        tensors: tensors!(
+            [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
+            [
+                (Slot::BlockTable, Optional),
+                (Slot::DescaleQ, Optional),
+                (Slot::DescaleK, Optional),
+                (Slot::DescaleV, Optional),
+                (Slot::ScaleO, Optional),
+                (Slot::O, Written),
+                (Slot::Lse, OptionalWritten),
+                (Slot::KeepMask, OptionalWritten),
+                (Slot::RowMax, OptionalWritten),
+                (Slot::HeadMax, OptionalWritten),
+                (Slot::KeySum, OptionalWritten)
+            ]
+        ),
+        numbers: Spelt::Each(NUM_COMMON),
+        is_seeded: true,
+        code: Coding::None,
+        num_results: 0,
+        results: |_| Ok(()),
+        kernel: kernel::<12>,
     },
 ];
 
@@ -441,7 +486,8 @@ mod tests {
         assert_eq!(schema(5), "plain(Tensor q, Tensor k, Tensor v, int numbers) -> (Tensor, Tensor)");
         assert!(schema(9).starts_with("add_parts_to(Tensor o_parts, Tensor(a!) o, "));
         assert!(
-            schema(10).ends_with("float[] captured_numbers, Tensor? drawn_seed=None) -> (Tensor, Tensor)")
+            schema(10)
+                .ends_with("SymInt block_q, SymInt block_k, Tensor? drawn_seed=None) -> (Tensor, Tensor)")
         );
         assert!(
             schema(11).contains(
