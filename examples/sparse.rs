@@ -234,7 +234,7 @@ fn train(device: &Device, layer: &mut Layer, task: &Task, topk: usize) -> Result
     layer.k.scatter(&task.names, dk);
     layer.v.scatter(&task.values, dv);
 
-    // The indexer follows attention's probabilities over the list.
+    // Training moves the indexer's scores towards attention's probabilities over the list.
     let scores = index_scores(&call)?;
     let (mut d_scores, mut divergence) = (vec![0.0f32; indices.len()], 0.0);
     for (row, list) in indices.chunks(topk).enumerate() {

@@ -49,7 +49,8 @@ fn packed() -> Result<Vec<PathBuf>, String> {
     let output = cargo.current_dir(root()).output().unwrap();
     let text = said(&output);
     if !output.status.success() {
-        // The registry's index says which versions there are of everybody else's crates.
+        // Cargo looks up the versions of other crates in the registry's index. These words in its output show
+        // that the index was out of reach.
         let offline =
             ["failed to download", "Could not resolve", "spurious network error", "failed to query"];
         if offline.iter().any(|words| text.contains(words)) {

@@ -47,7 +47,7 @@ pub(crate) fn takes_code(problem: &impl Problem, kernel: &str) -> Result<()> {
     problem.refuse_beside_code(kernel).map_err(|refusal| unsupported("cpu", vec![refusal]))
 }
 
-/// What small outputs are not computed beside.
+/// Refuses what small outputs are not computed beside.
 ///
 /// # Errors
 /// A tree mask.

@@ -234,7 +234,8 @@ fn help_is_help_and_a_question_mark_and_teaches() {
     {
         let ran = fmha(line);
         assert_eq!(ran.status, 0, "{line}");
-        // Examples are not wrapped in a terminal of 80 columns; a longer line begins with what it is for.
+        // A command of an example fits a terminal of 80 columns. Lines that do not begin with a command may
+        // be longer.
         let examples =
             ran.out.lines().filter(|line| line.starts_with("  fmha ") || line.starts_with("  FMHA_"));
         for example in examples {

@@ -41,7 +41,7 @@ abi_struct! {
     }
 }
 
-/// What a tile is of, whose list has blocks of the other.
+/// Rows of a tile: queries or keys. The list of a tile has blocks of the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TileOf {
     /// Queries, as forward.

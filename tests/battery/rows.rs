@@ -441,11 +441,8 @@ pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     (story, views)
 }
 
-/// Runs the backward of both training calls: dQ of their common rows is to have the same bits, and of calls with the
-/// same rows dK and dV too.
-///
-/// # Errors
-/// What the backend said, other than a refusal.
+/// Runs the backward of two training calls and compares their gradients bit for bit: dQ of the rows that both
+/// calls have, and dK and dV if both calls have the same rows.
 pub fn compare_gradients(
     device: &Device,
     story: &Story,

@@ -100,7 +100,7 @@ struct Greatest(*mut f32);
 
 // SAFETY: each task has an element of its own.
 unsafe impl Send for Greatest {}
-// SAFETY: as above.
+// SAFETY: each task has an element of its own.
 unsafe impl Sync for Greatest {}
 
 impl Greatest {
@@ -225,7 +225,7 @@ impl Shared<'_> {
             s.plain().run(Adjust { head, panel, scores, bias, slope: None });
         }
         if head.coded {
-            // SAFETY: as above.
+            // SAFETY: the panel and the buffers are those of the call above, of the sizes that it takes.
             unsafe { Code::hide::<S>(&panel, scores, scratch.hide.as_ptr(), f32::NEG_INFINITY) };
         }
     }

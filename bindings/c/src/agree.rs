@@ -12,8 +12,8 @@ use crate::structs::{
     FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
-// Fields by their names, which are bound to those of the given struct: a comparison each and nothing else, since
-// every run comes through here.
+// Macros that compare a run's struct with the plan's. `$field` is a variable that holds the run's field of
+// the same name. Every run calls them, so a field costs one comparison and no more.
 
 /// Numbers that must be the planned ones.
 macro_rules! number {

@@ -173,7 +173,7 @@ fn caches() -> Vec<FmhaCache> {
     ]
 }
 
-// SAFETY: the caller promised each of them.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_LISTS: FmhaLists = unsafe { std::mem::zeroed() };
 
 fn lists() -> Vec<FmhaLists> {
@@ -239,7 +239,7 @@ fn codes(captured: &[FmhaCaptured]) -> Vec<FmhaCode> {
     ]
 }
 
-// SAFETY: as above.
+// SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 
 fn masks() -> Vec<FmhaMasks> {

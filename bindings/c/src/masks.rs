@@ -125,11 +125,11 @@ impl Memory {
         totals: Totals,
     ) -> Result<MaskArgs<'a>> {
         let mut args = MaskArgs::default();
-        // SAFETY: passed on.
+        // SAFETY: the caller keeps the contract of `masks`.
         let Some(given) = (unsafe { call.masks.as_ref() }) else { return Ok(args) };
         let numbers = |name, tensor: &FmhaTensor, shape: Shape, elem: ElemType| {
             let bytes = bytes(name, tensor, strides(tensor), shape, fmha::DType::F32)?;
-            // SAFETY: passed on.
+            // SAFETY: the caller keeps the contract of `masks`.
             Ok::<DevSlice<'a>, ProblemError>(unsafe {
                 self.read(tensor.data.cast_const().cast(), bytes, elem)
             })

@@ -421,7 +421,7 @@ pub struct FmhaPartial {
 pub struct FmhaCombine {
     /// sizeof(FmhaCombine).
     pub struct_bytes: u64,
-    /// Parts to merge: 1 or more; of none, O is 0, or what it was, where they are added.
+    /// Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
     pub num_parts: i64,
     /// Sequences.
     pub batch: i64,

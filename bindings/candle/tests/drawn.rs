@@ -343,7 +343,8 @@ fn forward(drawn: &FwdProblem, drawn_lengths: &Lengths, data: Data) -> Result<Ve
 fn backward(drawn: &FwdProblem, drawn_lengths: &Lengths, data: Data, deterministic: bool) -> Result<Verdict> {
     let (mut fwd, lengths) = sayable(drawn, drawn_lengths);
     let extents = fwd.extents(lengths.totals);
-    // The gradient of memory that heads share would be the sum of theirs.
+    // Operands whose heads share memory get dense strides: the gradient of shared memory would be the sum of
+    // the gradients of these heads.
     for (shape, strides) in
         [(extents.q, &mut fwd.strides.q), (extents.k, &mut fwd.strides.k), (extents.v, &mut fwd.strides.v)]
     {

@@ -161,7 +161,7 @@ fn placed(tensor: &Tensor, packed: bool, axes: [usize; 3]) -> FmhaTensor {
     FmhaTensor { data, batch_stride, seqlen_stride, head_stride, dim_stride }
 }
 
-/// What a plan depends on, in numbers.
+/// Adds the numbers that a plan depends on to its key.
 pub(crate) fn key(masks: &FmhaMasks, key: &mut Key) {
     let FmhaMasks {
         struct_bytes: _,

@@ -108,7 +108,7 @@ class Drawn:
                 shown = shown & ((i + j) % 3 != 0)
             seen = [seen_by_lists(counts[at], indices[at], block, *self.most) for at in (0, 1)]
             partial = seen[0] & shown if 0 in which else torch.zeros_like(shown)
-            # What a full block shows nothing but lengths and the band hides.
+            # Pairs that a full block shows are hidden by lengths and the band alone.
             shown = partial | seen[1] if 1 in which else partial
         kind = {None: (0, -1, -1, 0), "causal": (2, -1, 0, 0), "t:9,3": (1, 9, 3, 0)}[band]
         self.seen = [

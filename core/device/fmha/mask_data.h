@@ -41,7 +41,7 @@ struct DataMasks {
     return uint32_t(bits) >> (j % 32) & 1u;
   }
 
-  // What is said of a pair: that it is hidden, seen if a mask as code shows it too, or seen.
+  // Verdict on a pair: hidden, seen if a mask as code shows it too, or seen.
   enum class Shown { No, Asked, Full };
 
   // Whether query i sees key j, a mask as code apart.
@@ -49,7 +49,7 @@ struct DataMasks {
     return shown(span, i_head, i, j) != Shown::No;
   }
 
-  // What is said of query i and key j. A block of the full list asks no other mask.
+  // Verdict on query i and key j. A block of the full list asks no other mask.
   FMHA_DEVICE Shown shown(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     int32_t full = 0, asked = 1;
     if (m.block_q != 0) {

@@ -301,9 +301,9 @@ pub struct SeqArgs<'a> {
 pub struct Arrivals<'a> {
     /// u32 `[n]`: one past each piece's last row of every sequence. Ascending; the last is `seqlen_k`.
     pub ends: DevSlice<'a>,
-    /// u32 `[n + 1]`: the flags, written while the call runs. The last one is the kernel's: not 0, it tells
-    /// every waiting thread to go on with whatever is there, and a thread that has waited for piece `i`
-    /// beyond the timeout writes `i + 1`. No result of such a call is one.
+    /// u32 `[n + 1]`: the flags, written while the call runs. The kernel owns the last flag. A value other
+    /// than 0 there tells every waiting thread to go on with the data that has arrived. A thread that waits
+    /// for piece `i` beyond the timeout writes `i + 1` there, and the results of the call are not valid.
     pub flags: DevSlice<'a>,
     /// Bits of the pieces that are there before the call.
     pub here: u64,

@@ -226,7 +226,7 @@ impl FwdProblem {
         }
     }
 
-    /// Whether pairs that the band shows are asked for one by one: of code, or of masks as data.
+    /// Whether code or masks as data decide on each pair that the band shows.
     #[must_use]
     pub fn asks_pairs(&self) -> bool {
         !self.code.is_empty() || !self.masks.is_empty()

@@ -57,7 +57,7 @@ pub struct HeadBackward {
 pub struct BackwardSpread {
     /// Spread of dQ.
     pub dq: Vec<f64>,
-    /// Spread of dK.
+    /// Root of the sum of the squared terms, for each element of dK.
     pub dk: Vec<f64>,
     /// Spread of dV.
     pub dv: Vec<f64>,

@@ -275,7 +275,7 @@ fn home(b: &mut Builder<'_>, grads: [Held; 2], pairs: &[(Piece, Piece)]) -> (Hom
     let mut slots = Vec::new();
     let bufs = kinds.map(|kind| {
         let one = b.whole.tensor_of(kind, b.rank(), DType::F32);
-        // Others write there at any time of a run: no step before or behind has this buffer.
+        // Other ranks write to this buffer at any time of a run, so no other step may use its memory.
         let buf = b.keep(DType::F32, u64::from(b.ranks()) * one.bytes());
         let peers = (0..b.ranks()).filter(|&peer| peer != b.rank());
         slots.extend(peers.map(|peer| slot(b, buf, kind, b.rank(), peer)));

@@ -59,7 +59,7 @@ struct Scheduler {
     const int32_t index = static_index();
     ++round;
     if (first || tile.order == TileOrder::Static) return index;
-    // The first tiles were all: there is no counter (TileSchedule::counter_bytes).
+    // Workers took all tiles in the first round, so there is no counter (TileSchedule::counter_bytes).
     if (tile.order == TileOrder::Single || schedule.num_tiles <= num_workers()) return schedule.num_tiles;
     if constexpr (tile.cluster > 1) return claim_together(p);
     return claim(p);

@@ -24,7 +24,7 @@ struct RowBits {
   static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
 };
 
-// What shows a pair, asked alone. `has_function`: a mask as code joins the masks as data.
+// Masks that decide on a pair, asked alone. `has_function`: a mask as code joins the masks as data.
 template <bool has_function>
 struct ShownPairs {
   static constexpr bool all = false, has_classes = false, has_tile_list = false;

@@ -127,7 +127,7 @@ fn short_tile(problem: &FwdProblem, table: Sm80Tile, room: Room) -> Option<Sm80T
     let mut tile = Sm80Tile { block_m, warps, ..table };
     // With more rows, zeros beyond the head dimension would be multiplied for too long.
     tile.whole_spans = block_m <= 32 && has_broken_spans(&spec, &tile);
-    // Codes that are widened in registers serve two sixteens of rows at the price of one.
+    // One warp widens an FP8 code in registers once for both of its groups of 16 rows.
     let one_warp = Sm80Tile { warps: 1, ..tile };
     if block_m == 32 && one_warp.reads_raw_blocks(&spec) {
         tile.warps = 1;

@@ -314,8 +314,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                     (&raw mut masks).cast(),
                     (&raw mut *list).cast(),
                 ];
-                // SAFETY: as above; the maps were made for the same extents. Under masks as data it takes these and
-                // their lists too.
+                // SAFETY: the kernel takes these arguments, which were made for the same extents; under masks as data
+                // it takes the masks and their lists too.
                 unsafe { step.launch(&mut arguments, call.stream)? };
                 continue;
             }

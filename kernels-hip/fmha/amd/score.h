@@ -86,9 +86,9 @@ FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype
   (add_given<Term>(fragment, p, span, i_head), ...);
 }
 
-// Scaled products of a fragment (score.h) become natural scores. The fragment takes a map's slopes by
-// `multiply_slope(e, x)`, a term by `add(e, x)`. `forget_place()` comes before each modifier, since keys that are kept
-// from one to the next fill RDNA's registers.
+// Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in natural units
+// (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term by `add(e, x)`.
+// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers.
 template <class Tanh, class Fragment>
 FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head) {

@@ -105,7 +105,8 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
     let all = u64::from(dims.batch) * u64::from(dims.seqlen_k.next_multiple_of(32).max(32));
     let stretches = u64::from(keys) * 2 * u64::from(shares);
     let most = 1 << 30;
-    // A stretch has at least the longest sequence's tiles of 32 keys by the parts that a merge reads at most, 128.
+    // A stretch has at least a 128th of the longest sequence's tiles of 32 keys: a merge reads at most 128
+    // parts.
     let tiles = u64::from(dims.seqlen_k).div_ceil(32 * 128) * u64::from(shares);
     (all.max(stretches) >= most || tiles >= 2 * most)
         .then(|| format!("batch times seqlen_k, or shares of split_keys={keys}, are 2^30 keys or more"))

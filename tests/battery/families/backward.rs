@@ -428,8 +428,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let dims = Dims { batch: 2, num_heads_q: 17, num_heads_kv: 17, ..dims(100, 150) };
             push(name, dims, DType::Bf16, "b", true, Vec::new());
         }
-        // More key blocks of such heads before the last one than four multiprocessors can take ahead of their
-        // order.
+        // Heads that add to dQ in the opposite order, with more key blocks before the last one than four
+        // multiprocessors can run before their turn.
         if head_dim == 128 {
             let name = format!("backward/in_turns/many_keys/bf16/{of}/b");
             let dims = Dims { batch: 2, num_heads_q: 8, num_heads_kv: 8, ..dims(60, 1200) };

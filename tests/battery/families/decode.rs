@@ -556,7 +556,8 @@ fn trees_apart(cases: &mut Vec<Case>) {
             lengths.seqused_k = used(&mut problem).seqused_k;
             let (words, seed) = (problem.tree_mask_words(), data(&name).seed);
             let rows = lengths.totals.total_q.unwrap_or(3 * seqlen_q);
-            // Each query sees the first of the last keys and its own; of "parts" and "packed" random others.
+            // Every query sees the first of the last `seqlen_q` keys, and its own key among them. A query of
+            // "parts" or "packed" also sees random others of these keys.
             let others = |row: u32, n: u32| {
                 word != "infinite" && mix(seed ^ u64::from(row * 1000 + n)).is_multiple_of(2)
             };

@@ -86,8 +86,8 @@ impl AddValues<'_> {
         }
     }
 
-    // Inlining is left to the optimiser: all types and ways in one function took 2.7 MB of stack with AMX,
-    // where a thread has 2 MB, and a decode ended the program.
+    // Builds without optimisation do not force inlining: one function with all types and ways took 2.7 MB of
+    // stack with AMX, where a thread has 2 MB, and a decode ended the program.
     #[cfg_attr(not(unoptimised), inline(always))]
     fn windows<S: Simd, E: Elem, const MET: u8>(&self, s: S, elem: E) {
         self.values.windows(

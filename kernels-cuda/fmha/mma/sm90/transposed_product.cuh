@@ -79,8 +79,8 @@ FMHA_DEVICE void start_register_product_ab(D& d, const RegisterTile<Storage<dtyp
   ptx::wgmma_commit_group();
 }
 
-// The transpose of the warpgroup's 64 x depth into a tile: its row r becomes column `first + r`, its column c row
-// `first_row + c`.
+// Stores the warpgroup's fragment of 64 rows and `depth` columns to the tile, transposed. Row r of the fragment becomes
+// column `first + r` of the tile, and column c becomes row `first_row + c`.
 template <class Tile, class Elem, int depth>
 FMHA_DEVICE void store_transposed(const Tile& tile, const RegisterTile<Elem, depth>& a, int32_t first,
                                   int32_t first_row = 0) {

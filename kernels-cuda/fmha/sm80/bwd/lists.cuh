@@ -34,7 +34,7 @@ FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth
 // Columns that a warp adds to sums in memory at a time.
 FMHA_DEVICE constexpr int columns_at_once(int dim) { return dim % 64 == 0 ? 64 : 16; }
 
-// State of a CTA of keys about a token's list.
+// Keys of a CTA's own range that a token's list names, and how often.
 template <int range>
 struct KeysOfRange {
   int32_t listed[range];        // how often the list names each key

@@ -37,7 +37,8 @@ FMHA_DEVICE uint32_t store_gradient(const View& view, const mma::Accumulator<n>&
   return found;
 }
 
-// Calls `again(row)` for each of the warp's 16 rows that a lane has found.
+// Calls `again(row)` with the whole warp for each of its 16 rows that a lane has marked as not finite in `found`, as
+// `store_gradient` returns it.
 template <class Again>
 FMHA_DEVICE void for_each_found(uint32_t found, Again again) {
   __syncwarp();

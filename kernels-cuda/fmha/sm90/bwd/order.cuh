@@ -49,7 +49,8 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 }
 
 // Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
-// them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch order of their own.
+// them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch
+// order of their own.
 // `keys`: which keys queries see; with lists `q_blocks` says only whether there are blocks.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Keys& keys = {}) {

@@ -9,7 +9,7 @@ namespace fmha::sm90 {
 template <FwdSpec spec, Sm90Tile tile, bool has_function>
 FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const MaskDataParams& masks,
                             const TileList& list) {
-  // What hides a key may hide a NaN of V, of which a kernel whose spec has no mask knows nothing.
+  // Masks that hide a key may hide a NaN of V, and a kernel whose spec has no mask does not look for one.
   static_assert(spec.mask != MaskKind::Full, "sm90: masks as data hide keys");
   static_assert(tile.split_keys == 0, "sm90: whole sequences");
   static_assert(!is_fp8(spec.dtype_qk), "sm90: under masks as data types of 16 bits");
