@@ -122,7 +122,13 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
     }
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
     let planning = Planning { plan: PlanOptions::default().tile(in_parts(arch)), ..Planning::default() };
-    println!("{arch}: {:?}", search(&device, FORWARD, pairs, &bounds(arch), &planning));
+    let counts = search(&device, FORWARD, pairs, &bounds(arch), &planning);
+    println!("{arch}: {counts:?}");
+    if arch == "sm_90a" {
+        let of_both =
+            ["equal by two kernels", "equal by wgmma"].map(|said| counts.get(said).copied().unwrap_or(0));
+        assert!(!of_both.contains(&0), "{arch}: each kernel has rows, and both have the same: {counts:?}");
+    }
     // Whole beside parts of 2048 keys, as plans have them that set no tile.
     let (first, count) = pairs;
     let own = search(&device, FORWARD, (first, count.div_ceil(10)), &OWN_PARTS, &Planning::default());

@@ -14,7 +14,8 @@ use crate::{sm80, sm90};
 
 /// Keys of a block of problems whose rows both kernels take, on a device that has both.
 ///
-/// The answer follows from no sequence, length or layout of a call: a row's other calls have the same one.
+/// The answer follows from no sequence, length or layout of Q and K: a row's other calls have the same one. `sm80` and
+/// `sm90` refuse a column-major V.
 pub(crate) fn shared_block(problem: &FwdProblem, facts: &DeviceFacts) -> Option<i32> {
     let (dtypes, dims, score) = (problem.dtypes, problem.dims, &problem.score);
     let is_wide =

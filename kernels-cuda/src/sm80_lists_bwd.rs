@@ -121,9 +121,16 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bo
     let heads = problem.fwd.gqa_ratio();
     let copy_bytes = [16, 8, 4].into_iter().find(|&bytes| odd_stride(problem, bytes).is_none()).unwrap_or(2);
     let fast_softcap = problem.fwd.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
-    let range = if ordered { range(problem, room) } else { 0 };
-    let of =
-        |rows, columns| Sm80ListsBwdTile { rows, columns, warps: WARPS, copy_bytes, range, fast_softcap };
+    // Heads and columns have the room that the longest range leaves: a batch decides the range alone, and no sum.
+    let longest = if ordered { MOST_RANGE } else { 0 };
+    let of = |rows, columns| Sm80ListsBwdTile {
+        rows,
+        columns,
+        warps: WARPS,
+        copy_bytes,
+        range: longest,
+        fast_softcap,
+    };
     let most = if heads <= 16 {
         16
     } else if heads <= 32 {
@@ -133,15 +140,19 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bo
     };
     let candidates = [64, 32, 16].into_iter().filter(|&rows| rows <= most);
     let mut candidates = candidates.flat_map(|rows| [64, 32, 16].map(|columns| of(rows, columns)));
-    candidates.find(|tile| tile.smem_bytes(spec) <= room.smem_bytes).unwrap_or_else(|| of(16, 16))
+    let tile = candidates.find(|tile| tile.smem_bytes(spec) <= room.smem_bytes).unwrap_or_else(|| of(16, 16));
+    Sm80ListsBwdTile { range: if ordered { range(problem, room) } else { 0 }, ..tile }
 }
+
+/// Keys of a CTA, at most.
+const MOST_RANGE: i32 = 1024;
 
 /// Keys of a CTA: so many that each multiprocessor has two CTAs, whole groups of 32.
 fn range(problem: &BwdProblem, room: Room) -> i32 {
     let dims = problem.fwd.dims;
     let keys = u64::from(dims.batch) * u64::from(dims.num_heads_kv) * u64::from(dims.seqlen_k);
     let even = keys.div_ceil(2 * u64::from(room.num_sms.max(1)));
-    even.next_multiple_of(32).clamp(32, 1024) as i32
+    even.next_multiple_of(32).clamp(32, MOST_RANGE.unsigned_abs().into()) as i32
 }
 
 /// CTAs of the launch of keys; `None`: 2^31 or more.

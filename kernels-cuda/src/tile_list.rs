@@ -61,6 +61,9 @@ pub(crate) struct TileListPlan {
     blocks: u64,
 }
 
+/// Bytes of lists, at most: they grow with the square of the length, and `sm80` serves the same masks without any.
+const MOST_BYTES: u64 = 4 << 30;
+
 impl TileListPlan {
     /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the
     /// whole workspace.
@@ -99,6 +102,11 @@ impl TileListPlan {
             heads_ratio: (dims.num_heads_q / heads.max(1)).max(1).cast_signed(),
         };
         let bytes = blocks + 4 * rows * u64::from(max_blocks);
+        if bytes > MOST_BYTES {
+            return Err(format!(
+                "lists of tiles would take {bytes} bytes of workspace, more than {MOST_BYTES}"
+            ));
+        }
         Ok((Self { list, of, block, rows: rows as u32, counts, blocks }, Workspace { bytes, ..before }))
     }
 
@@ -129,7 +137,9 @@ impl TileListPlan {
 /// head, so that one list serves all heads.
 #[must_use]
 pub fn serve(problem: &FwdProblem) -> bool {
-    !problem.masks.is_empty() || problem.code.mask.is_some() && !reads_head(problem)
+    // A function alone over keys that arrive while the call runs is asked pair by pair: lists do not wait.
+    let is_listed = problem.code.mask.is_some() && !reads_head(problem) && problem.arrivals == 0;
+    !problem.masks.is_empty() || is_listed
 }
 
 /// Whether the mask as code reads the head.

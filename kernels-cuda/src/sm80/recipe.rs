@@ -8,7 +8,7 @@ use fmha_core::mask::MaskKind;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidFwd};
+use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::maps::{Boxes, Maps};
@@ -69,6 +69,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     ) -> Result<Sm80Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
+        if options.row_invariant && facts.instructions.wgmma && problem.layout.v == VLayout::ColMajor {
+            return Err(refuse(
+                "row_invariant beside a column-major V: its blocks of keys are other than sm90's".to_owned(),
+            ));
+        }
         if options.row_invariant && !problem.masks.is_empty() {
             return Err(refuse(
                 "row_invariant: masks as data are asked for whole sequences, whose keys other calls have in parts"
@@ -246,7 +251,14 @@ fn fitted(
     tile.check()?;
     tile.check_loads(problem)?;
     if problem.lists.is_some() {
-        tile.fixed_parts = tile.split_keys > 0;
+        let is_cut = tile.split_keys > 0;
+        if tile.fixed_parts != is_cut && fields.iter().any(|(key, _)| *key == "fixed_parts") {
+            return Err(format!(
+                "fixed_parts={} beside lists of keys: parts of a list are fixed",
+                tile.fixed_parts
+            ));
+        }
+        tile.fixed_parts = is_cut;
         let alone =
             [("shares", tile.shares, 0), ("pack_gqa", tile.pack_gqa.into(), 1), ("tma", tile.tma.into(), 0)];
         for (field, value, wanted) in alone {

@@ -54,7 +54,17 @@ fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
     tile.pack_gqa = true;
     tile = deal(&tokens, tile, room);
     (tile.block_in_page, tile.fixed_parts) = (false, tile.split_keys > 0);
+    // Strides are those of the call, not of its tokens.
+    (tile.copy_bytes, tile.vector_store) = (copy_bytes(problem), stores_vectors(problem));
     tile
+}
+
+/// Bytes of a copy: the most that divide all strides.
+fn copy_bytes(problem: &FwdProblem) -> i32 {
+    let divides = |&bytes: &i32| {
+        strides(problem).all(|(name, _, stride)| is_whole_copies(problem, bytes, (name, stride)))
+    };
+    [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2)
 }
 
 /// Whether V's block is K's: of lists, whose rows are gathered one by one.
@@ -92,11 +102,7 @@ fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     tile.fast_softcap &= problem.score.softcap.is_some_and(|cap| (1e-3..=64.0).contains(&cap));
     tile.place_blocks(problem);
-    let divides = |&bytes: &i32| {
-        strides(problem).all(|(name, _, stride)| is_whole_copies(problem, bytes, (name, stride)))
-    };
-    tile.copy_bytes =
-        [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most_copied(problem)).find(divides).unwrap_or(2);
+    tile.copy_bytes = copy_bytes(problem);
 
     tile.vector_store = stores_vectors(problem);
     tile

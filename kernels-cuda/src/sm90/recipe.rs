@@ -80,13 +80,17 @@ pub fn leaves_to_sm80(problem: &ValidFwd, room: Room) -> Option<String> {
     (theirs < NEARLY * ours).then(|| format!("it would take {ours:.0} us, sm80 {theirs:.0}"))
 }
 
+/// Whether a kv head has more rows than a price, and with it the batch, may leave to `sm80`.
+fn has_many_rows(problem: &ValidFwd) -> bool {
+    problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > sm80::MOST_SHORT_ROWS
+}
+
 /// Refuses calls that are left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
-    let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
     // Calls with FP8 queries were never measured.
     let taken =
         !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
-    if !taken || rows > sm80::MOST_SHORT_ROWS || problem.arrivals > 0 {
+    if !taken || has_many_rows(problem) || problem.arrivals > 0 {
         return Ok(());
     }
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
@@ -130,7 +134,7 @@ fn fitted(
     }
     split::check(problem, tile.cut(problem))?;
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
-    if problem.arrivals > 0 && !tile.waits_for_keys() {
+    if problem.arrivals > 0 && (!tile.waits_for_keys() || tile_list::serve(problem)) {
         return Err(format!("arrivals {}: its tile does not wait for pieces of keys", problem.arrivals));
     }
     Ok(tile)
@@ -270,7 +274,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
                 // every sequence.
                 batch_invariant: tile.is_batch_invariant(&spec)
                     && (options.batch_invariant
-                        || list.is_some()
+                        || list.is_some() && has_many_rows(problem)
                         || split::is_never_cut(problem, tile.block_n, true)),
                 row_invariant: options.row_invariant
                     && list.is_none()

@@ -37,6 +37,9 @@ fn takes_masks_and_code(problem: &BwdProblem) -> Result<(), Refusal> {
     if problem.dbias.is_some() {
         return refuse("dbias".to_owned());
     }
+    if problem.fwd.arrivals > 0 {
+        return refuse(format!("arrivals {}", problem.fwd.arrivals));
+    }
     if let (Some(gradient), false) = (problem.dcaptured.first(), problem.fwd.masks.is_empty()) {
         return refuse(format!("the gradient of captured {}", gradient.name));
     }

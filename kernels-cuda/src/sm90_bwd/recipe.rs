@@ -386,6 +386,11 @@ fn fitted(
         tile.dq_finish = DqFinish::Launch;
     }
     if tile_list::serve(problem.fwd()) {
+        if tile.head_parts && fields.iter().any(|(key, _)| *key == "head_parts") {
+            return Err(
+                "head_parts true beside masks as data, whose lists are of one head's tiles".to_owned()
+            );
+        }
         tile.head_parts = false;
         if !matches!(tile.walk, BwdWalk::InOrder | BwdWalk::LateDp) {
             return Err(format!(

@@ -199,6 +199,13 @@ fn layouts(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
     }
+    // Rows of tokens begin at 8 bytes, those of sequences at 16.
+    let name = name("tokens_with_gaps");
+    let mut problem = masked(dtype, dims(2, 70, (4, 1), 64), "0");
+    let with_gaps = Strides { batch: 520, seq: 260, head: 64, dim: 1 };
+    (problem.strides.q, problem.strides.o) = (with_gaps, with_gaps);
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "scattered", data(&name).seed);
+    push(cases, name, problem, lengths);
 }
 
 fn tokens(cases: &mut Vec<Case>, dtype: DType) {
@@ -381,6 +388,9 @@ fn caches(cases: &mut Vec<Case>) {
     }
 }
 
+/// Tokens and keys of calls that have none of one of them.
+const NOTHING: [(u32, u32); 3] = [(0, 5), (5, 0), (0, 0)];
+
 /// Gradients, asked for in one order; each case is run again and keeps its bits.
 fn gradients(cases: &mut Vec<Case>, dtype: DType) {
     let mut push =
@@ -419,6 +429,12 @@ fn gradients(cases: &mut Vec<Case>, dtype: DType) {
         let sizes = Dims { head_dim_v: v, ..dims(seqlen_q, 60, heads, qk) };
         let (problem, lengths) =
             with_lists(masked(dtype, sizes, "b"), Lengths::default(), topk, "scattered", data(&name).seed);
+        push(name, problem, lengths, &|problem| problem);
+    }
+    for (seqlen_q, seqlen_k) in NOTHING {
+        let name = format!("lists/backward/{dtype}/{seqlen_q}_of_{seqlen_k}");
+        let problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 48), "b");
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 8, "scattered", data(&name).seed);
         push(name, problem, lengths, &|problem| problem);
     }
     for size in [16, 64] {
@@ -465,6 +481,12 @@ fn unordered_gradients(cases: &mut Vec<Case>, dtype: DType) {
     let (problem, lengths) =
         with_lists(problem.softcap(2.0), Lengths::packed(&sequences), 20, "scattered", data(&name).seed);
     push(name, problem, lengths);
+    for (seqlen_q, seqlen_k) in NOTHING {
+        let name = format!("lists/unordered/{dtype}/{seqlen_q}_of_{seqlen_k}");
+        let problem = masked(dtype, dims(seqlen_q, seqlen_k, (4, 2), 48), "b");
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 8, "scattered", data(&name).seed);
+        push(name, problem, lengths);
+    }
     let name = format!("lists/unordered/{dtype}/blocks");
     let mut problem = masked(dtype, dims(6, 200, (8, 2), 64), "b");
     problem.lists = Some(KeyLists::new(&problem, 3).entries(ListEntries::Blocks { size: 16 }));
