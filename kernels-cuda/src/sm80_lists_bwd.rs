@@ -215,3 +215,44 @@ fn host_header() -> Header {
     );
     Header::rendered("fmha/sm80_lists_bwd_host.h", text)
 }
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::{DType, Dims, FwdProblem, KeyLists, MaskKind};
+
+    use super::*;
+
+    /// Heads of a CTA decide how terms are grouped, and a plan in one order promises that no batch changes a bit.
+    #[test]
+    fn heads_and_columns_of_a_tile_follow_no_batch() {
+        for (qk, v) in [(512, 512), (320, 256), (464, 512), (128, 128), (576, 512)] {
+            for smem_bytes in [101_376, 166_912, 232_448] {
+                let room = Room { smem_bytes, num_sms: 132 };
+                let tile = |batch| {
+                    let dims = Dims {
+                        batch,
+                        seqlen_q: 4,
+                        seqlen_k: 4096,
+                        num_heads_q: 64,
+                        num_heads_kv: 1,
+                        head_dim_qk: qk,
+                        head_dim_v: v,
+                    };
+                    let problem = FwdProblem::batch(DType::Bf16, dims);
+                    let lists = KeyLists::new(&problem, 64);
+                    let problem = BwdProblem::new(problem.lists(lists));
+                    let fwd = fmha_core::spec::FwdSpec {
+                        head_dim_v: v as i32,
+                        ..fmha_core::spec::FwdSpec::plain(DType::Bf16, qk as i32, MaskKind::Full)
+                    };
+                    let spec = BwdSpec { fwd, ..BwdSpec::of(&problem) };
+                    choose_tile(&problem, &spec, room, true)
+                };
+                let (alone, of_many) = (tile(1), tile(64));
+                assert!(alone.range < of_many.range, "{alone:?} {of_many:?}");
+                let shape = |tile: Sm80ListsBwdTile| (tile.rows, tile.columns);
+                assert_eq!(shape(alone), shape(of_many), "{qk}/{v} in {smem_bytes} bytes");
+            }
+        }
+    }
+}

@@ -1,7 +1,8 @@
 //! Forward plans: launches, promises, words.
 
 use fmha_core::{
-    Accuracy, DType, Dims, FwdProblem, PlanOptions, Refusal, ScoreSums, Strides, VLayout, Workspace,
+    Accuracy, DType, Dims, FwdProblem, Intervals, MaskAxes, PlanOptions, Refusal, ScoreSums, Strides,
+    VLayout, Workspace,
 };
 use fmha_gpu::{Choice, Grid};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
@@ -405,4 +406,48 @@ fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_
         assert!(refusal.contains("row_invariant true") && refusal.contains("sm80"), "{refusal}");
     }
     assert!(choose::<Sm80, _>(&capped, &stated("sm_90a"), &options).unwrap().promises.row_invariant);
+}
+
+/// Two endpoints a row, which all sequences and heads share.
+fn under_intervals(mut problem: FwdProblem) -> FwdProblem {
+    let rows = i64::from(problem.dims.seqlen_q);
+    let strides = Strides { batch: 0, head: 0, dim: rows, seq: 1 };
+    problem.masks.intervals = Some(Intervals { axes: MaskAxes::SHARED, endpoints: 2, strides });
+    problem
+}
+
+/// Lists of tiles are made before a call from masks alone, and its roles wait for no piece of keys.
+#[test]
+fn keys_that_arrive_beside_masks_as_data_are_refused_with_their_number() {
+    let masked = under_intervals(of_lengths([512, 512], [4, 4], 128, "0"));
+    assert!(on_hopper(&masked, "").is_ok());
+    let refusal = on_hopper(&masked.arrivals(2), "").err().unwrap().to_string();
+    assert!(refusal.contains("arrivals 2"), "{refusal}");
+}
+
+/// Lists of 4 GiB and more are left to `sm80`, which has none.
+#[test]
+fn lists_of_tiles_that_would_take_gigabytes_are_refused_with_their_bytes() {
+    let mut problem = under_intervals(of_lengths([1 << 20, 1 << 20], [32, 32], 128, "0"));
+    problem.masks.intervals = problem.masks.intervals.map(|it| Intervals {
+        axes: MaskAxes { per_batch: false, heads: 32 },
+        strides: Strides { head: 2 << 20, ..it.strides },
+        ..it
+    });
+    let refusal = on_hopper(&problem, "").err().unwrap().to_string();
+    assert!(refusal.contains("bytes of workspace, more than 4294967296"), "{refusal}");
+}
+
+/// Few rows go to `sm90` or `sm80` by a price, and with it by the batch.
+#[test]
+fn few_rows_under_masks_as_data_are_batch_invariant_only_where_they_are_asked_to_be() {
+    for (seqlen_q, promised) in [(1, false), (300, true)] {
+        let mut problem = under_intervals(of_lengths([seqlen_q, 300], [32, 8], 128, "0"));
+        problem.dims.batch = 1;
+        if let Ok(choice) = on_hopper(&problem, "skip_row_max=0") {
+            assert_eq!(choice.promises.batch_invariant, promised, "{seqlen_q}");
+        } else {
+            assert_eq!(seqlen_q, 1, "many rows are sm90's");
+        }
+    }
 }
