@@ -91,7 +91,9 @@ fn all(kept: i32) -> Vec<(String, usize, usize)> {
                 let b = word(4 + k / 8, element.column * 4 + k % 8 / 2);
                 [half(dtype, word(row, lane), k % 2), half(dtype, b, k % 2)]
             })
-        } else if program.name.contains("/a registers/b 128/on sums, any") && program.name.contains("k16.f32.") {
+        } else if program.name.contains("/a registers/b 128/on sums, any")
+            && program.name.contains("k16.f32.")
+        {
             let (total, rows) = (program.total(), program.inputs.len() as u32);
             agreement(&recording, &program, kept, |input, element, _, k| {
                 let word = |row: u32, thread: u32| input[(row * total + thread) as usize];
