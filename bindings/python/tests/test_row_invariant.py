@@ -56,6 +56,35 @@ def test_a_token_that_is_decoded_has_the_bits_that_it_has_in_training(page_size)
         assert torch.equal(o, of_training[77 + length - 1]), length
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_flash_attention_3_s_names_have_a_paged_call_s_bits_in_the_dense_one(page_size, tokens):
+    """Queries and keys of 192 elements beside values of 128: a prompt, and one token, over pages and not."""
+    from fmha import flash_attn_3
+
+    draw = torch.Generator().manual_seed(7)
+    of = lambda *shape: torch.randn(*shape, generator=draw).to(torch.bfloat16)
+    length, pages = 2500, -(-2500 // page_size)
+    q, k, v = of(1, length, HEADS, 192), of(1, length, KV_HEADS, 192), of(1, length, KV_HEADS, 128)
+    table = torch.randperm(pages, generator=draw).to(torch.int32)[None]
+    pools = []
+    for rows in (k[0], v[0]):
+        pool = torch.full((pages, page_size, *rows.shape[1:]), float("nan"), dtype=rows.dtype)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, pages * page_size - length))
+        pool[table[0].long()] = padded.view(pool.shape)
+        pools.append(pool)
+    with fmha.row_invariant():
+        whole = flash_attn_3.flash_attn_func(q, k, v, causal=True)
+        paged = flash_attn_3.flash_attn_with_kvcache(
+            q[:, -tokens:],
+            *pools,
+            cache_seqlens=torch.tensor([length], dtype=torch.int32),
+            page_table=table,
+            causal=True,
+        )
+    assert torch.equal(paged, whole[:, -tokens:])
+
+
 def differs(**options):
     own = sequence(1300)
     return not torch.equal(decoded(*own, 16, **options), trained([own], **options)[-1])
