@@ -205,3 +205,18 @@ def test_a_negative_view_is_its_numbers_in_every_tensor_beside_lists() -> None:
         assert torch.equal(x.resolve_neg(), exact), at
     views = [torch._neg_view(-x) for x in (q, k)]
     assert torch.equal(by_flash_mla(*views), by_flash_mla(q, k))
+
+
+def test_packed_lengths_are_of_tokens_where_there_are_as_many_as_sequences() -> None:
+    torch.manual_seed(6)
+    q, k, indices = torch.randn(3, 4, 16), torch.randn(9, 2, 16), torch.randint(0, 3, (3, 2, 4), dtype=torch.int32)
+    # Three sequences have three tokens: two, none and one.
+    offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    of_keys = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    lengths = torch.tensor([1, 2, 4], dtype=torch.int32)
+    packed = dict(cu_seqlens_q=offsets, cu_seqlens_k=of_keys, max_seqlen_q=2, max_seqlen_k=3)
+    o = fmha.attention(q, k, k, indices=indices, topk_length=lengths, **packed)
+    for token, first in ((0, 0), (1, 0), (2, 6)):
+        keys = k[None, first : first + 3]
+        wanted, _ = defined(q[None, None, token], keys, keys, indices[None, None, token], lengths[None, None, token])
+        torch.testing.assert_close(o[token].double(), wanted[0, 0], rtol=1e-5, atol=1e-5)
