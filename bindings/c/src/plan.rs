@@ -234,7 +234,7 @@ impl FmhaPlan {
                 *to = memory.write_if(wanted, at.cast(), elems * 4, DType::F32);
             }
             args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
-            args.seq = memory.seq(problem, call, cache, totals);
+            args.seq = memory.seq(problem, call, cache, totals)?;
             args.score = memory.score(problem, call)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
@@ -379,7 +379,7 @@ impl Memory {
                 u64::from(fwd.dims.num_heads_q) * 4,
                 DType::F32,
             ))
-            .seq(self.seq(fwd, call, None, totals))
+            .seq(self.seq(fwd, call, None, totals)?)
             .score(self.score(fwd, call)?)
             .workspace(workspace))
         }
@@ -426,7 +426,7 @@ impl Memory {
         call: &FmhaCall,
         cache: Option<&FmhaCache>,
         totals: Totals,
-    ) -> SeqArgs<'a> {
+    ) -> Result<SeqArgs<'a>, ProblemError> {
         let used = u64::from(problem.dims.batch) * 4;
         // `totals` has read it: in range, and 0 where there are no pages.
         let max_pages = call.max_pages as u32;
@@ -452,6 +452,10 @@ impl Memory {
             if let (Some(lists), Some(given)) = (&problem.lists, call.lists.as_ref()) {
                 let elems = lists.strides.extent(lists.shape(problem, totals)).unwrap_or(u64::MAX);
                 let bytes = elems.saturating_mul(4);
+                if given.indices.is_null() && bytes > 0 {
+                    let text = format!("indices is null, but {bytes} bytes are needed");
+                    return Err(ProblemError::new("indices", text));
+                }
                 args.indices = Some(self.read(given.indices.cast(), bytes, ElemType::I32));
                 args.topk_length = self.read_if(
                     lists.length != ListLength::Whole,
@@ -463,7 +467,7 @@ impl Memory {
             args.cu_seqlens_new =
                 cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4, ElemType::I32));
         }
-        args
+        Ok(args)
     }
 
     /// # Safety

@@ -155,7 +155,7 @@ static const Field CODE[] = {
 static const Field LISTS[] = {
     FIELD(FmhaLists, struct_bytes, UINT64),
     FIELD(FmhaLists, topk, INT64),
-    FIELD(FmhaLists, indices, FREE),
+    FIELD(FmhaLists, indices, POINTER),
     FIELD(FmhaLists, batch_stride, INT64),
     FIELD(FmhaLists, seqlen_stride, INT64),
     FIELD(FmhaLists, head_stride, INT64),
@@ -619,6 +619,9 @@ static void lists_of_a_call(const FmhaOptions *options) {
   call.gradients = &gradients;
   CHECK(fmha_plan(&call, options, &plan) == 0, "lists are not planned backward");
   CHECK(fmha_run(plan, &call) == 0, "lists do not run backward");
+  lists.indices = NULL;
+  clear();
+  refused(fmha_run(plan, &call), "indices", "null, but 240 bytes are needed");
   fmha_drop(plan);
 }
 
@@ -737,6 +740,17 @@ static void masks_of_a_call(const FmhaOptions *options) {
     FmhaCall bad_call = call;
     bad_call.masks = &bad;
     refused(fmha_run(plan, &bad_call), MASKS[i].name, said);
+  }
+  const size_t data[] = {offsetof(FmhaMasks, intervals.data), offsetof(FmhaMasks, mask_bits.data),
+                         offsetof(FmhaMasks, kv_num_blocks.data), offsetof(FmhaMasks, kv_indices.data)};
+  const char *names[] = {"intervals.data", "mask_bits.data", "kv_num_blocks.data", "kv_indices.data"};
+  for (size_t i = 0; i < sizeof data / sizeof *data; ++i) {
+    FmhaMasks bad = masks;
+    memset((char *)&bad + data[i], 0, sizeof(void *));
+    FmhaCall bad_call = call;
+    bad_call.masks = &bad;
+    clear();
+    refused(fmha_run(plan, &bad_call), names[i], "null");
   }
   fmha_drop(plan);
   plan = NULL;

@@ -206,7 +206,7 @@ def attention(
             each token sees, by their positions, in place of all keys. An entry that is negative, or at or past the
             length, is absent; one that stands twice counts twice. torch's tensors alone, and no compiler.
         topk_length: i32 ``[batch]``, or ``[batch, seqlen_q]``, packed ``[total_q]``: entries of each list that are in
-            use.
+            use. Where ``total_q`` equals ``batch``, a packed call's numbers are of tokens.
         index_block: keys of an entry: entry ``e`` stands for keys ``e * index_block`` up to
             ``(e + 1) * index_block``.
 

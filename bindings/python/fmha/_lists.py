@@ -13,6 +13,8 @@ _AT_DTYPE_O = _native.NUMBERS.index("dtype_o")
 _AT_HEAD_DIM_V = _native.NUMBERS.index("head_dim_v")
 _DETERMINISTIC = _native.OPTIONS["deterministic"]
 
+_ARE = "indices: lists of keys are"
+
 #: What a call may have beside its lists, by name.
 Named = Sequence[Tuple[str, Optional[torch.Tensor]]]
 
@@ -31,8 +33,10 @@ class Lists:
         for name, tensor in (("indices", indices), ("topk_length", topk_length)):
             if tensor is not None and not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch's")
+        # A tensor goes by its memory, which a negative view does not have as numbers.
+        indices = _torch.resolved(indices)
         self.indices = indices if indices.dim() == 0 or indices.stride(-1) == 1 else indices.contiguous()
-        self.topk_length = topk_length if topk_length is None else topk_length.contiguous()
+        self.topk_length = topk_length if topk_length is None else _torch.resolved(topk_length).contiguous()
         self.block, self.addresses, self.lse_without_sink = block, addresses, lse_without_sink
 
     def put(self, request: _native.Request) -> None:
@@ -43,8 +47,8 @@ class Lists:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """O and LSE of a bound call."""
-        if torch.compiler.is_compiling() or _torch._is_transformed():
-            raise NotImplementedError("indices: lists of keys are not traced by a compiler, nor under torch.func")
+        _torch.refuse_tracers(_ARE)
+        _torch.refuse_tangents(q, k, v, *tensors)
         if torch.are_deterministic_algorithms_enabled():
             numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _DETERMINISTIC, *numbers[_AT_OPTIONS + 1 :])
         (q, k, v), tensors = _torch.prepared((q, k, v), tensors)
@@ -69,7 +73,10 @@ def _described(name: str, tensor: Optional[torch.Tensor]) -> _native.Tensor:
 
 def _run(numbers: Tuple[Any, ...], named: Named, lists: Lists) -> None:
     """Runs a request on its tensors' device and its current stream, with scratch of torch's allocator."""
+    _torch.refuse_tracers(_ARE)
     request = _native.Request(numbers)
+    # Copies of negative views have to outlive the run.
+    named = [(name, _torch.resolved(x)) for name, x in named]
     for name, tensor in named:
         _torch.put(request, name, tensor)
     lists.put(request)
@@ -93,6 +100,8 @@ def forward(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """O and LSE. Without ``v`` it is the front of K's rows, of as many elements as ``numbers`` say. Rows that lengths
     leave out are zeros."""
+    _torch.refuse_tracers(_ARE)
+    _torch.refuse_tangents(q, k, v, **dict(more))
     head_dim_v = v.shape[-1] if v is not None else numbers[_AT_HEAD_DIM_V]
     made = _torch._o_and_lse(q, head_dim_v, numbers)
     given = {name for name, x in more if x is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.autograd import forward_ad
 
 from . import _code, _native
@@ -534,6 +535,21 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def refuse_tracers(what: str) -> None:
+    """Raises where a tracer follows the call: ``what`` goes by addresses, past torch's dispatcher, so that a tracer
+    would keep memory that nobody writes."""
+    if torch.compiler.is_compiling() or _is_transformed():
+        raise NotImplementedError(f"{what} not traced by a compiler, nor under torch.func")
+    if torch.jit.is_tracing():
+        raise NotImplementedError(f"{what} not traced by torch.jit.trace")
+    keys = torch._C._TorchDispatchModeKey
+    modes = [torch._C._get_dispatch_mode(key) for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)]
+    modes += [_get_dispatch_mode_pre_dispatch(key) for key in (keys.PROXY, keys.FUNCTIONAL)]
+    for mode in modes:
+        if mode is not None:
+            raise NotImplementedError(f"{what} not traced under {type(mode).__name__}")
+
+
 def _want_gradients(*given: Any) -> bool:
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
 
@@ -556,7 +572,7 @@ def attention(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """O and LSE of a bound call; ``None`` for an LSE that is not asked for and costs something."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v, *tensors, **({} if code is None else dict(zip(code.names, code.tensors))))
+        refuse_tangents(q, k, v, *tensors, **({} if code is None else dict(zip(code.names, code.tensors))))
     if torch.are_deterministic_algorithms_enabled():
         numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
     (q, k, v), tensors = prepared((q, k, v), tensors)
@@ -669,6 +685,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def resolved(x: Any) -> Any:
+    """A tensor with numbers of its own in memory, where a negative view shares another's."""
+    return x.resolve_neg() if isinstance(x, torch.Tensor) else x
+
+
 def _refuse_views(**written: Any) -> None:
     """Raises for an output whose memory has other numbers than it: torch ends the process where one is written to."""
     # A compiler writes to tensors that it has made, and copies.
@@ -709,8 +730,10 @@ def _refuse_beside_gradients(tensors: Tuple[Any, ...]) -> None:
         raise ValueError(why)
 
 
-def _refuse_tangents(*given: Any, **captured: Any) -> None:
+def refuse_tangents(*given: Any, **captured: Any) -> None:
     """An operator drops the tangents of forward-mode differentiation, and a derivative would be 0 in silence."""
+    if forward_ad._current_level < 0:
+        return
     for name, x in (*zip(("q", "k", "v", *TENSORS), given), *captured.items()):
         while isinstance(x, torch.Tensor) and torch._C._functorch.is_batchedtensor(x):
             x = torch._C._functorch.get_unwrapped(x)

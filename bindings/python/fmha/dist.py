@@ -26,7 +26,7 @@ from . import _c, _native
 from ._arguments import by_causal, unknown, wants_rows
 from ._mask import Mask, MaskLike
 from ._numbers import flag, integer, real, scale, shown, word
-from ._torch import autocast, once
+from ._torch import autocast, once, refuse_tangents, refuse_tracers, resolved
 
 if TYPE_CHECKING:
     Group = Optional[_torch_dist.ProcessGroup]
@@ -431,7 +431,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse, sink = ctx.saved_tensors
         wants_dsink = sink is not None and ctx.needs_input_grad[3]
         with torch.no_grad():
-            gradients = ctx.call.backward(q, k, v, o, lse, sink, dout.contiguous(), wants_dsink)
+            gradients = ctx.call.backward(q, k, v, o, lse, sink, resolved(dout).contiguous(), wants_dsink)
         return (*once(gradients, q=q, k=k, v=v, sink=sink, dout=dout), None)
 
 
@@ -498,7 +498,7 @@ def attention(
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: bits that do not depend on the number of ranks, or a refusal.
         row_invariant: a row's bits depend on that row and the keys that it sees alone, by ``"gather"``, or a refusal;
-            ``None``: as :class:`fmha.row_invariant` says.
+            ``None``: as :class:`fmha.row_invariant` says. Beside this and ``batch_invariant`` there are no gradients.
         return_lse: whether LSE comes too, f32 ``[batch, num_heads_q, own rows]`` or ``[num_heads_q, own rows]``; it
             has no gradient here.
 
@@ -512,8 +512,8 @@ def attention(
     """
     _refuse_unknown(wrong)
     del wrong
+    wants_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, sink))
     call, tensors = _bound(**locals())
-    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     o, lse = _Attention.apply(*tensors, call) if wants_grad else call.forward(*tensors)
     return (o, lse) if flag("return_lse", return_lse) else o
 
@@ -525,6 +525,8 @@ def _refuse_unknown(wrong: Any) -> None:
 
 def _bound(q: Any, group: Any, **given: Any) -> Any:
     """As :func:`_bind`; what is wrong here, the other ranks are told, who wait for this one."""
+    # All ranks trace alike: a tracer would follow the meeting of the ranks too.
+    refuse_tracers("dist.attention is")
     ours = _ours(group, _of("q", q, q).device)
     try:
         return _bind(q, ours, **given)
@@ -541,11 +543,12 @@ def _forget(ours: _Joined) -> None:
             del kinds[device]
 
 
-def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, **given):
+def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, return_lse=False, wants_grad=False, **given):
     """The call, and Q, K, V and the sinks as it takes them."""
+    refuse_tangents(q, k, v, bias, alibi_slopes, sink)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _of(name, x, q)
-    q, k, v = autocast(q, k, v)
+    q, k, v, bias, alibi_slopes, sink = map(resolved, (*autocast(q, k, v), bias, alibi_slopes, sink))
     if alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False) and torch.is_grad_enabled():
         raise ValueError("alibi_slopes requires a gradient, of which attention has none")
     sides = (
@@ -600,6 +603,9 @@ def _bind(q, ours, k, v, partition, partition_k, bias, alibi_slopes, sink, retur
         int(flag("batch_invariant", given["batch_invariant"])),
         int(wants_rows(given["row_invariant"])),
     )
+    for name, asked in zip(("batch_invariant", "row_invariant"), options[3:]):
+        if asked and wants_grad:
+            raise ValueError(f"{name} True is not kept by gradients over ranks: dK and dV are sums over them")
     modifiers = bias, None if alibi_slopes is None else alibi_slopes.detach().contiguous()
     call = _Call(q, k, v, ours, sides, mask, numbers, modifiers, options, given["scheme"])
     return call, (q.contiguous(), k.contiguous(), v.contiguous(), None if sink is None else sink.contiguous())

@@ -19,6 +19,13 @@ from ._lists import Lists, forward
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
+def _refuse_numbers(**given: Optional[torch.Tensor]) -> None:
+    """Raises for numbers of a list that are of another type than the library reads, in its words."""
+    for name, numbers in given.items():
+        if numbers is not None and numbers.dtype != torch.int32:
+            raise RuntimeError(f"{name} is of {str(numbers.dtype).rpartition('.')[2]}, not of int32")
+
+
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -38,8 +45,7 @@ def _attend(
             raise NotImplementedError(f"{name} requires a gradient: fmha.flash_mla has none, fmha.attention has")
     if sink is not None and (sink.dtype != torch.float32 or tuple(sink.shape) != (q.shape[2],)):
         raise ValueError(f"attn_sink of shape {tuple(sink.shape)} is not float32 ({q.shape[2]},)")
-    if topk_length is not None and topk_length.dtype != torch.int32:
-        raise ValueError(f"topk_length is {topk_length.dtype}, not int32")
+    _refuse_numbers(topk_length=topk_length)
     lists = Lists(indices, topk_length, addresses=addresses, lse_without_sink=sink is not None)
     _, numbers = _arguments.bind(softmax_scale=softmax_scale)
     named = [("sink", None if sink is None else sink.contiguous())]
@@ -56,19 +62,26 @@ def _gathered(
     cache: torch.Tensor,
     indices: torch.Tensor,
     topk_length: Optional[torch.Tensor],
+    names: Tuple[str, str],
     is_bytes: bool,
     q: torch.Tensor,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """The rows that lists name, ``(batch, seqlen_q, topk, head_dim)`` in Q's type, zeros where absent, and whether each
-    is there."""
-    if indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
-        raise ValueError(f"indices of shape {tuple(indices.shape)} are not those of q's {tuple(q.shape[:2])} tokens")
+    is there; ``names`` are those of the lists in errors."""
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}: {q.dim()} axes, not 4")
+    per_token, (of_indices, of_length) = tuple(q.shape[:2]), names
+    _refuse_numbers(**{of_indices: indices, of_length: topk_length})
+    if topk_length is not None and tuple(topk_length.shape) not in (per_token[:1], per_token):
+        raise ValueError(f"{of_length} has shape {tuple(topk_length.shape)}, neither {per_token[:1]} nor {per_token}")
+    if indices.dim() != 3 or indices.shape[:2] != per_token:
+        raise ValueError(f"{of_indices} of shape {tuple(indices.shape)} are not those of q's {per_token} tokens")
     if cache.dim() != 4 or cache.shape[2] != 1:
         raise ValueError(f"a cache of shape {tuple(cache.shape)} is not (num_pages, page_size, 1, row)")
     pages, page_size, _, width = cache.shape
     there = (indices >= 0) & (indices < pages * page_size)
     if topk_length is not None:
-        used = topk_length.view(-1, *(1,) * (3 - topk_length.dim()))
+        used = topk_length.reshape(*topk_length.shape, *(1,) * (3 - topk_length.dim()))
         there &= torch.arange(indices.shape[-1], device=q.device) < used
     entries = torch.where(there, indices, 0).long()
     page, at = entries // max(page_size, 1), entries % max(page_size, 1)
@@ -132,6 +145,10 @@ def _attend_tokens(
     return o.reshape(*q.shape[:-1], head_dim_v), lse.reshape(batch, seqlen_q, -1).transpose(1, 2).contiguous()
 
 
+#: Elements of keys that are gathered at once, in f32: 256 MiB.
+_GATHERED = 1 << 26
+
+
 def _max_logits(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -143,16 +160,22 @@ def _max_logits(
     pass of its own, since attention does not write its maxima."""
     s_q, h_q, _ = q.shape
     s_kv, h_kv, _ = kv.shape
+    topk = indices.shape[-1]
     logits = torch.full((s_q, h_q), -torch.inf, device=q.device)
+    if not s_kv or not topk:
+        return logits
     listed = (indices >= 0) & (indices < s_kv)
     if topk_length is not None:
-        listed &= torch.arange(indices.shape[-1], device=q.device) < topk_length[:, None, None]
-    for row in range(s_q):
-        for head in range(h_kv):
-            keys = kv[indices[row, head][listed[row, head]].long(), head].float()
-            if len(keys):
-                heads = slice(head * (h_q // h_kv), (head + 1) * (h_q // h_kv))
-                logits[row, heads] = (q[row, heads].float() @ keys.T * scale).amax(-1)
+        listed &= torch.arange(topk, device=q.device) < topk_length[:, None, None]
+    entries = torch.where(listed, indices, 0).long()
+    heads = torch.arange(h_kv, device=q.device)[:, None]
+    # Tokens go in chunks, whose gathered keys are bounded; nothing here waits for the device.
+    step = max(1, _GATHERED // (h_kv * topk * kv.shape[-1]))
+    for begin in range(0, s_q, step):
+        rows = slice(begin, begin + step)
+        keys = kv[entries[rows], heads].float()
+        scores = torch.einsum("thgd,thkd->thgk", q[rows].float().unflatten(1, (h_kv, -1)), keys) * scale
+        logits[rows] = scores.masked_fill(~listed[rows, :, None], -torch.inf).amax(-1).flatten(1)
     return logits
 
 
@@ -227,9 +250,10 @@ def flash_mla_with_kvcache(
         raise ValueError("extra_topk_length is given, but extra_k_cache is None")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if is_fp8_kvcache or extra_k_cache is not None:
-        caches = [(k_cache, indices, topk_length)]
+        caches = [(k_cache, indices, topk_length, ("indices", "topk_length"))]
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length))
+            names = ("extra_indices_in_kvcache", "extra_topk_length")
+            caches.append((extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names))
         gathered = [_gathered(*cache, is_fp8_kvcache, q) for cache in caches]
         rows, at = (torch.cat(parts, 2) for parts in zip(*gathered))
         return _attend_tokens(q, rows, at, head_dim_v, scale, attn_sink)

@@ -39,7 +39,8 @@ pub(crate) fn lists(sizes: &Sizes, given: &Lists, device: Device) -> Result<Fmha
     let (topk_length, length_per_token) = match given.topk_length.given() {
         None => (ptr::null(), false),
         Some(length) => {
-            let is_per_token = length.shape() == per_token && per_token != [sizes.batch];
+            // Packed, a number for each token comes first: both fit where there are as many tokens as sequences.
+            let is_per_token = length.shape() == per_token;
             let shape = length.shape();
             ensure!(
                 is_per_token || shape == [sizes.batch],

@@ -135,6 +135,40 @@ def alike(text):
     return text
 
 
+def refused_at_once(leaf, x):
+    """What a call says before it runs, on every rank alike: its own error, or another rank's that came first."""
+
+    def differentiated_forward():
+        with torch.autograd.forward_ad.dual_level():
+            ranks.attention(torch.autograd.forward_ad.make_dual(x, x), x, x)
+
+    def asked_by_the_context():
+        with fmha.row_invariant():
+            ranks.attention(leaf, x, x)
+
+    for call, words in (
+        (differentiated_forward, "q has a tangent"),
+        (lambda: torch.jit.trace(lambda q: ranks.attention(q, x, x), (x,)), "dist.attention is not traced"),
+        (asked_by_the_context, "row_invariant True is not kept by gradients"),
+        (lambda: ranks.attention(leaf, x, x, batch_invariant=True), "batch_invariant True is not kept by gradients"),
+    ):
+        try:
+            call()
+        except (NotImplementedError, ValueError, fmha.FmhaError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"taken: {words}")
+        dist.barrier()
+    # Queries of a negative view have their sign, and so has their gradient.
+    negative = torch._neg_view(leaf)
+    o = ranks.attention(negative, x, x)
+    assert torch.equal(o, ranks.attention(-x, x, x))
+    wanted, of_o = (-x).requires_grad_(), torch._neg_view(x)
+    (found,) = torch.autograd.grad(o, leaf, of_o)
+    (exact,) = torch.autograd.grad(ranks.attention(wanted, x, x), wanted, -x)
+    assert torch.equal(found, -exact)
+
+
 def refusals(size):
     rank = dist.get_rank()
     x = torch.randn(1, 4, 2, 8)
@@ -157,6 +191,7 @@ def refusals(size):
     else:
         raise AssertionError("dropout without a seed is taken")
     leaf = x.clone().requires_grad_()
+    refused_at_once(leaf, x)
     (gradient,) = torch.autograd.grad(ranks.attention(leaf, x, x).sum(), leaf, create_graph=True)
     try:
         torch.autograd.grad(gradient.sum(), leaf)

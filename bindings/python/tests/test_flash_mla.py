@@ -160,3 +160,56 @@ def test_what_is_not_taken_is_refused_by_its_name() -> None:
             flash_mla_with_kvcache(query, cache, None, None, 8, indices=lists, **keywords)
     with pytest.raises(ValueError, match="causal True"):
         flash_mla_with_kvcache(query, cache, None, None, 8, causal=True, indices=lists)
+
+
+@pytest.mark.parametrize("way", ["in place", "bytes", "second"])
+def test_lists_have_the_same_types_and_shapes_in_every_way_of_a_cache(way: str) -> None:
+    dim = 576 if way == "bytes" else 32
+    cache = packed(torch.randn(8, 576), 4)[0] if way == "bytes" else torch.randn(2, 4, 1, dim)
+    q, indices = torch.randn(3, 2, 2, dim), torch.zeros(3, 2, 5, dtype=torch.int32)
+    lengths = torch.tensor([5, 2, 0], dtype=torch.int32)
+    prefixes = [""]
+    given: Dict[str, Any] = dict(indices=indices, topk_length=lengths, is_fp8_kvcache=way == "bytes")
+    if way == "second":
+        given |= dict(extra_k_cache=cache, extra_indices_in_kvcache=indices, extra_topk_length=lengths)
+        prefixes.append("extra_")
+
+    def call(**changed: Any) -> torch.Tensor:
+        return flash_mla_with_kvcache(q, cache, None, None, dim // 2, **{**given, **changed})[0]
+
+    wanted = call()
+    for prefix in prefixes:
+        of_indices, length = "extra_indices_in_kvcache" if prefix else "indices", f"{prefix}topk_length"
+        for name, wrong, text in (
+            (of_indices, indices.long(), f"{of_indices} is of int64, not of int32"),
+            (of_indices, indices.float(), f"{of_indices} is of float32, not of int32"),
+            (length, lengths.long(), f"{length} is of int64, not of int32"),
+            (length, lengths[:, None], f"{length} has shape"),
+            (length, lengths[:2], f"{length} has shape"),
+            (length, lengths[0], f"{length} has shape"),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=text):
+                call(**{name: wrong})
+        of_tokens = lengths[:, None].expand(3, 2).contiguous()
+        assert torch.equal(call(**{length: of_tokens}), wanted)
+
+
+@pytest.mark.parametrize("gathered", [1, 1 << 26])
+def test_greatest_scores_of_several_heads_are_the_definition(gathered: int, monkeypatch: Any) -> None:
+    import fmha.flash_mla
+
+    monkeypatch.setattr(fmha.flash_mla, "_GATHERED", gathered)
+    torch.manual_seed(4)
+    q, kv = torch.randn(5, 6, 8), torch.randn(9, 2, 8)
+    indices = torch.randint(-3, 12, (5, 2, 7), dtype=torch.int32)
+    # A key without meaning that no list names is not seen.
+    kv[0] = torch.nan
+    indices[indices == 0] = -1
+    lengths = torch.tensor([7, 0, 3, 9, 1], dtype=torch.int32)
+    _, logits, _ = flash_mla_sparse_fwd(q, kv, indices, 0.3, 8, topk_length=lengths)
+    for row, head in ((row, head) for row in range(5) for head in range(2)):
+        heads = slice(3 * head, 3 * head + 3)
+        _, wanted, _ = defined(q[row, heads], kv[:, head], indices[row, head], 0.3, 8, used=int(lengths[row]))
+        torch.testing.assert_close(logits[row, heads].double(), wanted.double())
+    empty = flash_mla_sparse_fwd(q, kv[:0], indices, 0.3, 8)[1]
+    assert (empty == -torch.inf).all()

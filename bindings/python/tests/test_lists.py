@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fmha
+import fmha.flash_mla
 from reference import DEVICE
 
 
@@ -122,3 +123,100 @@ def test_what_lists_do_not_go_with_is_refused_by_name() -> None:
             fmha.attention(q, k, k, **keywords)
     with pytest.raises(NotImplementedError, match="indices beside ndarray"):
         fmha.attention(*[numpy.zeros((1, 2, 2, 16), numpy.float32)] * 3, indices=numpy.zeros((1, 2, 2, 3), "i4"))
+
+
+def drawn_lists() -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    return torch.randn(1, 3, 4, 16), torch.randn(1, 9, 2, 16), listed()
+
+
+def listed() -> torch.Tensor:
+    return (torch.arange(24) * 5 % 9).int().view(1, 3, 2, 4)
+
+
+def by_flash_mla(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return fmha.flash_mla.flash_mla_sparse_fwd(q[0], k[0], listed()[0], 0.3, 16)[0]
+
+
+def by_attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return fmha.attention(q, k, k, indices=listed())
+
+
+@pytest.mark.parametrize("call", [by_attention, by_flash_mla])
+def test_a_tracer_of_a_call_with_lists_is_refused_by_name(call: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, _ = drawn_lists()
+    with pytest.raises(NotImplementedError, match="indices: .* torch.jit.trace"):
+        torch.jit.trace(call, (q, k))
+    for pre_dispatch in (False, True):
+        with pytest.raises(NotImplementedError, match="indices: .* ProxyTorchDispatchMode"):
+            make_fx(call, pre_dispatch=pre_dispatch)(q, k)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with pytest.raises(NotImplementedError, match="indices: .* FakeTensorMode"):
+            call(mode.from_tensor(q), mode.from_tensor(k))
+    with pytest.raises(NotImplementedError, match="indices: .* torch.func"):
+        torch.func.vmap(call)(q[None], k[None])
+    # A compiler leaves the call to torch as it is.
+    assert torch.equal(torch.compile(call, backend="eager")(q, k), call(q, k))
+
+
+def test_a_mode_that_watches_alone_may_watch_a_call_with_lists() -> None:
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    q, k, _ = drawn_lists()
+    wanted = by_attention(q, k)
+    with Watching():
+        assert torch.equal(by_attention(q, k), wanted)
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("call, moves", [(by_attention, False), (by_attention, True), (by_flash_mla, False)])
+def test_a_tangent_beside_lists_is_refused_by_name(call: Any, moves: bool, name: str) -> None:
+    fa = torch.autograd.forward_ad
+    q, k, _ = drawn_lists()
+    with fa.dual_level():
+        given = {"q": q.requires_grad_(moves), "k": k}
+        given[name] = fa.make_dual(given[name], torch.ones_like(given[name]))
+        with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
+            call(**given)
+
+
+def test_a_negative_view_is_its_numbers_in_every_tensor_beside_lists() -> None:
+    q, k, indices = drawn_lists()
+    sink, lengths = torch.randn(4), torch.tensor([3], dtype=torch.int32)
+    of_o, of_lse = torch.randn(1, 3, 4, 16), torch.randn(1, 4, 3)
+    given = dict(q=q, k=k, v=k.flip(1), sink=sink, indices=indices, topk_length=lengths, dout=of_o, dlse=of_lse)
+
+    def run(view: Any) -> Any:
+        call = {name: view(x) for name, x in given.items()}
+        dout = call.pop("dout"), call.pop("dlse")
+        moved = [call[name].requires_grad_() for name in ("q", "k", "v", "sink")]
+        with torch.no_grad():
+            alone = fmha.attention(**call)
+        results = fmha.attention(**call, return_lse=True)
+        return (alone, *results, *torch.autograd.grad(results, moved, dout))
+
+    wanted, found = (run(view) for view in (torch.clone, lambda x: torch._neg_view(-x)))
+    for at, (x, exact) in enumerate(zip(found, wanted)):
+        assert torch.equal(x.resolve_neg(), exact), at
+    views = [torch._neg_view(-x) for x in (q, k)]
+    assert torch.equal(by_flash_mla(*views), by_flash_mla(q, k))
+
+
+def test_packed_lengths_are_of_tokens_where_there_are_as_many_as_sequences() -> None:
+    torch.manual_seed(6)
+    q, k, indices = torch.randn(3, 4, 16), torch.randn(9, 2, 16), torch.randint(0, 3, (3, 2, 4), dtype=torch.int32)
+    # Three sequences have three tokens: two, none and one.
+    offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    of_keys = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    lengths = torch.tensor([1, 2, 4], dtype=torch.int32)
+    packed = dict(cu_seqlens_q=offsets, cu_seqlens_k=of_keys, max_seqlen_q=2, max_seqlen_k=3)
+    o = fmha.attention(q, k, k, indices=indices, topk_length=lengths, **packed)
+    for token, first in ((0, 0), (1, 0), (2, 6)):
+        keys = k[None, first : first + 3]
+        wanted, _ = defined(q[None, None, token], keys, keys, indices[None, None, token], lengths[None, None, token])
+        torch.testing.assert_close(o[token].double(), wanted[0, 0], rtol=1e-5, atol=1e-5)
