@@ -260,7 +260,7 @@ impl Sm80Tile {
         }
     }
 
-    /// Microseconds of few queries, by the [price](split::price).
+    /// Microseconds of few queries, by the [price].
     #[must_use]
     pub fn micros(&self, problem: &FwdProblem, room: Room) -> f64 {
         price::micros(problem, &self.walk(problem), room.num_sms)

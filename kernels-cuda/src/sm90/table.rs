@@ -157,14 +157,14 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
 /// Queries of a sequence, at most, whose keys CTAs walk in equal shares.
 const MOST_SHARED_QUERIES: u32 = 32;
 
-/// Whether the [price](split::price) of few queries is meant for a problem.
+/// Whether the [price] of few queries is meant for a problem.
 fn is_decode(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_cache = dims.seqlen_k > dims.seqlen_q || problem.layout.seqused_k;
     is_cache && dims.seqlen_q <= MOST_SHARED_QUERIES && !problem.dtypes.qk.is_fp8()
 }
 
-/// Microseconds of a few queries, by the [price](split::price); none of other problems.
+/// Microseconds of a few queries, by the [price]; none of other problems.
 pub(crate) fn micros_of_few(problem: &FwdProblem, tile: &Sm90Tile, num_sms: u32) -> Option<f64> {
     Some(price::micros(problem, &walk_of_few(problem, tile)?, num_sms))
 }
