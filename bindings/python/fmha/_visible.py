@@ -190,8 +190,9 @@ class Facts:
         return band if square or band == NONE else None
 
     def data(self) -> Optional[List[Any]]:
-        """The mask as data where there is no way; ``None``: that neither says it."""
-        if self._spelt is not None:
+        """The mask as data where there is no way; ``None``: that neither says it, or a bias is faster: AMD's fast kernels
+        read no masks as data."""
+        if self._spelt is not None or torch.version.hip:
             return None
         if not self._has_data:
             self._data, self._has_data = self._make_data(), True

@@ -261,6 +261,18 @@ def test_drawn_masks_are_data_that_shows_what_transformers_spells(monkeypatch):
         assert gone.numel() == 0 or gone.abs().max() < 1e-5, seed
 
 
+def test_amds_gpus_take_a_bias_where_masks_as_data_are_slow(monkeypatch):
+    from transformers import masking_utils as made
+
+    sequences = torch.tensor([[0, 0, 1, 1]])
+    function = made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(sequences))
+    padding = torch.tensor([[True, True, True, False]])
+    mask = lambda: fmha.transformers.attention_mask(1, 4, 4, 0, 0, function, padding)
+    assert mask().facts.way() is None and mask().facts.data() is not None
+    monkeypatch.setattr(torch.version, "hip", "7.0", raising=False)
+    assert mask().facts.data() is None
+
+
 def test_numbers_of_blocks_that_come_again_are_no_ranges():
     from transformers import masking_utils as made
 
