@@ -443,6 +443,9 @@ pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
 
 /// Runs the backward of two training calls and compares their gradients bit for bit: dQ of the rows that both
 /// calls have, and dK and dV if both calls have the same rows.
+///
+/// # Errors
+/// What the backend said, other than a refusal.
 pub fn compare_gradients(
     device: &Device,
     story: &Story,
