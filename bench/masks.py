@@ -2,8 +2,9 @@
 
 KIT is the peers' kit (its timing serves here; `none`: this file's own). Rows are masks and scores that users write: each
 goes as functions through `fmha.flex` and, where ranges of keys say it, as data through `fmha.attention(mask=Intervals)`.
-Outputs come first: O, dQ, dK, dV (and the gradient of what a score captures) of every way are held to float64 on some
-rows of some heads, and WRONG stands behind a figure that is beyond the bound. Then the ways are timed in turns, forward
+Outputs come first: O of every way is held to float64 on some rows of some heads, dQ, dK and dV (and the gradient of
+what a score captures) to those of the first way alone; WRONG stands behind a figure that is beyond the bound. Then the
+ways are timed in turns, forward
 and backward, in milliseconds; the ratio is torch's time to the better of ours, and its geometric mean ends the table.
 torch's mask is built before, and so is not timed. Ours has no such step: its lists are made in each call.
 

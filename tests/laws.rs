@@ -335,14 +335,18 @@ fn the_table_of_names_is_that_of_the_doors() {
         let own = names.iter().flat_map(fields);
         own.filter(|name| name != "struct_bytes" && name != "reserved").collect()
     };
-    lacks("not in the table, C", &structs(&["FmhaCall", "FmhaCache", "FmhaOptions", "FmhaCode"]), &c);
-    lacks("not in C", &c, &structs(&["FmhaCall", "FmhaCache", "FmhaOptions", "FmhaCode", "FmhaTensor"]));
+    let of_calls = structs(&["FmhaCall", "FmhaCache", "FmhaOptions", "FmhaCode", "FmhaLists", "FmhaMasks"]);
+    lacks("not in the table, C", &of_calls, &c);
+    lacks("not in C", &c, &(&of_calls | &structs(&["FmhaTensor"])));
 
     let arguments = "bindings/python/fmha/_arguments.py";
     let mut keywords = declared(&stretch(arguments, "def bind(", ") ->"), "");
     let cache = stretch(arguments, "CACHE_TENSORS = (", ")");
     keywords.extend(cache.split('"').skip(1).step_by(2).map(str::to_owned));
-    lacks("not in the table, Python", &keywords, &python);
+    keywords.extend(declared(
+        &stretch("bindings/python/fmha/_mask_data.py", "class BlockLists", ") -> None:"),
+        "",
+    ));
     for function in [
         "def attention(\n    q: Tensor,",
         "def attention_out(",
@@ -350,6 +354,7 @@ fn the_table_of_names_is_that_of_the_doors() {
     ] {
         keywords.extend(declared(&stretch("bindings/python/fmha/__init__.py", function, ") ->"), ""));
     }
+    lacks("not in the table, Python", &keywords, &python);
     keywords.insert("q".to_owned());
     lacks("not in Python", &python, &keywords);
 

@@ -31,8 +31,13 @@ _asked_for_rows = 0
 class row_invariant:
     """A context in which every call has ``row_invariant=True`` that does not say otherwise: for whole models.
 
-    It holds for all threads of the process: a call that is asked for equal bits unawares is right, if slower. Calls of
-    an engine's hook that were made ready before are not changed; under ``jax.jit`` it counts when a call is traced.
+    It holds for all threads of the process, since torch runs backward in threads of its own. So a call of another
+    thread is asked for equal bits too: it is slower, or refused by name where no kernel keeps them (f32 on every GPU,
+    AMD's GPUs, lists of keys on NVIDIA's).
+
+    The context has to cover ``backward()`` too: a checkpointed layer is computed again there, and the private backward
+    functions of FlashAttention 2, 3 and 4 ask anew. Gradients of other calls are those of their forward, wherever
+    backward runs. Under ``jax.jit`` the context counts when a call is traced, in a graph when it is captured.
     """
 
     def __enter__(self) -> None:
@@ -47,7 +52,6 @@ class row_invariant:
 def wants_rows(asked: Optional[bool]) -> bool:
     """Whether a call is asked for rows of equal bits: by its argument, or else by the context."""
     return _asked_for_rows > 0 if asked is None else flag("row_invariant", asked)
-
 
 
 class Unmasked(TypedDict, total=False):

@@ -1,5 +1,6 @@
 """FlashAttention 2's entry points below its functions, which frameworks call: forwards and backwards apart, with the
-seed handed from one to the other. Their results have no gradients."""
+seed handed from one to the other. Their results have no gradients. A context (:class:`fmha.row_invariant`) has to be
+around the backwards too, which nobody tells what it asked of the forwards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """FlashAttention 3's entry points below its functions: ``_flash_attn_forward``, ``_flash_attn_backward``, and the
-operators ``torch.ops.flash_attn_3.*``, which frameworks call. The forwards are differentiable, as there."""
+operators ``torch.ops.flash_attn_3.*``, which frameworks call. The forwards are differentiable, as there. A
+context (:class:`fmha.row_invariant`) has to be around ``_flash_attn_backward`` too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """FlashAttention 4's entry points below its functions, which frameworks call: ``_flash_attn_fwd`` and
-``_flash_attn_bwd``."""
+``_flash_attn_bwd``. A context (:class:`fmha.row_invariant`) has to be around the latter too, which nobody tells what it
+asked of the former."""
 
 from __future__ import annotations
 

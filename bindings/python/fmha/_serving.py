@@ -24,11 +24,13 @@ class Numbers:
     """The numbers of a layer's calls; the longest lengths come first, and change."""
 
     def __init__(self, softmax_scale: float, softcap: float, left: Optional[int], batch_invariant: bool) -> None:
-        rest = dict(softmax_scale=softmax_scale, softcap=softcap, batch_invariant=batch_invariant)
+        rest: Any = dict(softmax_scale=softmax_scale, softcap=softcap, batch_invariant=batch_invariant)
         self._rest = {
-            causal: _arguments.bind(mask=band(left, causal), **rest)[1][2:]  # type: ignore[arg-type]
+            (causal, rows): _arguments.bind(mask=band(left, causal), row_invariant=rows, **rest)[1][2:]
             for causal in (True, False)
+            for rows in (True, False)
         }
 
     def of(self, max_seqlen_q: int, max_seqlen_k: int, causal: bool = True) -> Tuple[Any, ...]:
-        return (max_seqlen_q, max_seqlen_k, *self._rest[causal])
+        """Numbers of one call. A context asks for rows of equal bits at the call, not where the layer was made."""
+        return (max_seqlen_q, max_seqlen_k, *self._rest[causal, _arguments.wants_rows(None)])

@@ -38,9 +38,11 @@ def _seed(dropout_p: float) -> torch.Tensor:
     )
 
 
-def _state(seed: torch.Tensor) -> torch.Tensor:
-    """The seed as torch's kernels give it, two numbers of 64 bits: what torch compiled asserts shape and type."""
-    return torch.stack([seed, torch.zeros_like(seed)]).view(torch.uint64)
+def _state(seed: torch.Tensor, row_invariant: bool) -> torch.Tensor:
+    """The seed as torch's kernels give it, two numbers of 64 bits: what torch compiled asserts shape and type. The
+    second one is an offset there and has no use here: it says whether rows have equal bits, since backward may run
+    where the context has ended."""
+    return torch.stack([seed, torch.full_like(seed, row_invariant)]).view(torch.uint64)
 
 
 def _o_like(query: torch.Tensor, head_dim_v: int) -> torch.Tensor:
@@ -72,7 +74,7 @@ def _debug_mask(return_debug_mask: bool, query: torch.Tensor, marks: Any) -> tor
 
 def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     _refuse_debug_mask(return_debug_mask, dropout_p)
-    seed = _seed(dropout_p)
+    seed, row_invariant = _seed(dropout_p), _arguments.wants_rows(None)
     o = _o_like(query, value.shape[-1])
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     # Here torch's causal is top-left; it takes a flash kernel for it only where both are equally long.
@@ -82,6 +84,7 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
         mask="t" if is_causal else None,
         softmax_scale=scale,
         p_drop=dropout_p,
+        row_invariant=row_invariant,
         seed=int(seed),
     )
     return (
@@ -91,7 +94,7 @@ def _sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debu
         None,
         query.shape[2],
         key.shape[2],
-        _state(seed),
+        _state(seed, row_invariant),
         torch.zeros((), dtype=torch.uint64),
         _debug_mask(
             return_debug_mask,
@@ -115,7 +118,10 @@ def _backward(
     dout, q, k, v, o, lse, lengths: Tuple[Any, ...], state: torch.Tensor, **call: Any
 ) -> Tuple[torch.Tensor, ...]:
     _, numbers = _arguments.bind(
-        seed=int(state[0]) if call["p_drop"] else 0, **call, deterministic=torch.are_deterministic_algorithms_enabled()
+        seed=int(state[0]) if call["p_drop"] else 0,
+        **call,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        row_invariant=bool(state[1]),
     )
     gradients = _torch.backward(_torch.last_is_dense(dout), q, k, v, o, lse, None, None, None, None, *lengths, *numbers)
     return tuple(_as_torch_lays(gradient, x) for gradient, x in zip(gradients, (q, k, v)))
@@ -193,7 +199,7 @@ def _flash_forward(
         given, absent = ("cum_seq_q", "cum_seq_k") if cum_seq_k is None else ("cum_seq_k", "cum_seq_q")
         raise ValueError(f"{given} is given, but {absent} is not")
     _refuse_debug_mask(return_debug_mask, dropout_p, block_table=block_table, seqused_k=seqused_k)
-    seed = _seed(dropout_p)
+    seed, row_invariant = _seed(dropout_p), _arguments.wants_rows(None)
     packed = query.dim() == 3
     lse = query.new_empty(
         (query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1]),
@@ -218,6 +224,7 @@ def _flash_forward(
         mask=_window(window_size_left, window_size_right, is_causal),
         softmax_scale=scale,
         p_drop=dropout_p,
+        row_invariant=row_invariant,
         seed=int(seed),
         seqused_k=seqused_k,
         alibi_slopes=alibi_slopes,
@@ -228,7 +235,7 @@ def _flash_forward(
     mask = _window(window_size_left, window_size_right, is_causal)
     drops = dict(p_drop=dropout_p, seed=int(seed), softmax_scale=scale, alibi_slopes=alibi_slopes)
     debug = _debug_mask(return_debug_mask, query, lambda: marks(query, key, mask, **drops, **call))
-    return o, lse, _state(seed), torch.zeros((), dtype=torch.uint64), debug
+    return o, lse, _state(seed, row_invariant), torch.zeros((), dtype=torch.uint64), debug
 
 
 def _flash_backward(

@@ -1,5 +1,7 @@
 """Rows of equal bits: training, a prompt's chunks and decoding, by an argument and by a context."""
 
+import contextlib
+
 import fmha
 import pytest
 import torch
@@ -139,19 +141,71 @@ def asked(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch has kernels of its own on a GPU")
-def test_torch_s_registry_obeys_the_context(asked):
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_torch_s_registry_obeys_the_context_of_forward_in_backward_too(asked, rows_first):
     import fmha.sdpa
+
+    def ends_outside(**context):
+        """What forward asked within a context, and what its backward asks where that has ended."""
+        asked.clear()
+        # Torch has a second pair of functions, with rows first, whose autograd is for GPUs alone.
+        if rows_first:
+            forward, backward = fmha.sdpa._flash_forward, fmha.sdpa._flash_backward
+            rows = [x.transpose(1, 2) for x in (q, k, k)]
+            with context.get("within", contextlib.nullcontext()):
+                o, lse, state, unused, _ = forward(*rows, None, None, 20, 20, 0.0, True, False)
+            within = asked[:]
+            asked.clear()
+            backward(o, *rows, o, lse, None, None, 20, 20, 0.0, True, state, unused)
+        else:
+            moved = q.detach().requires_grad_()
+            with context.get("within", contextlib.nullcontext()):
+                o = torch.ops.aten._scaled_dot_product_flash_attention(moved, q, q, 0.0, True, False)[0]
+            within = asked[:]
+            asked.clear()
+            o.sum().backward()
+        return set(within), set(asked)
 
     handle = fmha.sdpa._Handle("CPU")
     try:
-        q, k, v = (x[None].transpose(1, 2) for x in sequence(20))
-        call = torch.ops.aten._scaled_dot_product_flash_attention
-        call(q, q, q, 0.0, True, False)
-        with fmha.row_invariant():
-            call(q, q, q, 0.0, True, False)
+        q, k, _ = (x[None].transpose(1, 2) for x in sequence(20))
+        assert ends_outside() == ({False}, {False})
+        assert ends_outside(within=fmha.row_invariant()) == ({True}, {True})
     finally:
         handle.remove()
-    assert asked == [False, True]
+
+
+def test_numbers_of_an_engine_s_layer_are_asked_for_at_each_call():
+    from fmha._serving import Numbers
+
+    with fmha.row_invariant():
+        numbers = Numbers(0.3, 0.0, None, False)
+        promised = numbers.of(1, 9)[-1]
+    asks = fmha._native.OPTIONS["row_invariant"]
+    assert promised & asks and not numbers.of(1, 9)[-1] & asks
+    with fmha.row_invariant():
+        assert numbers.of(1, 9)[-1] == promised
+
+
+def test_a_checkpoint_keeps_the_promise_where_the_context_covers_backward(asked):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = (x[None] for x in sequence(20))
+
+    def run(within_backward):
+        asked.clear()
+        moved = q.clone().requires_grad_()
+        with fmha.row_invariant():
+            o = checkpoint(lambda x: fmha.attention(x, k, v, mask="causal"), moved, use_reentrant=False)
+            if within_backward:
+                o.sum().backward()
+        if not within_backward:
+            o.sum().backward()
+        return asked[:]
+
+    assert run(True) == [True, True]
+    # The documented limit: what is computed again asks anew.
+    assert run(False) == [True, False]
 
 
 def test_a_model_of_transformers_obeys_the_context(asked):
