@@ -57,6 +57,22 @@ pub(crate) fn takes_outputs(problem: &FwdProblem, kernel: &str) -> Result<()> {
     Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]))
 }
 
+/// Refuses what hides keys otherwise than a band does: a row that sees the same keys by a band has other bits.
+fn takes_equal_rows(problem: &FwdProblem, kernel: &'static str) -> Result<()> {
+    let beside = if problem.lists.is_some() {
+        "lists of keys"
+    } else if !problem.masks.is_empty() {
+        "masks as data"
+    } else if problem.code.mask.is_some() {
+        "a mask as code"
+    } else {
+        return Ok(());
+    };
+    let reason =
+        format!("row_invariant true: {beside} are summed in another order than the same keys under a band");
+    Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]))
+}
+
 /// A forward plan.
 pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     backend: &CpuBackend,
@@ -64,6 +80,9 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     problem: &ValidFwd,
     options: &PlanOptions,
 ) -> Result<Planned<ValidFwd>> {
+    if options.row_invariant {
+        takes_equal_rows(problem, "cpu-fwd")?;
+    }
     if problem.lists.is_some() {
         return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));
     }

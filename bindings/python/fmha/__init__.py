@@ -73,8 +73,10 @@ def _found(tensor: Any) -> Any:
 
 def _bound(options: Any, *outputs: Any) -> Tuple[Tuple[Any, Any], Any]:
     """The tensors and numbers of a call, and its masks as data and small outputs."""
+    if "mask" not in options and not outputs:
+        return _arguments.bind(**options), None
     band, masks = _split(options.get("mask"), outputs or (None, None, None))
-    return _arguments.bind(**(options if masks is None else {**options, "mask": band})), masks
+    return _arguments.bind(**{**options, "mask": band}), masks
 
 
 @overload
@@ -159,7 +161,8 @@ def attention(
         mask: ``None``, ``"causal"`` (bottom-right), ``"b:left,right"``, ``"t:left,right"``, ``"g:y,x"``, each with
             ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`;
             or data on Q's device, which compiles nothing: :class:`Intervals`, :class:`MaskBits`, :class:`BlockLists`;
-            or a list of these, at most one of each kind: a key has to be seen by all.
+            or a list of these, at most one of each kind: a key has to be seen by all, but blocks of the full list ask
+            neither the other masks as data nor a function.
         causal: ``True`` is ``mask="causal"``.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.

@@ -48,6 +48,11 @@ class Lists:
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """O and LSE of a bound call."""
         _torch.refuse_tracers(_ARE)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch's")
+            if x.dim() not in (3, 4):
+                raise ValueError(f"{name} has {x.dim()} axes of shape {tuple(x.shape)}, not 3 or 4")
         _torch.refuse_tangents(q, k, v, *tensors)
         if torch.are_deterministic_algorithms_enabled():
             numbers = (*numbers[:_AT_OPTIONS], numbers[_AT_OPTIONS] | _DETERMINISTIC, *numbers[_AT_OPTIONS + 1 :])

@@ -74,7 +74,8 @@ class BlockLists:
         kv_num_blocks: i32 ``[batch or 1, heads, blocks_q]``, heads 1 or those of Q: how many indices count.
         kv_indices: i32 ``[batch or 1, heads, blocks_q, max_blocks]``: blocks of keys in which other masks of the call,
             ``mask_code`` among them, decide.
-        full_kv_num_blocks, full_kv_indices: likewise the blocks that are seen as a whole. Either pair may be ``None``.
+        full_kv_num_blocks, full_kv_indices: likewise the blocks that are seen as a whole, within lengths and the band:
+            they ask neither intervals, bits nor a function. Either pair may be ``None``.
         block_size: rows and keys of a block: one number, or two.
     """
 
@@ -112,7 +113,8 @@ class BlockLists:
         return masks._replace(block_q=self.block_q, block_k=self.block_k)
 
 
-#: What a call takes for a mask: a band, data, or a list of them, of which a key has to be seen by all.
+#: Masks that a call takes: a band, data, or a list of them. A key has to be seen by all, but a block of the full list
+#: asks no other.
 AnyMask = Union[MaskLike, Intervals, MaskBits, BlockLists, List[Any]]
 
 _DATA = (Intervals, MaskBits, BlockLists)
@@ -126,6 +128,8 @@ def split(given: Any, outputs: Tuple[Any, ...] = (None,) * len(OUTPUTS)) -> Tupl
     for one in given if isinstance(given, list) else [given]:
         if isinstance(one, _DATA):
             masks = one.put(masks)
+            continue
+        if one is None:
             continue
         read: Mask = _band(one)
         if band is not None:

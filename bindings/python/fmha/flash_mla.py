@@ -9,6 +9,7 @@ place. ``indexer_topk`` is refused by name.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional, Tuple
 
 import torch
@@ -197,8 +198,17 @@ def flash_mla_sparse_fwd(
     if indexer_topk:
         raise NotImplementedError(f"indexer_topk {indexer_topk}: an LSE over a part of a list is not computed")
     for name, tensor in (("q", q), ("kv", kv), ("indices", indices)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {type(tensor).__name__} is no tensor of torch's")
         if tensor.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: {tensor.dim()} axes, not 3")
+    for name, tensor in (("attn_sink", attn_sink), ("topk_length", topk_length)):
+        if tensor is not None and (not isinstance(tensor, torch.Tensor) or tensor.dim() != 1):
+            raise ValueError(f"{name}: {type(tensor).__name__} is no tensor of one axis")
+    if not isinstance(sm_scale, (int, float)) or not math.isfinite(sm_scale):
+        raise ValueError(f"sm_scale {sm_scale} is no finite number")
+    if not isinstance(d_v, int) or not 1 <= d_v <= q.shape[-1]:
+        raise ValueError(f"d_v {d_v} is not in 1..={q.shape[-1]}, the elements of a row")
     lengths = None if topk_length is None else topk_length[None]
     o, lse = _attend(q[None], kv[None], indices[None], d_v, sm_scale, attn_sink, lengths, addresses=False)
     return o[0], _max_logits(q, kv, indices, sm_scale, topk_length), lse[0].T.contiguous()

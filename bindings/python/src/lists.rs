@@ -53,7 +53,7 @@ pub(crate) fn lists(sizes: &Sizes, given: &Lists, device: Device) -> Result<Fmha
         }
     };
     let block = i32::try_from(given.block).ok().filter(|&block| block >= 1);
-    let block = block.ok_or_else(|| format!("index_block {} is not 1 or more", given.block))?;
+    let block = block.ok_or_else(|| format!("index_block {} is not in 1..=2147483647", given.block))?;
     Ok(FmhaLists {
         struct_bytes: size_of::<FmhaLists>() as u64,
         topk,

@@ -138,7 +138,7 @@ def test_what_is_not_taken_is_refused_by_its_name() -> None:
         flash_mla_sparse_fwd(q, kv, indices, 1.0, 8, indexer_topk=512)
     with pytest.raises(RuntimeError, match="indices is of int64, not of int32"):
         flash_mla_sparse_fwd(q, kv, indices.long(), 1.0, 8)
-    with pytest.raises(RuntimeError, match="head_dim_v 9 is larger than head_dim_qk 8"):
+    with pytest.raises(ValueError, match="d_v 9 is not in 1..=8"):
         flash_mla_sparse_fwd(q, kv, indices, 1.0, 9)
     with pytest.raises(NotImplementedError, match="q requires a gradient"):
         flash_mla_sparse_fwd(q.requires_grad_(), kv, indices, 1.0, 8)

@@ -220,3 +220,21 @@ def test_packed_lengths_are_of_tokens_where_there_are_as_many_as_sequences() -> 
         keys = k[None, first : first + 3]
         wanted, _ = defined(q[None, None, token], keys, keys, indices[None, None, token], lengths[None, None, token])
         torch.testing.assert_close(o[token].double(), wanted[0, 0], rtol=1e-5, atol=1e-5)
+
+
+# Q's kind chooses the door.
+@pytest.mark.parametrize("name, wrong", [(x, w) for x in "qkv" for w in (None, [1], 0, 1) if x != "q" or w in (0, 1)])
+def test_an_operand_of_another_kind_is_named(name: str, wrong: Any) -> None:
+    given = dict(q=torch.randn(1, 8, 2, 16), k=torch.randn(1, 8, 2, 16), v=torch.randn(1, 8, 2, 16))
+    if isinstance(wrong, int):
+        wrong = given[name][(0,) * (4 - wrong)] if wrong else torch.tensor(1.0)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+        fmha.attention(**{**given, name: wrong}, indices=torch.zeros(1, 8, 2, 4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name, wrong", [("sm_scale", None), ("d_v", -3), ("d_v", 17), ("topk_length", 3), ("kv", [1])])
+def test_an_argument_of_flash_mla_is_named(name: str, wrong: Any) -> None:
+    indices = torch.zeros(4, 1, 2, dtype=torch.int32)
+    given = dict(q=torch.randn(4, 2, 16), kv=torch.randn(8, 1, 16), indices=indices, sm_scale=1.0, d_v=8)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+        fmha.flash_mla.flash_mla_sparse_fwd(**{**given, name: wrong})

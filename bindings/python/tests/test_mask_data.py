@@ -364,3 +364,12 @@ def test_a_mask_that_is_no_mask_is_refused_by_its_field_and_its_number():
             other(fmha.Intervals(ends))
     with pytest.raises(NotImplementedError, match="^mask: torch.func's transforms"):
         torch.func.grad(lambda q: fmha.attention(q, k, v, mask=fmha.Intervals(ends)).sum())(q)
+
+
+def test_a_list_of_a_band_alone_is_that_band():
+    q, k, v = (torch.randn(1, 9, 2, 16) for _ in range(3))
+    causal = fmha.attention(q, k, v, mask="causal")
+    assert torch.equal(fmha.attention(q, k, v, mask=["causal"]), causal)
+    assert torch.equal(fmha.attention(q, k, v, mask=[None, "causal"]), causal)
+    assert torch.equal(fmha.attention(q, k, v, mask=[]), fmha.attention(q, k, v))
+    assert fmha.explain(q, k, v, mask=["causal"]) == fmha.explain(q, k, v, mask="causal")

@@ -223,3 +223,17 @@ def test_a_model_of_transformers_obeys_the_context(asked):
         with fmha.row_invariant():
             model(ids)
     assert asked == [False, False, True, True]
+
+
+@pytest.mark.parametrize("beside", ["masks", "code", "lists"])
+def test_what_hides_keys_otherwise_than_a_band_is_refused_by_name(beside):
+    q, k, v = (x[None] for x in sequence(12))
+    shown = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+    options = dict(
+        masks=dict(mask=fmha.MaskBits.of(shown)),
+        code=dict(mask_code="q >= k"),
+        lists=dict(indices=torch.zeros(1, 12, KV_HEADS, 4, dtype=torch.int32)),
+    )[beside]
+    assert fmha.attention(q, k, v, **options).isfinite().all()
+    with pytest.raises(RuntimeError, match="row_invariant true"):
+        fmha.attention(q, k, v, **options, row_invariant=True)
