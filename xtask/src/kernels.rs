@@ -55,7 +55,7 @@ pub(crate) struct Cases {
 const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
-const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare)/";
+const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare|rows)/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 

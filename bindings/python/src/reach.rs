@@ -14,7 +14,7 @@ use crate::request::{ADDS_TO, Captured, Code, Lists, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// Fields of the C structs that Python never sets, with the reason.
-const NOT_SET: [(&str, &str); 11] = [
+const NOT_SET: [(&str, &str); 12] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
     ("call.reserved", "0"),
@@ -25,6 +25,7 @@ const NOT_SET: [(&str, &str); 11] = [
     ("masks.full_kv_num_blocks.dim_stride", "counts have no axis behind that of the blocks"),
     ("masks.kv_num_blocks.dim_stride", "likewise"),
     ("options.kernel", "left to the planner, who says what it chose"),
+    ("options.reserved", "0"),
     ("options.tile", "likewise"),
 ];
 
