@@ -699,7 +699,7 @@ fn nvrtc() -> Option<(Option<Library>, Library)> {
 fn as_in_the_table(arch: &str, table: &str, kernels: Vec<(String, KernelSource)>, every: usize) {
     let Some((_builtins, nvrtc)) = nvrtc() else { return };
     let expected: String = table.lines().step_by(every).map(|line| format!("{line}\n")).collect();
-    //X
+    assert_eq!(table.lines().count(), kernels.len(), "{arch}: the table has not a line a kernel");
     let mut found = String::new();
     for (name, source) in kernels.into_iter().step_by(every) {
         let log =
