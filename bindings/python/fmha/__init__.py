@@ -73,10 +73,9 @@ def _found(tensor: Any) -> Any:
 
 def _bound(options: Any, *outputs: Any) -> Tuple[Tuple[Any, Any], Any]:
     """The tensors and numbers of a call, and its masks as data and small outputs."""
-    if "mask" not in options and not outputs:
-        return _arguments.bind(**options), None
-    band, masks = _split(options.get("mask"), outputs or (None, None, None))
-    return _arguments.bind(**{**options, "mask": band}), masks
+    mask = options.get("mask")
+    band, masks = _split(mask, outputs or (None, None, None))
+    return _arguments.bind(**(options if band is mask else {**options, "mask": band})), masks
 
 
 @overload
@@ -224,9 +223,10 @@ def attention(
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
     bound, masks = _bound(options, row_max, head_max, key_sum)
-    beside = dict(score_code=score_code, mask_code=mask_code, captured=captured, row_max=row_max, head_max=head_max)
-    lists = _lists_of(door, q, (indices, topk_length, index_block), dict(beside, key_sum=key_sum), masks)
-    if lists is not None:
+    if indices is not None or topk_length is not None or index_block != 1:
+        beside = dict(score_code=score_code, mask_code=mask_code, captured=captured)
+        outputs = dict(row_max=row_max, head_max=head_max, key_sum=key_sum)
+        lists = _lists_of(door, q, (indices, topk_length, index_block), {**beside, **outputs}, masks)
         o, lse = lists.attention(q, k, v, *bound)
     elif score_code is None and mask_code is None and captured is None and masks is None:
         o, lse = door.attention(q, k, v, *bound, wants_lse)
@@ -237,19 +237,18 @@ def attention(
 
 
 def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], beside: Mapping[str, Any], masks: Any) -> Any:
-    """The lists of keys of a call, ``None`` where it has none."""
+    """The lists of keys of a call that gives one of their arguments."""
     indices, topk_length, index_block = given
     block = _integer("index_block", index_block)
     if indices is None:
-        if topk_length is not None or block != 1:
-            name = "index_block" if topk_length is None else "topk_length"
-            raise ValueError(f"{name} is given, but indices are None")
-        return None
+        name = "index_block" if topk_length is None else "topk_length"
+        raise ValueError(f"{name} is given, but indices are None")
     for name, other in beside.items():
         if other is not None:
-            raise NotImplementedError(f"{name} is given beside indices: lists take no functions and no small outputs here")
+            text = f"{name} is given beside indices: lists take no functions and no small outputs here"
+            raise NotImplementedError(text)
     if masks is not None:
-        raise NotImplementedError("mask: masks as data are given beside indices, which say themselves what a token sees")
+        raise NotImplementedError("mask: masks as data are given beside indices, which say what a token sees")
     if door.__name__ != "fmha._torch":
         raise NotImplementedError(f"indices beside {type(q).__name__}: lists of keys are taken of torch's tensors")
     from . import _lists
@@ -478,7 +477,8 @@ def explain(
     code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
     wanted = _flag("backward", backward), _flag("return_lse", return_lse)
     beside = dict(score_code=score_code, mask_code=mask_code, captured=captured)
-    lists = _lists_of(door, q, (indices, topk_length, index_block), beside, masks)
+    has_lists = indices is not None or topk_length is not None or index_block != 1
+    lists = _lists_of(door, q, (indices, topk_length, index_block), beside, masks) if has_lists else None
     return plan(door, (q, k, v), *bound, *wanted, code, lists)
 
 

@@ -379,7 +379,7 @@ const LEAST_REGISTERS: i32 = 128;
 /// The tile whose CTAs have a short query's keys as is cheapest.
 fn deal(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Sm80Tile {
     let priced = ways(problem, tile, room).into_iter().map(|way| (way.micros(problem, room), way));
-    priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map_or(tile, |(_, way)| way)
+    price::cheapest(priced).unwrap_or(tile)
 }
 
 /// All ways in which a tile of few queries can have its keys: whole, in parts of several lengths, and in equal shares.
@@ -390,10 +390,8 @@ fn ways(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Vec<Sm80Tile> {
     if !split::may_be_cut(problem, block_n) {
         return vec![whole];
     }
-    let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n).min(1 << 23);
-    let mut keys: Vec<u32> = (2..=MOST_PARTS).map(keys_of).filter(|&keys| keys < seqlen_k).collect();
-    keys.dedup();
-    let parts = keys.into_iter().map(|keys| Sm80Tile { split_keys: keys.cast_signed(), ..whole });
+    let parts = price::keys_of_parts(seqlen_k, block_n, MOST_PARTS)
+        .map(|keys| Sm80Tile { split_keys: keys.min(1 << 23).cast_signed(), ..whole });
     let shared = in_shares(problem, whole, room);
     [whole].into_iter().chain(parts).chain(shared).collect()
 }

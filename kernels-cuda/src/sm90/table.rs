@@ -126,7 +126,7 @@ pub fn choose_tile_in_parts(problem: &FwdProblem, num_sms: u32) -> Sm90Tile {
         let priced = ways(problem, whole, num_sms)
             .into_iter()
             .filter_map(|way| Some((micros_of_few(problem, &way, num_sms)?, way)));
-        return priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map_or(whole, |(_, way)| way);
+        return price::cheapest(priced).unwrap_or(whole);
     }
     let Ok(schedule) = whole.schedule(problem) else { return whole };
     let mut tile = Sm90Tile { skip_row_max: false, ..whole };
@@ -199,10 +199,8 @@ fn ways(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Vec<Sm90Tile> {
     cut.launch_beside_merge();
     let seqlen_k = problem.dims.seqlen_k;
     let block_n = cut.block_n.unsigned_abs();
-    let keys_of = |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n);
-    let mut keys: Vec<u32> = (2..=MOST_PARTS).map(keys_of).filter(|&keys| keys < seqlen_k).collect();
-    keys.dedup();
-    let parts = keys.into_iter().map(|keys| Sm90Tile { split_keys: keys.cast_signed(), ..cut });
+    let parts = price::keys_of_parts(seqlen_k, block_n, MOST_PARTS)
+        .map(|keys| Sm90Tile { split_keys: keys.cast_signed(), ..cut });
     [whole].into_iter().chain(parts).chain(in_shares(problem, cut, num_sms)).collect()
 }
 

@@ -190,6 +190,19 @@ impl Constants {
     }
 }
 
+/// Keys of a part, in whole blocks, for each number of parts up to `most` that leaves a part fewer than all keys.
+pub(crate) fn keys_of_parts(seqlen_k: u32, block_n: u32, most: u32) -> impl Iterator<Item = u32> {
+    let keys_of = move |parts: u32| seqlen_k.div_ceil(parts).next_multiple_of(block_n);
+    let mut keys: Vec<u32> = (2..=most).map(keys_of).filter(|&keys| keys < seqlen_k).collect();
+    keys.dedup();
+    keys.into_iter()
+}
+
+/// The way of the lowest price, the first of several.
+pub(crate) fn cheapest<T>(priced: impl Iterator<Item = (f64, T)>) -> Option<T> {
+    priced.min_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, way)| way)
+}
+
 /// Microseconds of a problem of few queries whose keys are walked so, on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn micros(problem: &FwdProblem, walk: &Walk, num_sms: u32) -> f64 {
