@@ -41,7 +41,8 @@ FMHA_DEVICE void bwd_list_row(const BwdParams& p, const ListsOfRows& lists, cons
     const float dscore = j >= 0 ? head.pair(i, j).dscore : 0.f;
     for (int32_t l = 0; l < Lanes::count; ++l) {
       if (!(seen_lanes >> l & 1)) continue;  // an absent K may hold NaN
-      dq.template add<spec.fwd.dtype_qk>(p.fwd.k.data, head.k_row(p.fwd.k, list.key(first + l)), Lanes::from(dscore, l));
+      dq.template add<spec.fwd.dtype_qk>(p.fwd.k.data, head.k_row(p.fwd.k, list.key(first + l)),
+                                         Lanes::from(dscore, l));
     }
   }
   dq.template store<spec.dtype_grad>(p.dq.data, head.q_row(p.dq, i), p.fwd.softmax_scale * head.descale_k);
@@ -96,14 +97,16 @@ FMHA_DEVICE void bwd_lists_row(const BwdParams& p, const ListParams& lists_of_ca
   const ListsOfRows lists{p.fwd, lists_of_call};
   if (at < num_query_rows(p)) {
     const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout,
+                                     int32_t(at / p.fwd.seqlen_q / p.fwd.num_heads_q));
     if (i < span.seqlen_q) bwd_list_row<spec, Lanes>(p, lists, span, i_head, i);
     return;
   }
   at -= num_query_rows(p);
   if (at < num_key_rows(p)) {
     const int32_t j = int32_t(at % p.fwd.seqlen_k), i_head_kv = int32_t(at / p.fwd.seqlen_k % p.fwd.num_heads_kv);
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
+    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout,
+                                     int32_t(at / p.fwd.seqlen_k / p.fwd.num_heads_kv));
     if (j < span.seqlen_k) bwd_listed_key<spec, Lanes>(p, lists, span, i_head_kv, j);
     return;
   }

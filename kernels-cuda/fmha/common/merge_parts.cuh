@@ -237,11 +237,13 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
           using KeysOfRow = typename Keys::OfRow;
           const KeysOfRow keys = keys_of_row.at(p, span, merged.i, merged.i_head / p.gqa_ratio);
           RecomputedRow<spec, stored, KeysOfRow> row{
-              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, keys.list.count()}, keys};
+              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i,
+              {0, keys.list.count()}, keys};
           row.run();
         } else {
           RecomputedRow<spec, stored, Keys> row{
-              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, span.seqlen_k}, keys_of_row};
+              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i,
+              {0, span.seqlen_k}, keys_of_row};
           row.run();
         }
       } else {

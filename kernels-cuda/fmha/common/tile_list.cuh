@@ -98,13 +98,14 @@ struct TileLister {
 #pragma unroll 1
       for (int32_t q = first_q; q < end_q; ++q) {
         mark_list(marked, m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, last, block_n);
-        mark_list(marked, m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, last, block_n);
+        mark_list(marked, m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q, last,
+                  block_n);
       }
     }
     __syncthreads();
   }
-  FMHA_DEVICE void mark_list(uint32_t (&marked)[warps], const MaskTensor& counts, const MaskTensor& indices, int32_t most,
-                             int32_t batch, int32_t head, int32_t q, int32_t last, int32_t block_n) const {
+  FMHA_DEVICE void mark_list(uint32_t (&marked)[warps], const MaskTensor& counts, const MaskTensor& indices,
+                             int32_t most, int32_t batch, int32_t head, int32_t q, int32_t last, int32_t block_n) const {
     if (!counts.data) return;
     const int64_t block_k = keys.masks.m.block_k;
     const int32_t count = clamp(DataMasks::word(counts, batch, head, q, 0), 0, most);

@@ -75,7 +75,8 @@ struct Sums {
 
 // d = A B^T of sixteen rows of each.
 template <DType dtype, class TileA, class TileB>
-FMHA_DEVICE void product_of_sixteen(mma::Accumulator<16>& d, const TileA& a, int32_t a_row, const TileB& b, int32_t b_row) {
+FMHA_DEVICE void product_of_sixteen(mma::Accumulator<16>& d, const TileA& a, int32_t a_row, const TileB& b,
+                                    int32_t b_row) {
   static_assert(TileA::dim == TileB::dim, "A and B share their inner dimension");
   const mma::LanePlace a_place = mma::rows_first(), b_place = mma::depth_first();
   const mma::LaneAddress<TileA> a0(a, {a_row + a_place.row, a_place.word});
@@ -109,7 +110,8 @@ struct Token {
   static constexpr FwdSpec kFwd = spec.fwd;
   static constexpr int threads = 32 * tile.warps, row_groups = tile.rows / 16, key_groups = tile.columns / 16;
   // dQ: warps with the same rows share out its columns.
-  static constexpr int parts = tile.warps / row_groups, groups = Shared::dim_qk / 16, groups_of_warp = ceil_div(groups, parts);
+  static constexpr int parts = tile.warps / row_groups, groups = Shared::dim_qk / 16;
+  static constexpr int groups_of_warp = ceil_div(groups, parts);
   static_assert(tile.warps % row_groups == 0, "sm80: all warps have sixteen rows of dQ");
 
   const BwdParams& p;
@@ -121,13 +123,15 @@ struct Token {
 
   FMHA_DEVICE const uint16_t* row_of_head(const View& view, int32_t row) const {
     const SeqSpan& span = list.span;
-    const int64_t at = row_offset(view, span.storage_batch, list.token(), list.i_head_kv * p.fwd.gqa_ratio + first_head + row);
+    const int64_t at = row_offset(view, span.storage_batch, list.token(),
+                                  list.i_head_kv * p.fwd.gqa_ratio + first_head + row);
     return static_cast<const uint16_t*>(view.data) + at;
   }
   template <int dim, class Tile>
   FMHA_DEVICE void load_heads(const Tile& to, const View& view) const {
     copy_tile<tile.copy_bytes, threads>(
-        to, view.data, [&](int32_t row) -> const uint16_t* { return row < num_heads ? row_of_head(view, row) : nullptr; },
+        to, view.data,
+        [&](int32_t row) -> const uint16_t* { return row < num_heads ? row_of_head(view, row) : nullptr; },
         [](int32_t, int32_t column) { return elems_there<dim>(column); });
   }
   template <int dim, class Tile>
@@ -161,7 +165,8 @@ struct Token {
   // P and dS of a block, to shared memory.
   FMHA_DEVICE void score() const {
     const float scale = p.fwd.softmax_scale;
-    const BwdScore<spec, tile> modifiers = BwdScore<spec, tile>::of(p.fwd, list.span, list.i_head_kv * p.fwd.gqa_ratio, scale);
+    const BwdScore<spec, tile> modifiers = BwdScore<spec, tile>::of(p.fwd, list.span, list.i_head_kv * p.fwd.gqa_ratio,
+                                                                    scale);
 #pragma unroll 1
     for (int32_t fragment = warp; fragment < row_groups * key_groups; fragment += tile.warps) {
       const int32_t first_row = fragment % row_groups * 16, first_key = fragment / row_groups * 16;
@@ -208,7 +213,8 @@ struct Token {
         if (first_group + g >= groups) break;
         using K = decltype(smem.k);
         const int32_t column = (first_group + g) * 16;
-        const uint32_t from = smem.k.address() + fmha::mma::word_offset<K>(step * 16 + b_place.row, column + b_place.word * 8);
+        const uint32_t from = smem.k.address() + fmha::mma::word_offset<K>(step * 16 + b_place.row,
+                                                                           column + b_place.word * 8);
         uint32_t b_words[4];
         ptx::ldmatrix_x4_trans(b_words, from);
         const uint32_t first[2] = {b_words[0], b_words[1]}, second[2] = {b_words[2], b_words[3]};
@@ -320,7 +326,8 @@ struct Token {
         for (int e = 0; e < 8; ++e) {
           const int32_t column = (first_group + g) * 16 + fmha::mma::fragment_column() + dq[g].column(e);
           if (dq[g].row(e) == r && column < kFwd.head_dim_qk)
-            store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), to + column, dq[g][e] * p.fwd.softmax_scale);
+            store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), to + column,
+                                        dq[g][e] * p.fwd.softmax_scale);
         }
       }
     }

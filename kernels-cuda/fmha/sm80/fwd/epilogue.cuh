@@ -37,7 +37,8 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
       const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
       // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
       const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
-      const RowEnd end = finish_row_of<spec>(p, consumer.keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? i_head : 0);
+      const RowEnd end = finish_row_of<spec>(p, consumer.keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum,
+                                             stored ? i_head : 0);
       RowResult result = end.row;
       if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
       if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;

@@ -31,7 +31,8 @@ constexpr int32_t kLongPart = 1024;
 // loads then, and faster with one stream a CTA. `unit`: the factors of a K and V that the products read as they lie
 // are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
+                                     const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int stages = tile.stages;
   constexpr bool takes_turns = stages == 1 && tile.shares == 0 && tile.split_keys >= kLongPart && !reads_raw_blocks(spec, tile);
@@ -135,7 +136,8 @@ FMHA_DEVICE void load_first_raw(const Loader<spec, tile, Keys>& loader, const Wo
 // Walks an FP8 cache that the products read as it lies. A slot is free once its product is computed. `unit`: the
 // factors of K and V are 1.
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
+                          const Work& work) {
   if constexpr (tile.stages == 1) return walk_in_little_code<unit>(loader, consumer, work);
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
@@ -170,7 +172,8 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec,
 //   V(i) raw is there, the wide block is read   widen V(i)
 //   V(i) wide is there, its slot is free        load V(i + s), O += P V(i)
 template <FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
+                               const Work& work) {
   auto& blocks = loader.smem.blocks;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
@@ -201,7 +204,8 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<
 // Walks blocks of which each is K's and V's: loaded once, and its slot is free once both products are computed. The
 // other slots' loads are under way meanwhile.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
-FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
+FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
+                              const Work& work) {
   using VTile = typename Smem<spec, tile>::VTile;
   auto& blocks = loader.smem.blocks.k;
   loader.load_q();

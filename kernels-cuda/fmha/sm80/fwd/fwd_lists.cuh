@@ -30,7 +30,8 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, con
   const TokenKeys keys = {{p, lists, span, band, i, i_head_kv}};
   const int32_t count = keys.list.count();
   const Range own = tile.split_keys == 0 ? Range{0, count}
-                                         : Range{min(part * tile.split_keys, count), min((part + 1) * tile.split_keys, count)};
+                                         : Range{min(part * tile.split_keys, count),
+                                             min((part + 1) * tile.split_keys, count)};
 
   Work work = {};
   work.i_batch = i_batch;

@@ -83,7 +83,8 @@ FMHA_DEVICE void for_each_gradient(const Consumer<spec, tile, Keys>& c, Store st
 
 // dK and dV to memory, through that of dS where rows are stored 16 bytes at a time.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
-FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90BwdSchedule& schedule, const Work& work) {
+FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90BwdSchedule& schedule,
+                                 const Work& work) {
   using S = Shape<spec, tile>;
   constexpr DType dtype = spec.dtype_grad;
   const BwdParams& p = c.p;
@@ -121,7 +122,8 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90
 }
 
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
-FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, const Keys& keys) {
+FMHA_DEVICE void consume(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                         const Keys& keys) {
   const int32_t index = ptx::uniform(threadIdx.x / mma::kWarpgroup) - 1;
   Consumer<spec, tile, Keys> c{p, smem, index, {p, index, p.fwd.softmax_scale * kLog2E, keys}};
   for_each_tile<tile>(schedule, smem, c.signals, [&](int32_t i) {

@@ -43,7 +43,8 @@ struct ListedQueryBlocks : QueryBlocks {
   }
 };
 template <BwdSpec spec, Sm90BwdTile tile, bool has_function>
-FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function>> query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule,
+FMHA_DEVICE ListedQueryBlocks<ShownBlocks<has_function>> query_blocks(const BwdParams& p,
+                                                                      const Sm90BwdSchedule& schedule,
                                                                     const Work& work,
                                                                     const ShownBlocks<has_function>& keys) {
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);

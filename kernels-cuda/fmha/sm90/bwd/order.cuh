@@ -27,7 +27,8 @@ struct QueryBlocks {
   }
 };
 template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work, const EveryKey& = {}) {
+FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& schedule, const Work& work,
+                                     const EveryKey& = {}) {
   const int32_t num_heads = num_query_heads<spec, tile>(p, schedule, work.span);
   const int32_t first_head = first_query_head<spec, tile>(p, schedule, work);
   const bool none = work.q_blocks.empty();
@@ -53,7 +54,8 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 // order of their own.
 // `keys`: which keys queries see; with lists `q_blocks` says only whether there are blocks.
 template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
-FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Keys& keys = {}) {
+FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index,
+                              const Keys& keys = {}) {
   const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
   const int32_t group_tiles = schedule.heads_per_l2_group * num_key_blocks;
   const int32_t group = i_cluster / group_tiles, within = i_cluster - group * group_tiles;

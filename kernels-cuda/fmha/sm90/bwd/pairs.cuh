@@ -56,7 +56,8 @@ struct Pairs {
         }
       }
     }
-    if constexpr (Keys::has_tile_list) keys.zero_hidden(x, work.span, at.i_head, first_key(work) + mma::fragment_row(), at.first_query);
+    if constexpr (Keys::has_tile_list) keys.zero_hidden(x, work.span, at.i_head, first_key(work) + mma::fragment_row(),
+                                                        at.first_query);
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {

@@ -46,7 +46,8 @@ struct FarQueries {
   }
   FMHA_DEVICE RowOrigin origin(int32_t i_head, int32_t i) const {
     const float lse = p.fwd.lse[lse_offset(p.fwd, span, i_head, i)];
-    return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)], masks);
+    return origin_of_far_row<spec, simt::Warp>(p, span, i_head, i, lse, p.delta[stats_offset(p, span, i_head, i)],
+                                               masks);
   }
   // Computes this warp's share of a head's far queries.
   template <class Row>
@@ -142,7 +143,8 @@ template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void repair_far(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Masks& masks) {
   const int32_t i_batch = index / p.fwd.num_heads_kv, i_head_kv = index - i_batch * p.fwd.num_heads_kv;
   if (i_batch >= p.fwd.batch) {
-    if constexpr (spec.write_dsink) repair_sink<spec, tile>(p, schedule, index - p.fwd.batch * p.fwd.num_heads_kv, masks);
+    if constexpr (spec.write_dsink) repair_sink<spec, tile>(p, schedule, index - p.fwd.batch * p.fwd.num_heads_kv,
+                                                            masks);
     return;
   }
   const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
@@ -164,7 +166,8 @@ FMHA_DEVICE bool is_repaired_with_far(const BwdParams& p, const Sm90BwdSchedule&
 }
 
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
-FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, const Masks& masks) {
+FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index,
+                                const Masks& masks) {
   const QueryBlock block = resolve_query_block<spec, tile>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, block.span, block.i_head / p.fwd.gqa_ratio)) return;
   for (int32_t i = block.first; i < min(block.first + tile.block_m, block.span.seqlen_q); ++i) {
@@ -186,7 +189,8 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
     bool non_finite = false;
 #pragma unroll
     for (int c = 0; c < sharers; ++c) non_finite |= warps >> (row / 16 + 4 * c) & 1;
-    if (non_finite) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row, AllQueries{}, masks);
+    if (non_finite) bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + row, AllQueries{},
+                                                  masks);
   }
 }
 
@@ -194,7 +198,8 @@ FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule
 // behind other work a launch's code comes from memory line by line, and one that finds nothing took 8 us for the tile's
 // place alone.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
-FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta, const Masks& masks) {
+FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t i_cta,
+                                   const Masks& masks) {
   constexpr int words = num_consumer_warps(tile);
   const int32_t index = i_cta * kRowWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t q_block = index - schedule.num_tiles;

@@ -12,7 +12,8 @@ namespace fmha::sm90 {
 // Recomputes those of a warp's 16 rows that any lane has flagged as non-finite. `row` is the thread's first in its
 // tile. The rows have been stored, as they were, before the warp's last synchronisation.
 template <FwdSpec spec, Sm90Tile tile, class Keys>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2], const Keys& keys) {
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, const bool (&suspect)[2],
+                                const Keys& keys) {
   const int32_t first_row = row - threadIdx.x % 32 / 4;
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes[2] = {ptx::vote_ballot(suspect[0]), ptx::vote_ballot(suspect[1])};
@@ -33,7 +34,8 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
       recomputed.run();
     } else {
       const Range every = {0, span.seqlen_k};
-      RecomputedRow<spec, spec.dtype_qk, Keys> recomputed{p, span, i_head, i, span.storage_batch, span.q_row + i, every, keys};
+      RecomputedRow<spec, spec.dtype_qk, Keys> recomputed{p, span, i_head, i, span.storage_batch, span.q_row + i,
+          every, keys};
       recomputed.run();
     }
   }

@@ -7,7 +7,8 @@
 namespace fmha::sm90 {
 
 template <FwdSpec spec, Sm90Tile tile, bool has_function>
-FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const MaskDataParams& masks,
+FMHA_DEVICE void fwd_masked(const FwdParams& p, const Maps& maps, const TileSchedule& schedule,
+                            const MaskDataParams& masks,
                             const TileList& list) {
   // Masks that hide a key may hide a NaN of V, and a kernel whose spec has no mask does not look for one.
   static_assert(spec.mask != MaskKind::Full, "sm90: masks as data hide keys");

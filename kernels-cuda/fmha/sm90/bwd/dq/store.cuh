@@ -72,7 +72,8 @@ FMHA_DEVICE void hand_back(Shared& smem) {
 }
 
 template <BwdSpec spec, Sm90BwdTile tile, class Keys>
-FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem, const Keys& keys) {
+FMHA_DEVICE void store_dq(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                          const Keys& keys) {
   using S = Shape<spec, tile>;
   constexpr DqStart start = kDqStart<spec, tile>;
   uint32_t phase = 0;
