@@ -209,10 +209,10 @@ fn hopper_leaves_few_short_queries_over_long_caches_to_parts_of_the_keys() {
     let any = PlanOptions::default();
     assert_eq!(kernel(1, 1, 32768, &any), "sm80");
     assert_eq!(kernel(1, 4, 32768, &any), "sm80");
-    assert_eq!(kernel(1, 5, 32768, &any), "sm90", "more than one warp's rows");
+    assert_eq!(kernel(1, 12, 32768, &any), "sm90", "more rows than a warp's");
     assert_eq!(kernel(1, 512, 32768, &any), "sm90");
     assert_eq!(kernel(16, 1, 32768, &any), "sm80");
-    assert_eq!(kernel(1, 1, 128, &any), "sm90", "a tile walks so few keys before parts would be merged");
+    assert_eq!(kernel(1, 1, 256, &any), "sm90", "a tile walks so few keys before parts would be merged");
     assert_eq!(kernel(1, 1, 4096, &any), "sm80");
     assert_eq!(kernel(1, 1, 32768, &any.clone().kernel("sm90")), "sm90");
     assert_eq!(kernel(1, 1, 32768, &any.batch_invariant(true)), "sm90");

@@ -474,7 +474,7 @@ typedef struct FmhaPartial {
 typedef struct FmhaCombine {
   // sizeof(FmhaCombine).
   uint64_t struct_bytes;
-  // Parts to merge: 1 or more; of none, O is 0, or what it was, where they are added.
+  // Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
   int64_t num_parts;
   // Sequences.
   int64_t batch;

@@ -154,8 +154,9 @@ impl PlanOptions {
         }
         for (wish, wanted, kept) in [
             ("deterministic", self.deterministic, promises.deterministic),
-            ("batch_invariant", self.batch_invariant, promises.batch_invariant),
+            // Before `batch_invariant`, which it asks for itself: the refusal names the caller's own wish.
             ("row_invariant", self.row_invariant, promises.row_invariant),
+            ("batch_invariant", self.batch_invariant, promises.batch_invariant),
         ] {
             if wanted && !kept {
                 return refuse(format!("{wish} {wanted}"));
