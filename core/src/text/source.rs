@@ -159,7 +159,7 @@ pub fn headers() -> Vec<Header> {
         ($($name:literal),* $(,)?) => {
             [$(Header::embedded(
                 concat!("fmha/", $name),
-                include_str!(concat!("../device/fmha/", $name)),
+                include_str!(concat!("../../device/fmha/", $name)),
             )),*]
         };
     }
