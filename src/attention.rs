@@ -1,12 +1,12 @@
 //! Attention on host slices in one call: the way in for newcomers.
 
 use fmha_core::{
-    DType, DevSliceMut, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError,
-    Result, Shape, Totals, VLayout,
+    DType, DevSliceMut, Device, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions,
+    ProblemError, Result, Shape, Totals, VLayout,
 };
 
 use crate::memory::{Input, Output, zeros};
-use crate::registry::{Backend, Device};
+use crate::registry::Backend;
 use crate::view::{Element, TensorView, TensorViewMut};
 
 /// Problem of [`attention`]. [`Attention::new`] has every option off; the setters turn them on.
@@ -142,7 +142,7 @@ pub struct AttentionOutput<T> {
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;
 /// [`Error::NoDevice`] when the chosen backend is absent; what the backend said.
 pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> Result<AttentionOutput<T>> {
-    let device = Device::open(options.backend.clone())?;
+    let device = options.backend.clone().open()?;
     attention_on(&device, q, k, v, options)
 }
 
@@ -151,7 +151,7 @@ pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> 
 /// # Errors
 /// As [`attention`].
 pub fn attention_on<T: Element>(
-    device: &fmha_core::Device,
+    device: &Device,
     q: &[T],
     k: &[T],
     v: &[T],
@@ -200,7 +200,7 @@ pub fn attention_into(
     o: TensorViewMut<'_>,
     options: &Attention,
 ) -> Result<Vec<f32>> {
-    let device = Device::open(options.backend.clone())?;
+    let device = options.backend.clone().open()?;
     attention_into_on(&device, q, k, v, o, options)
 }
 
@@ -209,7 +209,7 @@ pub fn attention_into(
 /// # Errors
 /// As [`attention_into`].
 pub fn attention_into_on(
-    device: &fmha_core::Device,
+    device: &Device,
     q: &TensorView<'_>,
     k: &TensorView<'_>,
     v: &TensorView<'_>,
