@@ -1,15 +1,16 @@
 //! Fused multi-head attention: one API and one meaning on every device.
 //!
 //! ```
-//! use fmha::{Attention, Dims, MaskSpec};
+//! use fmha::{Attention, Dims, MaskSpec, bf16};
 //!
 //! let dims = Dims {
 //!     batch: 1, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
 //! };
-//! let (q, k, v) = (vec![0.5f32; 64], vec![0.5f32; 32], vec![2.0f32; 32]);
+//! let two = bf16::from_f32(2.0);
+//! let (q, k, v) = (vec![bf16::ONE; 64], vec![bf16::ONE; 32], vec![two; 32]);
 //! let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
 //! let result = fmha::attention(&q, &k, &v, &options)?;
-//! assert!(result.o.iter().all(|&o| (o - 2.0).abs() < 1e-6));
+//! assert!(result.o.iter().all(|&o| o == two));
 //! # Ok::<(), fmha::Error>(())
 //! ```
 //!
