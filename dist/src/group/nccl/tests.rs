@@ -130,7 +130,7 @@ unsafe extern "C" fn get_unique_id(id: *mut UniqueId) -> Status {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut bytes = [0u8; 128];
     bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-    // SAFETY: its caller's, to be filled.
+    // SAFETY: the caller passes a place for the communicator.
     unsafe { *id = UniqueId(bytes) };
     0
 }
