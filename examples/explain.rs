@@ -1,6 +1,6 @@
 //! The life of a call, step by step: `cargo run --release --example explain`.
 
-use fmha::{Backend, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
+use fmha::{Backend, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 fn main() -> Result<(), fmha::Error> {
     // Every device, and for an absent one the reason.
@@ -31,7 +31,7 @@ fn main() -> Result<(), fmha::Error> {
     }
 
     // A problem that validates can be planned, and the plan describes itself.
-    let device = Device::open(Backend::Auto)?;
+    let device = Backend::Auto.open()?;
     let plan = device.plan_fwd(&problem.validate()?, &PlanOptions::default())?;
     println!("\n{plan}");
 

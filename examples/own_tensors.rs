@@ -1,6 +1,6 @@
 //! Tensors of your own, planned once and run many times: `cargo run --release --example own_tensors`.
 
-use fmha::{DType, DevSlice, DevSliceMut, Device, Dims, FwdArgs, FwdProblem, PlanOptions, bf16};
+use fmha::{Backend, DType, DevSlice, DevSliceMut, Dims, FwdArgs, FwdProblem, PlanOptions, bf16};
 
 fn main() -> Result<(), fmha::Error> {
     let dims = Dims {
@@ -15,7 +15,7 @@ fn main() -> Result<(), fmha::Error> {
     let (q, k, v) = (ones(64 * 8 * 64), ones(1024 * 2 * 64), ones(1024 * 2 * 64));
     let mut o = vec![bf16::ZERO; 64 * 8 * 64];
 
-    let device = Device::open("cpu".parse()?)?; // auto | cpu | cuda | cuda:1 | rocm
+    let device = "cpu".parse::<Backend>()?.open()?; // auto | cpu | cuda | cuda:1 | rocm
     let problem = FwdProblem::batch(DType::Bf16, dims); // shapes, types, strides, mask, bias; no pointers
     let problem = problem.mask("b:512,0".parse()?); // a window of 512 keys
     let problem = problem.validate()?; // names the field and the number that is wrong

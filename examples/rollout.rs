@@ -282,12 +282,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut random = Random(7);
     let policy = Policy::new(&mut random);
     let backend: Backend = name.parse()?;
-    let mut device = Device::open(backend)?;
+    let mut device = backend.open()?;
     let requests = match roll_out(&device, &policy, answer, &mut random) {
         // A device whose kernels do not promise it: the CPU serves, with a message, unless the user has named one.
         Err(error @ Error::Unsupported { .. }) if name == "auto" => {
             println!("{error}\nso the CPU serves");
-            device = Device::open(Backend::Cpu)?;
+            device = Backend::Cpu.open()?;
             roll_out(&device, &policy, answer, &mut random)?
         }
         other => other?,

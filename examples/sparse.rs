@@ -136,7 +136,7 @@ fn main() -> Result<(), Error> {
         index_q: Table::new(NAMES, INDEX_HEADS * INDEX_DIM, random),
         index_k: Table::new(NAMES, INDEX_DIM, random),
     };
-    let device = Device::open(Backend::Cpu)?;
+    let device = Backend::Cpu.open()?;
     for step in 0..STEPS {
         let topk = if step < WARM_UP { NAMES } else { TOPK };
         let report = train(&device, &mut layer, &Task::draw(random), topk)?;

@@ -1,12 +1,12 @@
 //! Attention on host slices in one call: the way in for newcomers.
 
 use fmha_core::{
-    DType, DevSliceMut, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions, ProblemError,
-    Result, Shape, Totals, VLayout,
+    DType, DevSliceMut, Device, Dims, DropoutSeed, Error, FwdArgs, FwdProblem, MaskSpec, PlanOptions,
+    ProblemError, Result, Shape, Totals, VLayout,
 };
 
 use crate::memory::{Input, Output, zeros};
-use crate::registry::{Backend, Device};
+use crate::registry::Backend;
 use crate::view::{Element, TensorView, TensorViewMut};
 
 /// Problem of [`attention`]. [`Attention::new`] has every option off; the setters turn them on.
@@ -29,8 +29,7 @@ pub struct Attention {
     /// Position of the dropout generator; a call with `p_drop` above 0 names it.
     pub dropout: Option<DropoutSeed>,
     /// Whether a kernel that is correct but far from fast may serve where no fast one takes the problem, as
-    /// none takes f32 on a GPU. On: a first call is to give numbers on every machine. Off: such a problem is refused
-    /// with every kernel's reason, as a plan refuses it by default.
+    /// none takes f32 on a GPU. Off, such a problem is refused with every kernel's reason.
     pub allow_fallback: bool,
     /// Backend of [`attention`]: its device is opened once and kept.
     pub backend: Backend,
@@ -47,7 +46,7 @@ impl Attention {
             softcap: None,
             p_drop: 0.0,
             dropout: None,
-            allow_fallback: true,
+            allow_fallback: false,
             backend: Backend::Auto,
         }
     }
@@ -133,16 +132,15 @@ pub struct AttentionOutput<T> {
 /// head_dim_qk]`, K `[batch, seqlen_k, num_heads_kv, head_dim_qk]`, V `[batch, seqlen_k,
 /// num_heads_kv, head_dim_v]`.
 ///
-/// The function works on every machine and is not the fast way: each call plans anew, copies the tensors to a
-/// device and back, and may run on the fallback kernel, which is correct and slow, where no fast kernel takes
-/// the problem ([`Attention::allow_fallback`]). A [plan](crate::FwdPlan) is made once, works on tensors where
-/// they lie, and takes a fallback only where [`PlanOptions::allow_fallback`] says so.
+/// The function works on every machine and is not the fast way: each call plans anew, and copies the tensors to a
+/// device and back. A [plan](crate::FwdPlan) is made once, and works on tensors where they lie. A GPU's fast kernels
+/// take 16 bits; the slow one, which takes f32, serves where [`Attention::allow_fallback`] is set.
 ///
 /// # Errors
 /// [`Error::Problem`] when sizes and slices do not fit, with the field and the numbers;
 /// [`Error::NoDevice`] when the chosen backend is absent; what the backend said.
 pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> Result<AttentionOutput<T>> {
-    let device = Device::open(options.backend.clone())?;
+    let device = options.backend.clone().open()?;
     attention_on(&device, q, k, v, options)
 }
 
@@ -151,7 +149,7 @@ pub fn attention<T: Element>(q: &[T], k: &[T], v: &[T], options: &Attention) -> 
 /// # Errors
 /// As [`attention`].
 pub fn attention_on<T: Element>(
-    device: &fmha_core::Device,
+    device: &Device,
     q: &[T],
     k: &[T],
     v: &[T],
@@ -200,7 +198,7 @@ pub fn attention_into(
     o: TensorViewMut<'_>,
     options: &Attention,
 ) -> Result<Vec<f32>> {
-    let device = Device::open(options.backend.clone())?;
+    let device = options.backend.clone().open()?;
     attention_into_on(&device, q, k, v, o, options)
 }
 
@@ -209,7 +207,7 @@ pub fn attention_into(
 /// # Errors
 /// As [`attention_into`].
 pub fn attention_into_on(
-    device: &fmha_core::Device,
+    device: &Device,
     q: &TensorView<'_>,
     k: &TensorView<'_>,
     v: &TensorView<'_>,

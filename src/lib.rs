@@ -1,22 +1,23 @@
 //! Fused multi-head attention: one API and one meaning on every device.
 //!
 //! ```
-//! use fmha::{Attention, Dims, MaskSpec};
+//! use fmha::{Attention, Dims, MaskSpec, bf16};
 //!
 //! let dims = Dims {
 //!     batch: 1, seqlen_q: 4, seqlen_k: 4, num_heads_q: 2, num_heads_kv: 1, head_dim_qk: 8, head_dim_v: 8,
 //! };
-//! let (q, k, v) = (vec![0.5f32; 64], vec![0.5f32; 32], vec![2.0f32; 32]);
+//! let two = bf16::from_f32(2.0);
+//! let (q, k, v) = (vec![bf16::ONE; 64], vec![bf16::ONE; 32], vec![two; 32]);
 //! let options = Attention::new(dims).mask(MaskSpec::CAUSAL);
 //! let result = fmha::attention(&q, &k, &v, &options)?;
-//! assert!(result.o.iter().all(|&o| (o - 2.0).abs() < 1e-6));
+//! assert!(result.o.iter().all(|&o| o == two));
 //! # Ok::<(), fmha::Error>(())
 //! ```
 //!
 //! - [`attention`] takes slices of `f32`, `f16` or `bf16` and gives O and LSE: where to start.
 //! - [`attention_into`] takes [`TensorView`]s: any strides, host or device memory, and with the feature
 //!   `ndarray` arrays.
-//! - [`Device::open`] gives the device that a [`Backend`] names; [`devices`] lists what there is, and
+//! - [`Backend::open`] gives the device that a [`Backend`] names; [`devices`] lists what there is, and
 //!   why the rest is absent. On a device a [`FwdProblem`] becomes a plan and the plan runs:
 //!
 //! ```text
@@ -64,7 +65,7 @@ pub use fmha_core::{
     Accuracy, AnyProblem, Append, Arrivals, Bias, BiasBroadcast, BiasGrad, BlockList, BlockLists, BlockTable,
     BwdArgs, BwdPlan, BwdProblem, CacheArgs, CacheSlice, CacheUse, Call, CapturedGrad, CapturedTensor, Code,
     CombineArgs, CombinePlan, CombineProblem, DType, DTypes, Descale, DevBuffer, DevSlice, DevSliceMut,
-    DeviceMemory, Dims, Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain,
+    Device, DeviceMemory, Dims, Dropout, DropoutSeed, Elem, ElemType, ElementwiseBias, Error, Event, Explain,
     Extents, FmhaBackend, FwdArgs, FwdPlan, FwdProblem, Intervals, KeyLists, KvLayout, Launch, LaunchShape,
     Layouts, ListEntries, ListLength, MAX_ARRIVALS, MaskAlign, MaskArgs, MaskAxes, MaskBits, MaskShape,
     MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts,
@@ -74,5 +75,5 @@ pub use fmha_core::{
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};
-pub use registry::{Backend, Device, Found, PassedOver, all, devices, emulated_launches, register};
+pub use registry::{Backend, Found, PassedOver, all, devices, emulated_launches, passed_over, register};
 pub use view::{Element, TensorView, TensorViewMut};

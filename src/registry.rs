@@ -2,13 +2,12 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::ops::Deref;
 use std::panic::{self, AssertUnwindSafe};
 use std::str::FromStr;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use fmha_core::fork::PerProcess;
-use fmha_core::{Error, FmhaBackend, ProblemError, Result, env};
+use fmha_core::{Device, Error, ProblemError, Result, env};
 
 /// Backend to run on. As text: `auto`, `cpu`, `cuda`, `cuda:1`, `rocm`, `rocm:0`, and the names given to
 /// [`register`].
@@ -65,6 +64,69 @@ impl Backend {
                 "backend {self} emulates no `{arch}` (known: cuda with sm_..., rocm with gfx...)"
             ))),
         }
+    }
+
+    /// The device that this names, opened at the first call and kept for the life of the process, with the kernels
+    /// that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that is present, and
+    /// [`passed_over`] says what it tried first. Where the environment has `FMHA_EMULATE`, `auto` is the emulated
+    /// device of that architecture (`sm_90a`, `gfx942`).
+    ///
+    /// ```
+    /// use fmha::Backend;
+    ///
+    /// let (device, again) = (Backend::Cpu.open()?, "cpu".parse::<Backend>()?.open()?);
+    /// assert!(device.is(&again), "it is opened once");
+    /// # Ok::<(), fmha::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] with the reason, which is looked for anew at the next call; for `auto`, only when not even
+    /// the CPU can serve.
+    pub fn open(self) -> Result<Device> {
+        Ok(self.opened()?.device)
+    }
+
+    /// No device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a compiler, and runs nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for an architecture that no backend of this build knows.
+    pub fn pretend(arch: &str) -> Result<Device> {
+        match Self::Auto.emulated(arch) {
+            Ok(Self::Cuda { .. }) => cuda_pretended(arch),
+            Ok(Self::Rocm { .. }) => rocm_pretended(arch),
+            _ => Err(Error::NoDevice(format!(
+                "arch `{arch}`: no backend plans for it (known: sm_..., gfx...)"
+            ))),
+        }
+    }
+
+    fn opened(self) -> Result<Opened> {
+        if let Some((_, opened)) = kept().iter().find(|(name, _)| *name == self) {
+            return Ok(opened.clone());
+        }
+        // The lock is free while a slow driver opens a device, since a backend may open another one.
+        let opened = self.opened_anew()?;
+        let mut kept = kept();
+        if let Some((_, first)) = kept.iter().find(|(name, _)| *name == self) {
+            return Ok(first.clone());
+        }
+        kept.push((self, opened.clone()));
+        Ok(opened)
+    }
+
+    fn opened_anew(&self) -> Result<Opened> {
+        let device = match self {
+            Self::Auto => return auto(),
+            Self::Cpu => cpu()?,
+            Self::Cuda { ordinal, emulate } => cuda(*ordinal, emulate.as_deref())?,
+            Self::Rocm { ordinal, emulate } => rocm(*ordinal, emulate.as_deref())?,
+            Self::Registered { name, ordinal } => {
+                let open = registered().get(name).cloned();
+                let open = open.ok_or_else(|| Error::NoDevice(format!("no backend {name} is registered")))?;
+                third_party(&open, self, *ordinal)?
+            }
+        };
+        Ok(Opened { device, passed_over: Arc::new([]) })
     }
 }
 
@@ -129,119 +191,39 @@ pub struct PassedOver {
     pub reason: Error,
 }
 
-/// A device that is open. A copy is cheap and is the same device; what it can do is
-/// [`core::Device`](fmha_core::Device)'s: its memory, its streams, plans.
+/// Backends that `auto` tried before the one that it opened, with their reasons.
 ///
-/// ```
-/// use fmha::Device;
-///
-/// let (device, again) = (Device::open("cpu".parse()?)?, Device::open("cpu".parse()?)?);
-/// assert!(device.is(&again), "it is opened once");
-/// # Ok::<(), fmha::Error>(())
-/// ```
-#[derive(Clone, Debug)]
-pub struct Device {
-    core: fmha_core::Device,
+/// # Errors
+/// [`Error::NoDevice`] when not even the CPU can serve.
+pub fn passed_over() -> Result<Arc<[PassedOver]>> {
+    Ok(Backend::Auto.opened()?.passed_over)
+}
+
+/// A device that is open, and the backends that were tried before it.
+#[derive(Clone)]
+struct Opened {
+    device: Device,
     passed_over: Arc<[PassedOver]>,
 }
 
-impl Device {
-    /// The device that `choice` names, opened at the first call and kept for the life of the process, with
-    /// the kernels that it has loaded. An explicit choice is honoured or refused; `auto` takes the best that
-    /// is present, and [`passed_over`](Self::passed_over) says what it tried first. Where the environment has
-    /// `FMHA_EMULATE`, `auto` is the emulated device of that architecture (`sm_90a`, `gfx942`).
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] with the reason, which is looked for anew at the next call; for `auto`, only when not even
-    /// the CPU can serve.
-    pub fn open(choice: Backend) -> Result<Self> {
-        if let Some((_, device)) = kept().iter().find(|(name, _)| *name == choice) {
-            return Ok(device.clone());
-        }
-        // The lock is free while a slow driver opens a device, since a backend may open another one.
-        let device = Self::open_anew(&choice)?;
-        let mut kept = kept();
-        if let Some((_, first)) = kept.iter().find(|(name, _)| *name == choice) {
-            return Ok(first.clone());
-        }
-        kept.push((choice, device.clone()));
-        Ok(device)
+fn auto() -> Result<Opened> {
+    if let Some(archs) = env::EMULATE.get()? {
+        let arch = archs.split(',').next().unwrap_or_default();
+        return Backend::Auto.emulated(arch)?.opened();
     }
-
-    fn open_anew(choice: &Backend) -> Result<Self> {
-        let mut passed_over = Vec::new();
-        if *choice == Backend::Auto {
-            if let Some(archs) = env::EMULATE.get()? {
-                let arch = archs.split(',').next().unwrap_or_default();
-                return Self::open(Backend::Auto.emulated(arch)?);
-            }
-            for backend in [Backend::CUDA, Backend::ROCM] {
-                match Self::open(backend.clone()) {
-                    Ok(device) => return Ok(Self { passed_over: passed_over.into(), ..device }),
-                    Err(reason) => passed_over.push(PassedOver { backend, reason }),
-                }
-            }
-            let cpu = Self::open(Backend::Cpu)?;
-            return Ok(Self { passed_over: passed_over.into(), ..cpu });
-        }
-        let core = match choice {
-            Backend::Auto | Backend::Cpu => cpu()?,
-            Backend::Cuda { ordinal, emulate } => cuda(*ordinal, emulate.as_deref())?,
-            Backend::Rocm { ordinal, emulate } => rocm(*ordinal, emulate.as_deref())?,
-            Backend::Registered { name, ordinal } => {
-                let open = registered().get(name).cloned();
-                let open = open.ok_or_else(|| Error::NoDevice(format!("no backend {name} is registered")))?;
-                return opened(&open, choice, *ordinal);
-            }
-        };
-        Ok(core.into())
-    }
-
-    /// A device that a backend of your own stands for: what [`register`]'s `open` returns. It is not kept.
-    #[must_use]
-    pub fn new(backend: impl FmhaBackend + 'static) -> Self {
-        fmha_core::Device::new(backend).into()
-    }
-
-    /// No device: plans for `arch` (`sm_90a`, `gfx942`), compiles where there is a compiler, and runs nothing.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] for an architecture that no backend of this build knows.
-    pub fn pretend(arch: &str) -> Result<Self> {
-        match Backend::Auto.emulated(arch) {
-            Ok(Backend::Cuda { .. }) => cuda_pretended(arch).map(Into::into),
-            Ok(Backend::Rocm { .. }) => rocm_pretended(arch).map(Into::into),
-            _ => Err(Error::NoDevice(format!(
-                "arch `{arch}`: no backend plans for it (known: sm_..., gfx...)"
-            ))),
+    let mut passed_over = Vec::new();
+    for backend in [Backend::CUDA, Backend::ROCM] {
+        match backend.clone().open() {
+            Ok(device) => return Ok(Opened { device, passed_over: passed_over.into() }),
+            Err(reason) => passed_over.push(PassedOver { backend, reason }),
         }
     }
-
-    /// Backends that `auto` tried before; empty for an explicit choice.
-    #[must_use]
-    pub fn passed_over(&self) -> &[PassedOver] {
-        &self.passed_over
-    }
-}
-
-impl Deref for Device {
-    type Target = fmha_core::Device;
-
-    fn deref(&self) -> &fmha_core::Device {
-        &self.core
-    }
-}
-
-impl From<fmha_core::Device> for Device {
-    /// A backend that was opened by hand; it is not kept.
-    fn from(core: fmha_core::Device) -> Self {
-        Self { core, passed_over: Arc::new([]) }
-    }
+    Ok(Opened { device: Backend::Cpu.open()?, passed_over: passed_over.into() })
 }
 
 /// The devices that this process has open: few, so that a list serves. A forked child begins with none.
-fn kept() -> MutexGuard<'static, Vec<(Backend, Device)>> {
-    static KEPT: PerProcess<Mutex<Vec<(Backend, Device)>>> = PerProcess::of_first(Mutex::new(Vec::new()));
+fn kept() -> MutexGuard<'static, Vec<(Backend, Opened)>> {
+    static KEPT: PerProcess<Mutex<Vec<(Backend, Opened)>>> = PerProcess::of_first(Mutex::new(Vec::new()));
     KEPT.get(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -253,7 +235,7 @@ fn registered() -> MutexGuard<'static, HashMap<String, Open>> {
 
 /// Calls the opener of a third-party backend. A panic in it means that this device is absent, and has no
 /// other effect.
-fn opened(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
+fn third_party(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
     panic::catch_unwind(AssertUnwindSafe(|| open(ordinal))).unwrap_or_else(|payload| {
         let said = payload.downcast_ref::<&str>().copied();
         let said = said.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text");
@@ -264,7 +246,7 @@ fn opened(open: &Open, choice: &Backend, ordinal: u32) -> Result<Device> {
 /// Opens a third party's device by its number.
 type Open = Arc<dyn Fn(u32) -> Result<Device> + Send + Sync>;
 
-/// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Device::open`]
+/// Gives a third party's backend a name: [`Backend`] as text then takes `name` and `name:N`, and [`Backend::open`]
 /// opens what `open` returns for N, once for each.
 ///
 /// ```
@@ -307,7 +289,7 @@ pub struct Found {
 /// Every device: those present, and one entry with the reason for each kind that is absent.
 #[must_use]
 pub fn devices() -> Vec<Found> {
-    let mut found = vec![Found { backend: Backend::Cpu, device: Device::open(Backend::Cpu) }];
+    let mut found = vec![Found { backend: Backend::Cpu, device: Backend::Cpu.open() }];
     let mut kinds: Vec<Box<dyn Fn(u32) -> Backend>> = vec![
         Box::new(|ordinal| Backend::Cuda { ordinal, emulate: None }),
         Box::new(|ordinal| Backend::Rocm { ordinal, emulate: None }),
@@ -319,7 +301,7 @@ pub fn devices() -> Vec<Found> {
     }
     for nth in kinds {
         for ordinal in 0.. {
-            let device = Found { backend: nth(ordinal), device: Device::open(nth(ordinal)) };
+            let device = Found { backend: nth(ordinal), device: nth(ordinal).open() };
             let absent = device.device.is_err();
             // Beyond the last device there is nothing to report; where there is none at all, the reason.
             if !absent || ordinal == 0 {
@@ -339,47 +321,47 @@ pub fn all() -> Vec<Device> {
     devices().into_iter().filter_map(|found| found.device.ok()).collect()
 }
 
-fn cpu() -> Result<fmha_core::Device> {
-    Ok(fmha_core::Device::new(fmha_cpu::CpuBackend::new()?))
+fn cpu() -> Result<Device> {
+    Ok(Device::new(fmha_cpu::CpuBackend::new()?))
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<fmha_core::Device> {
+fn cuda(ordinal: u32, emulate: Option<&str>) -> Result<Device> {
     fmha_cuda::open(ordinal as usize, emulate)
 }
 
 #[cfg(feature = "cuda")]
-fn cuda_pretended(arch: &str) -> Result<fmha_core::Device> {
+fn cuda_pretended(arch: &str) -> Result<Device> {
     fmha_cuda::pretend(arch)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda_pretended(_: &str) -> Result<fmha_core::Device> {
+fn cuda_pretended(_: &str) -> Result<Device> {
     cuda(0, None)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
+fn cuda(_: u32, _: Option<&str>) -> Result<Device> {
     Err(Error::NoDevice("this build has no cuda backend".into()))
 }
 
 #[cfg(feature = "rocm")]
-fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<fmha_core::Device> {
+fn rocm(ordinal: u32, emulate: Option<&str>) -> Result<Device> {
     fmha_rocm::open(ordinal as usize, emulate)
 }
 
 #[cfg(feature = "rocm")]
-fn rocm_pretended(arch: &str) -> Result<fmha_core::Device> {
+fn rocm_pretended(arch: &str) -> Result<Device> {
     fmha_rocm::pretend(arch)
 }
 
 #[cfg(not(feature = "rocm"))]
-fn rocm_pretended(_: &str) -> Result<fmha_core::Device> {
+fn rocm_pretended(_: &str) -> Result<Device> {
     rocm(0, None)
 }
 
 #[cfg(not(feature = "rocm"))]
-fn rocm(_: u32, _: Option<&str>) -> Result<fmha_core::Device> {
+fn rocm(_: u32, _: Option<&str>) -> Result<Device> {
     Err(Error::NoDevice("this build has no rocm backend".into()))
 }
 
@@ -420,10 +402,10 @@ mod tests {
     #[test]
     fn an_explicit_choice_is_honoured_or_refused_never_replaced() {
         for choice in [Backend::Cpu, Backend::CUDA, Backend::ROCM] {
-            match Device::open(choice.clone()) {
+            match choice.clone().open() {
                 Ok(device) => {
                     assert_eq!(device.kind(), choice.to_string());
-                    assert!(device.passed_over().is_empty());
+                    assert!(choice.opened().unwrap().passed_over.is_empty());
                 }
                 Err(Error::NoDevice(reason)) => assert!(reason.contains(&choice.to_string()), "{reason}"),
                 Err(other) => panic!("{other}"),
@@ -433,21 +415,21 @@ mod tests {
 
     #[test]
     fn a_device_is_opened_once_whoever_asks_for_it() {
-        let (cpu, auto) = (Device::open(Backend::Cpu).unwrap(), Device::open(Backend::Auto).unwrap());
-        assert!(cpu.is(&Device::open(Backend::Cpu).unwrap()));
-        assert!(auto.is(&Device::open(Backend::Auto).unwrap()));
+        let (cpu, auto) = (Backend::Cpu.open().unwrap(), Backend::Auto.open().unwrap());
+        assert!(cpu.is(&Backend::Cpu.open().unwrap()));
+        assert!(auto.is(&Backend::Auto.open().unwrap()));
         assert_eq!(auto.is(&cpu), auto.kind() == "cpu");
     }
 
     #[test]
     fn auto_says_what_it_passed_over() {
-        let device = Device::open(Backend::Auto).unwrap();
+        let device = Backend::Auto.open().unwrap();
         let expected = match device.kind() {
             "cuda" => 0,
             "rocm" => 1,
             _ => 2,
         };
-        assert_eq!(device.passed_over().len(), expected);
+        assert_eq!(passed_over().unwrap().len(), expected);
     }
 
     #[test]

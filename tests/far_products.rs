@@ -286,7 +286,7 @@ const SINK: Call = Call { sink: true, mask: "b", ..SMALL };
 
 #[test]
 fn far_products_have_their_gradients_on_the_cpu() {
-    let backend = fmha::Device::open(fmha::Backend::Cpu).unwrap();
+    let backend = fmha::Backend::Cpu.open().unwrap();
     for dtype in [DType::F32, DType::Bf16, DType::F16] {
         for mask in ["0", "b"] {
             holds(&backend, &Call { dtype, mask, ..SMALL }, &PlanOptions::default());

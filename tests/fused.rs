@@ -164,7 +164,7 @@ fn holds_on(backend: &Device) {
 
 #[test]
 fn gradients_in_one_buffer_are_those_apart_on_the_cpu() {
-    holds_on(&fmha::Device::open(fmha::Backend::Cpu).unwrap());
+    holds_on(&fmha::Backend::Cpu.open().unwrap());
 }
 
 #[test]

@@ -156,11 +156,11 @@ fn a_backend_of_a_third_party_is_registered_chosen_by_name_and_given_checked_cal
 
     let backend: Backend = "alike:1".parse().unwrap();
     assert_eq!(backend.to_string(), "alike:1");
-    let device = Device::open(backend.clone()).unwrap();
+    let device = backend.clone().open().unwrap();
     assert_eq!((device.kind(), device.name()), ("alike", "alike:1"));
-    assert!(device.is(&Device::open("alike:1".parse().unwrap()).unwrap()), "it is opened once");
-    assert!(!device.is(&Device::open("alike".parse().unwrap()).unwrap()));
-    assert!(Device::open("alike:2".parse().unwrap()).unwrap_err().to_string().contains("alike has 2"));
+    assert!(device.is(&"alike:1".parse::<Backend>().unwrap().open().unwrap()), "it is opened once");
+    assert!(!device.is(&"alike".parse::<Backend>().unwrap().open().unwrap()));
+    assert!("alike:2".parse::<Backend>().unwrap().open().unwrap_err().to_string().contains("alike has 2"));
     let listed = fmha::devices().into_iter().filter(|found| found.backend.to_string().starts_with("alike"));
     assert_eq!(listed.filter(|found| found.device.is_ok()).count(), 2);
 

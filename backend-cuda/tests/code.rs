@@ -5,8 +5,8 @@
 
 use std::sync::OnceLock;
 
-use fmha_conformance::captured::{Gradients, checks, run_16_bits};
-use fmha_core::{DType, Device, Dims, FwdProblem, PlanOptions};
+use fmha_conformance::captured::{Gradients, run_16_bits, run_f32};
+use fmha_core::{Device, PlanOptions};
 
 /// The emulated device, or why there is none.
 fn device() -> Option<&'static Device> {
@@ -24,19 +24,8 @@ fn device() -> Option<&'static Device> {
 /// One check in `step`, of f32 operands.
 fn simt(step: usize) {
     let Some(device) = device() else { return };
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 37,
-        seqlen_k: 53,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 24,
-        head_dim_v: 16,
-    };
     let options = PlanOptions::default().kernel("simt").deterministic(true);
-    for check in checks(&FwdProblem::batch(DType::F32, dims), Gradients::Captured).iter().step_by(step) {
-        check.run::<f32>(device, &options).unwrap();
-    }
+    run_f32(device, &options, Gradients::Captured, step).unwrap();
 }
 
 /// One check in `step`, of 16-bit operands.

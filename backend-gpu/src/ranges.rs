@@ -93,7 +93,7 @@ pub(crate) struct Open(Option<Functions>, PhantomData<*const ()>);
 impl Drop for Open {
     fn drop(&mut self) {
         if let Some(functions) = self.0 {
-            // SAFETY: it was opened by this thread, and ranges opened since are closed, being of inner scopes.
+            // SAFETY: this thread opened the range and has closed all ranges opened since, which are of inner scopes.
             unsafe { (functions.pop)() };
         }
     }

@@ -50,7 +50,7 @@ pub struct Steps<D: Driver> {
 }
 
 impl<D: Driver> Steps<D> {
-    /// `all`, of which the kernel itself is the one at `main`.
+    /// The steps of a plan, of which the one at `main` is the kernel itself.
     pub(crate) fn new(all: Vec<Step<D>>, main: usize) -> Self {
         Self { all, main }
     }

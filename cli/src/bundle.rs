@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use clap::Args;
-use fmha::{AnyProblem, Device, Error, PlanOptions};
+use fmha::{AnyProblem, Backend, Device, Error, PlanOptions};
 use fmha_core::cache::{
     Bundle, CompiledKernel, KernelJob, Precompile, SourceKey, backward_table, forward_table,
 };
@@ -65,7 +65,7 @@ impl BundleArgs {
     pub(super) fn carry_out(&self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         // Compiling takes minutes, so the output path is checked first.
         target::check("out", &self.out, &[])?;
-        let backends = self.arch.iter().map(|arch| Device::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
+        let backends = self.arch.iter().map(|arch| Backend::pretend(arch)).collect::<Result<Vec<_>, _>>()?;
         let mut wanted = BTreeMap::new();
         for backend in &backends {
             self.collect(backend, &mut wanted, out)?;

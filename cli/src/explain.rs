@@ -2,9 +2,10 @@
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
-use fmha::{Device, Error, Explain, Problem, Roofline};
+use fmha::{Backend, Error, Explain, Problem, Roofline};
 use fmha_core::plan::Plan;
 use serde_json::{Value, json};
 
@@ -75,9 +76,9 @@ impl ExplainArgs {
             write!(out, "{}", self.ranks.explain(&setup, ranks, options)?)?;
             return Ok(Verdict::Right);
         }
-        let opened = match &self.arch {
-            None => self.backend.open()?,
-            Some(arch) => Device::pretend(arch)?,
+        let (opened, passed_over) = match &self.arch {
+            None => (self.backend.open()?, self.backend.passed_over()?),
+            Some(arch) => (Backend::pretend(arch)?, Arc::new([]) as Arc<[_]>),
         };
         let backend = &opened;
         let options = setup.options(&self.backend.plan_options());
@@ -107,7 +108,7 @@ impl ExplainArgs {
                     return Ok(Verdict::Right);
                 }
                 writeln!(out, "{:<18} {}", "device", backend.name())?;
-                for passed in opened.passed_over() {
+                for passed in &*passed_over {
                     writeln!(out, "{:<18} {}: {}", "passed over", passed.backend, passed.reason)?;
                 }
                 write!(out, "{text}")?;

@@ -354,7 +354,7 @@ mod tests {
 
     #[test]
     fn results_that_were_forgotten_are_wrong_until_they_are_written_again() {
-        let backend = fmha::Device::open("cpu".parse().unwrap()).unwrap();
+        let backend = "cpu".parse::<fmha::Backend>().unwrap().open().unwrap();
         let backend = &backend;
         let passes = |call: &Call| check(call, Verify::Full, None, &Progress::new("")).unwrap().passed();
         for options in ["--lse", "--backward --sink --dsink --bias e --dbias"] {

@@ -2,11 +2,12 @@
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use fmha::expr::Function;
-use fmha::{Accuracy, Backend, DType, MaskSpec, PlanOptions, ProblemError};
+use fmha::{Accuracy, Backend, DType, MaskSpec, PassedOver, PlanOptions, ProblemError};
 
 use crate::cache::CacheOptions;
 use crate::failure::Failure;
@@ -203,17 +204,25 @@ pub(super) struct BackendArgs {
 }
 
 impl BackendArgs {
-    /// The backend, and one line for each that `auto` passed over.
+    /// The device of the backend.
     pub(super) fn open(&self) -> Result<fmha::Device, Failure> {
-        Ok(fmha::Device::open(self.choice()?)?)
+        Ok(self.choice()?.open()?)
+    }
+
+    /// Backends that `auto` tried before; none for an explicit choice.
+    pub(super) fn passed_over(&self) -> Result<Arc<[PassedOver]>, Failure> {
+        match self.choice()? {
+            Backend::Auto => Ok(fmha::passed_over()?),
+            _ => Ok(Arc::new([])),
+        }
     }
 
     /// Device on which a rank of this command computes: the CPU, or the first GPU that it sees.
     pub(super) fn open_for_ranks(&self, ranks: u32) -> Result<fmha::Device, Failure> {
         match self.choice()? {
-            Backend::Auto | Backend::Cpu => Ok(fmha::Device::open(Backend::Cpu)?),
+            Backend::Auto | Backend::Cpu => Ok(Backend::Cpu.open()?),
             first @ (Backend::Cuda { ordinal: 0, emulate: None }
-            | Backend::Rocm { ordinal: 0, emulate: None }) => Ok(fmha::Device::open(first)?),
+            | Backend::Rocm { ordinal: 0, emulate: None }) => Ok(first.open()?),
             _ => Err(Failure::wrong(format!(
                 "ranks {ranks} are processes of the CPU, or a GPU each: --backend cpu, cuda or rocm"
             ))),

@@ -1,6 +1,7 @@
 //! `fmha run`: one problem, timed and checked.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use clap::Args;
 use fmha::PassedOver;
@@ -102,9 +103,9 @@ impl RunArgs {
             own.fits(&setup)?;
         }
         self.ranks.check(&setup, setup.options(&self.backend.plan_options()))?;
-        let opened = match self.ranks.ranks {
-            None => self.backend.open()?,
-            Some(ranks) => self.backend.open_for_ranks(ranks)?,
+        let (opened, passed_over) = match self.ranks.ranks {
+            None => (self.backend.open()?, self.backend.passed_over()?),
+            Some(ranks) => (self.backend.open_for_ranks(ranks)?, Arc::new([]) as Arc<[_]>),
         };
         let backend = &opened;
 
@@ -117,7 +118,7 @@ impl RunArgs {
         }
         let exported = self.data.write_inputs(|| job.inputs())?;
         if !self.json {
-            for passed in opened.passed_over() {
+            for passed in &*passed_over {
                 writeln!(out, "{:<18} {}", "not here", brief(passed))?;
             }
             if let Some(path) = &exported {

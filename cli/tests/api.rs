@@ -39,7 +39,7 @@ fn offsets_that_no_packing_has_are_refused_by_index() {
 
 #[test]
 fn buffers_that_are_short_or_overlap_are_refused_and_nothing_is_written() {
-    let backend = fmha::Device::open(Backend::Cpu).unwrap();
+    let backend = Backend::Cpu.open().unwrap();
     let problem = FwdProblem::batch(DType::F32, DIMS).validate().unwrap();
     let plan = backend.plan_fwd(&problem, &PlanOptions::default()).unwrap();
     let q = vec![1.0f32; 128];

@@ -192,7 +192,7 @@ proptest! {
 
     #[test]
     fn any_problem_is_refused_by_its_number_or_runs(problem in problem()) {
-        let backend = fmha::Device::open(Backend::Cpu).unwrap();
+        let backend = Backend::Cpu.open().unwrap();
         let valid = match problem.validate() {
             Ok(valid) => valid,
             Err(error) => return has_a_number(&error),

@@ -32,34 +32,21 @@
 //! Items that a user needs are at the root, and in `fmha` under the same names. The modules that are not
 //! shown here are public for the crates of this workspace alone: they change as those need.
 
-#[doc(hidden)]
-pub mod abi;
-#[doc(hidden)]
-pub mod args;
-#[doc(hidden)]
-pub mod backend;
-#[doc(hidden)]
-pub mod bind;
-#[doc(hidden)]
-pub mod bwd;
-#[doc(hidden)]
-pub mod bwd_workspace;
+// A floor holds what one step of a call's life needs. The paths without a floor's name are those that other crates use.
 #[doc(hidden)]
 pub mod cache;
 #[doc(hidden)]
-pub mod cache_update;
-#[doc(hidden)]
 pub mod call;
 #[doc(hidden)]
-pub mod code_source;
+pub mod plan;
 #[doc(hidden)]
-pub mod combine;
+pub mod problem;
+pub mod reference;
 #[doc(hidden)]
-pub mod device;
+pub mod text;
 #[doc(hidden)]
-pub mod dropout;
-#[doc(hidden)]
-pub mod dtype;
+pub mod tune;
+
 #[doc(hidden)]
 pub mod emulators;
 #[doc(hidden)]
@@ -68,56 +55,27 @@ pub mod env;
 pub mod error;
 // Named in paths: its `Score` is another thing than a problem's.
 pub mod expr;
-#[doc(hidden)]
-pub mod fields;
 pub mod fork;
-pub mod fp8;
 #[doc(hidden)]
 pub mod host_memory;
-#[doc(hidden)]
-pub mod kv;
-#[doc(hidden)]
-pub mod layout;
-#[doc(hidden)]
-pub mod lengths;
-#[doc(hidden)]
-pub mod lists;
-#[doc(hidden)]
-pub mod mask;
-#[doc(hidden)]
-pub mod masks;
-#[doc(hidden)]
-pub mod operation;
-mod peers;
-#[doc(hidden)]
-pub mod plan;
-#[doc(hidden)]
-pub mod problem;
-#[doc(hidden)]
-pub mod queues;
 mod records;
-pub mod reference;
-#[doc(hidden)]
-pub mod roofline;
-#[doc(hidden)]
-pub mod score;
-#[doc(hidden)]
-pub mod seq;
 mod setters;
 // Named in paths: `sparse::choose`.
-#[doc(hidden)]
-pub mod source;
 pub mod sparse;
-#[doc(hidden)]
-pub mod spec;
 #[cfg(test)]
 mod toy;
+
+use call::peers;
 #[doc(hidden)]
-pub mod tree;
+pub use call::{args, backend, device, lengths, lists, queues, seq, tree};
 #[doc(hidden)]
-pub mod tune;
+pub use plan::{roofline, work};
+#[doc(inline)]
+pub use problem::fp8;
 #[doc(hidden)]
-pub mod work;
+pub use problem::{bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, score};
+#[doc(hidden)]
+pub use text::{abi, bind, bwd_workspace, cache_update, code_source, fields, source, spec};
 
 #[doc(hidden)]
 pub use args::check_addresses;

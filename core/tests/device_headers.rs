@@ -18,9 +18,10 @@ use fmha_core::{
 /// where there is no C++ compiler.
 fn run_cpp(name: &str, program: &str) -> Option<String> {
     let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
-    std::fs::create_dir_all(dir.join("fmha")).unwrap();
     for header in source::headers() {
-        std::fs::write(dir.join(header.name.as_ref()), header.text.as_ref()).unwrap();
+        let path = dir.join(header.name.as_ref());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, header.text.as_ref()).unwrap();
     }
     let unit = dir.join("main.cc");
     std::fs::write(&unit, program).unwrap();

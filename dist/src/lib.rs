@@ -30,7 +30,7 @@
 //!     for (rank, group) in (0..).zip(groups) {
 //!         let problem = &problem;
 //!         scope.spawn(move || {
-//!             let device = Device::open(Backend::Cpu)?;
+//!             let device = Backend::Cpu.open()?;
 //!             let mut plan = FwdPlan::new(problem, Arc::new(group), &device, &Options::default()).unwrap();
 //!             let rows = problem.q.rows_of(rank) as usize;
 //!             let (q, k, v) = (vec![0.5f32; rows * 16], vec![0.5f32; rows * 8], vec![2.0f32; rows * 8]);

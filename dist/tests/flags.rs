@@ -94,7 +94,7 @@ impl Group for OnDevice {
 }
 
 fn device() -> Option<Device> {
-    match Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }) {
+    match (Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }).open() {
         Ok(device) => Some(device),
         Err(reason) => {
             println!("absent: {reason}");

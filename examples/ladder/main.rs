@@ -39,12 +39,12 @@ struct Call {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = std::env::args().nth(1).unwrap_or_else(|| "target/ladder".to_owned());
     let named = env::EMULATE.get()?.filter(|arch| arch.starts_with("sm_"));
-    let real = if named.is_none() { Device::open(Backend::CUDA).ok() } else { None };
+    let real = if named.is_none() { Backend::CUDA.open().ok() } else { None };
     let (device, emulate) = match real {
         Some(device) => (device, None),
         None => {
             let arch = named.unwrap_or_else(|| "sm_90a".to_owned());
-            (Device::open(Backend::CUDA.emulated(&arch)?)?, Some(arch))
+            (Backend::CUDA.emulated(&arch)?.open()?, Some(arch))
         }
     };
     let kernels = OwnKernels::open(0, emulate.as_deref())?;

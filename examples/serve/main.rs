@@ -66,13 +66,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = Model::random(7);
     let attention = |device: &Device, room| Attention::new(device, room, &model.cos, &model.sin);
     let backend: Backend = options.device.parse()?;
-    let mut device = Device::open(backend)?;
+    let mut device = backend.open()?;
     let serving = match attention(&device, ROOM) {
         // A device without a kernel for it: the CPU serves, with a message, unless the user has named a
         // device.
         Err(error @ Error::Unsupported { .. }) if options.device == "auto" => {
             println!("{error}\nso the CPU serves");
-            device = Device::open(Backend::Cpu)?;
+            device = Backend::Cpu.open()?;
             attention(&device, ROOM)?
         }
         other => other?,

@@ -3,73 +3,34 @@
 
 use fmha_core::source::{Entry, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_gpu::{Grid, Launch, RowKernel, Stage};
+use fmha_gpu::{Grid, Launch, OwnText, RowKernel, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
 
 /// Threads of a CTA.
 const NUM_THREADS: u32 = 128;
 
-/// The backward's text over lists of keys.
-const LISTS_BWD: &str = "fmha/simt/lists_bwd.cuh";
-
-/// The text under masks as data.
-const MASKED: &str = "fmha/simt/masked.cuh";
-
 /// Source text of a row kernel for a spec.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
-    let (include, params, call) = match kernel {
-        RowKernel::Simt => ("fmha/simt/fwd.cuh", "FwdParams p", "simt::fwd<kSpec>(p);"),
-        RowKernel::SimtLists => (
-            "fmha/simt/lists.cuh",
-            "FwdParams p, const __grid_constant__ ListParams lists",
-            "simt::fwd_lists<kSpec>(p, lists);",
-        ),
-        RowKernel::SimtListsStats => (
-            LISTS_BWD,
-            "BwdParams p, const __grid_constant__ ListParams lists",
-            "simt::bwd_lists_stats<kSpec>(p, lists);",
-        ),
-        RowKernel::SimtListsBwd => (
-            LISTS_BWD,
-            "BwdParams p, const __grid_constant__ ListParams lists",
-            "simt::bwd_lists<kSpec>(p, lists);",
-        ),
-        RowKernel::SimtStats => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
-        RowKernel::SimtBwd => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd<kSpec>(p);"),
-        RowKernel::MaskedSimt => (
-            MASKED,
-            "FwdParams p, const __grid_constant__ MaskDataParams m",
-            "simt::masked_fwd<kSpec>(p, m);",
-        ),
-        RowKernel::MaskedSimtStats => (
-            MASKED,
-            "BwdParams p, const __grid_constant__ MaskDataParams m",
-            "simt::masked_bwd_stats<kSpec>(p, m);",
-        ),
-        RowKernel::MaskedSimtBwd => (
-            MASKED,
-            "BwdParams p, const __grid_constant__ MaskDataParams m",
-            "simt::masked_bwd<kSpec>(p, m);",
-        ),
-        RowKernel::SimtCaptured => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
-        RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
-        RowKernel::UpdateCache => (
+    let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
+        OwnText::Combine => ["fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"],
+        OwnText::UpdateCache => [
             "fmha/common/update_cache.cuh",
-            "FwdParams p, const __grid_constant__ CacheUpdate update",
+            "FwdParams p, CacheUpdate update",
             "cache::Update<kSpec, cache::Warp>{p, update}.run();",
-        ),
-    };
+        ],
+    });
     entry(include, params, call, spec)
 }
 
 fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelSource {
+    let params: Vec<_> = params.split(", ").map(|param| format!("const __grid_constant__ {param}")).collect();
     let entry = Entry {
         include,
         constants: &[("kSpec", spec)],
         bounds: &format!("__launch_bounds__({NUM_THREADS})"),
-        params: &format!("const __grid_constant__ {params}"),
+        params: &params.join(", "),
         call,
     };
     crate::source(entry.render(), || {

@@ -147,8 +147,8 @@ impl Sm80Tile {
         self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
     }
 
-    /// Whether the products read them as they lie: one warp's of up to two sixteens of rows, whose lanes have
-    /// whole words.
+    /// Whether the products read FP8 blocks as they lie: one warp has all rows, 16 or 32 of them, and a lane
+    /// reads whole words.
     pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
         self.widens_blocks(spec)
             && self.warps == 1
@@ -555,11 +555,8 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
 
 /// `fmha/sm80_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        Sm80Tile::c_definition()
-    );
-    Header::rendered("fmha/sm80_host.h", text)
+    let definitions = [Sm80Tile::c_definition()];
+    Header::shared("fmha/sm80_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
 }
 
 /// Q's, K's or V's type in memory.

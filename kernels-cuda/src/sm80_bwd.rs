@@ -450,10 +450,6 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> Kernel
 
 /// `fmha/sm80_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
-        BwdSums::c_definition(),
-        Sm80BwdTile::c_definition()
-    );
-    Header::rendered("fmha/sm80_bwd_host.h", text)
+    let definitions = [BwdSums::c_definition(), Sm80BwdTile::c_definition()];
+    Header::shared("fmha/sm80_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }

@@ -209,11 +209,8 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, last_param: &str, cal
 
 /// `fmha/sm80_lists_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        Sm80ListsBwdTile::c_definition()
-    );
-    Header::rendered("fmha/sm80_lists_bwd_host.h", text)
+    let definitions = [Sm80ListsBwdTile::c_definition()];
+    Header::shared("fmha/sm80_lists_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }
 
 #[cfg(test)]

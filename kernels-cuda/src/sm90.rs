@@ -218,7 +218,7 @@ impl Sm90Tile {
         };
         let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(operand_v(spec, self)));
         let q = q_buffers * tile_bytes(self.q_rows(), qk * size_qk);
-        // V twice where it is prepared: as it comes, and as the products take it.
+        // A prepared V has room twice: as it is loaded, and as the products read it.
         let raw_v = if prepares_v(spec, self) { tile_bytes(self.block_n, v) } else { 0 };
         let k_and_v = tile_bytes(self.block_n, qk * size_qk) + tile_bytes(self.block_n, v * size_v);
         let kv = self.stages * (k_and_v + raw_v);

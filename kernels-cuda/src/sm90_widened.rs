@@ -3,7 +3,7 @@
 
 pub mod recipe;
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, View};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, View, c_constant};
 use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::KvKind;
@@ -222,7 +222,7 @@ pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdPro
     Ok(wide)
 }
 
-/// Keys that a reader's block may have before and behind those that its sequence sees (`kMostOfBlock`).
+/// Keys that a reader's block may have before and behind those that its sequence sees.
 const MOST_OF_BLOCK: u32 = 256;
 
 /// CTAs of a sequence: they widen what the longest's queries see, and what readers' first and last blocks have besides.
@@ -308,12 +308,9 @@ pub fn widen(spec: &WidenSpec) -> KernelSource {
 
 /// `fmha/widened_cache.h`: what this file shares with the device.
 fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
-        WidenSpec::c_definition(),
-        WidenedCache::c_definition()
-    );
-    Header::rendered("fmha/widened_cache.h", text)
+    let definitions =
+        [c_constant("kMostOfBlock", MOST_OF_BLOCK), WidenSpec::c_definition(), WidenedCache::c_definition()];
+    Header::shared("fmha/widened_cache.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }
 
 #[cfg(test)]

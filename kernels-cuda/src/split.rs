@@ -495,11 +495,8 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
 
 /// `fmha/kv_parts.h`: what merging kernels share with the host.
 pub(crate) fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        KvParts::c_definition()
-    );
-    Header::rendered("fmha/kv_parts.h", text)
+    let definitions = [KvParts::c_definition()];
+    Header::shared("fmha/kv_parts.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
 }
 
 #[cfg(test)]

@@ -207,9 +207,6 @@ pub fn list_tiles(
 
 /// `fmha/tile_list.h`: what this file shares with the device.
 pub(crate) fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        TileList::c_definition()
-    );
-    Header::rendered("fmha/tile_list.h", text)
+    let definitions = [TileList::c_definition()];
+    Header::shared("fmha/tile_list.h", "fmha", &["fmha/spec.h"], &definitions)
 }

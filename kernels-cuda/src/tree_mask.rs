@@ -38,9 +38,6 @@ pub fn without_upper_end(params: &FwdParams) -> FwdParams {
 
 /// `fmha/tree_mask.h`: what this file shares with the device.
 pub(crate) fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        TreeMask::c_definition()
-    );
-    Header::rendered("fmha/tree_mask.h", text)
+    let definitions = [TreeMask::c_definition()];
+    Header::shared("fmha/tree_mask.h", "fmha", &["fmha/spec.h"], &definitions)
 }

@@ -7,14 +7,13 @@
 #include <fmha/isa/lane.h>
 #include <fmha/num.h>
 #include <fmha/params.h>
+#include <fmha/rows.h>
 
 namespace fmha {
 
-constexpr int kCombineThreads = 256;
-
 template <CombineSpec spec>
 FMHA_DEVICE void combine(const CombineParams& p) {
-  const int64_t id = int64_t(workgroup_idx()) * kCombineThreads + thread_idx();
+  const int64_t id = int64_t(workgroup_idx()) * kRowThreads + thread_idx();
   const int64_t num_rows = int64_t(p.batch) * p.num_heads_q * p.seqlen_q;
   const int64_t row = id / spec.head_dim_v;
   if (row >= num_rows) return;

@@ -11,9 +11,7 @@
 
 namespace fmha::cache {
 
-constexpr int32_t kWidenThreads = 256, kWidenKeys = 64;  // a workgroup has so many keys of a sequence, of all heads
-constexpr int32_t kMostOfBlock = 128;                    // keys that a forward kernel reads at a time
-
+// A workgroup has kWidenKeys keys of a sequence, of all heads.
 template <WidenSpec spec>
 struct Widen {
   static constexpr int32_t elems = 8;  // of a thread at a time

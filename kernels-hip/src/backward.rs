@@ -192,7 +192,7 @@ pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -
     tile
 }
 
-/// The kernel, with all that was chosen.
+/// The backward as it was chosen for a problem.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Backward<U> {
     unit: std::marker::PhantomData<U>,
@@ -456,15 +456,11 @@ impl<U: Unit> Backward<U> {
 
 /// `fmha/cdna/bwd/tile.h`: what this file shares with the device.
 pub(crate) fn tile_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
-        [
-            BwdSums::c_definition(),
-            MatrixBwdSpec::c_definition(),
-            MatrixBwdTile::c_definition(),
-            MatrixBwdParams::c_definition(),
-        ]
-        .concat()
-    );
-    Header::rendered("fmha/cdna/bwd/tile.h", text)
+    let definitions = [
+        BwdSums::c_definition(),
+        MatrixBwdSpec::c_definition(),
+        MatrixBwdTile::c_definition(),
+        MatrixBwdParams::c_definition(),
+    ];
+    Header::shared("fmha/cdna/bwd/tile.h", "fmha::cdna", &["fmha/cdna/tile.h"], &definitions)
 }

@@ -292,9 +292,6 @@ impl Split for CdnaDecode {
 
 /// `fmha/cdna/decode/tile.h`: what this file shares with the device.
 pub(crate) fn tile_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
-        [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition()].concat()
-    );
-    Header::rendered("fmha/cdna/decode/tile.h", text)
+    let definitions = [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition()];
+    Header::shared("fmha/cdna/decode/tile.h", "fmha::cdna", &["fmha/cdna/tile.h"], &definitions)
 }

@@ -134,18 +134,14 @@ pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (
 
 /// `fmha/cdna/tile.h`: what this file and `cdna_fwd`'s share with the device.
 pub(crate) fn tile_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha::cdna {{\n\n{}\n}}  // namespace fmha::cdna\n",
-        [
-            LoadPath::c_definition(),
-            StorePath::c_definition(),
-            OutputKind::c_definition(),
-            TileOrder::c_definition(),
-            CdnaSpec::c_definition(),
-            CdnaTile::c_definition(),
-            CdnaParams::c_definition(),
-        ]
-        .concat()
-    );
-    Header::rendered("fmha/cdna/tile.h", text)
+    let definitions = [
+        LoadPath::c_definition(),
+        StorePath::c_definition(),
+        OutputKind::c_definition(),
+        TileOrder::c_definition(),
+        CdnaSpec::c_definition(),
+        CdnaTile::c_definition(),
+        CdnaParams::c_definition(),
+    ];
+    Header::shared("fmha/cdna/tile.h", "fmha::cdna", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }

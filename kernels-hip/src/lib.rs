@@ -29,83 +29,22 @@ pub use arch::Arch;
 pub use device::{Amd, DeviceFacts};
 
 use fmha_core::source::{Entry, Header, KernelSource};
-
-macro_rules! embedded {
-    ($($name:literal),* $(,)?) => {
-        [$(Header::embedded(concat!("fmha/", $name), include_str!(concat!("../fmha/", $name)))),*]
-    };
-}
+use include_dir::{Dir, include_dir};
 
 /// Every header that an entry needs: core's, then these.
 #[must_use]
 pub fn headers() -> Vec<Header> {
+    static FOLDER: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/fmha");
     let mut headers = fmha_core::source::headers();
-    headers.extend(embedded!(
-        "isa/hip.h",
-        "isa/lane.h",
-        "isa/mfma.h",
-        "isa/wmma.h",
-        "isa/buffer.h",
-        "isa/sync.h",
-        "isa/sched.h",
-        "isa/num.h",
-        "isa/widen.h",
-        "mma/cdna.h",
-        "mma/rdna.h",
-        "amd/score.h",
-        "cdna/config.h",
-        "cdna/load.h",
-        "cdna/direct.h",
-        "cdna/schedule.h",
-        "cdna/score.h",
-        "cdna/tile_step.h",
-        "cdna/output.h",
-        "cdna/epilogue.h",
-        "cdna/nonfinite.h",
-        "cdna/main_loop.h",
-        "cdna/simple_loop.h",
-        "cdna/order.h",
-        "cdna/span.h",
-        "cdna/fwd.h",
-        "cdna/bwd/job.h",
-        "cdna/bwd/config.h",
-        "cdna/bwd/load.h",
-        "cdna/bwd/pairs.h",
-        "cdna/bwd/owner.h",
-        "cdna/bwd/store.h",
-        "cdna/bwd/rest.h",
-        "cdna/bwd/walk.h",
-        "cdna/bwd/main.h",
-        "cdna/decode/work.h",
-        "cdna/decode/pieces.h",
-        "cdna/decode/config.h",
-        "cdna/decode/load.h",
-        "cdna/decode/columns.h",
-        "cdna/decode/main.h",
-        "cdna/decode/merge.h",
-        "cdna/decode/update.h",
-        "rdna/config.h",
-        "rdna/load.h",
-        "rdna/tile_step.h",
-        "rdna/epilogue.h",
-        "rdna/fwd.h",
-        "rdna/bwd/main.h",
-        "rdna/decode/load.h",
-        "rdna/decode/main.h",
-        "simt/bwd.h",
-        "simt/fwd.h",
-        "simt/lists.h",
-        "simt/lists_bwd.h",
-        "simt/masked.h",
-        "combine.h",
-        "dropout.h",
-        "widen_cache.h",
-    ));
-    headers.push(forward::tile_header());
-    headers.push(backward::tile_header());
-    headers.push(cdna_decode::tile_header());
-    headers.push(rdna::tile_header());
-    headers.push(widened::header());
+    headers.extend(Header::all_of(&FOLDER));
+    headers.extend([
+        forward::tile_header(),
+        backward::tile_header(),
+        cdna_decode::tile_header(),
+        rdna::tile_header(),
+        rows::header(),
+        widened::header(),
+    ]);
     headers
 }
 

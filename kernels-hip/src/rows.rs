@@ -1,7 +1,8 @@
 //! The kernels that every vendor has, as AMD launches them: a wave to a row, of a combine a thread to an element.
 
-use fmha_core::source::{Entry, KernelSource, Literal};
-use fmha_gpu::{Launch, RowKernel, Stage};
+use fmha_core::abi::c_constant;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
+use fmha_gpu::{Launch, OwnText, RowKernel, Stage};
 
 use crate::device::{Device, launch};
 
@@ -9,60 +10,37 @@ use crate::device::{Device, launch};
 pub(crate) const UPDATE: &str = "cdna_update";
 /// Threads of a workgroup.
 pub(crate) const NUM_THREADS: u32 = 256;
+
+/// `fmha/rows.h`: what this file shares with the device.
+pub(crate) fn header() -> Header {
+    let definitions = [c_constant("kRowThreads", NUM_THREADS)];
+    Header::shared("fmha/rows.h", "fmha", &["fmha/portable.h"], &definitions)
+}
+
 /// Rows of a cache that are counted to a workgroup of its update, and workgroups at most: a wave of many takes several
 /// rows.
 const UPDATED_ROWS: u64 = 4;
 const MOST_UPDATING: u64 = 1 << 14;
 
-/// The backward's text over lists of keys.
-const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
-
-/// The text under masks as data.
-const MASKED: &str = "fmha/simt/masked.h";
-
 /// Source text of a row kernel for a spec.
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
-    let (include, params, call) = match kernel {
-        RowKernel::Simt => ("fmha/simt/fwd.h", "FwdParams p", "simt::fwd<kSpec>(p);"),
-        RowKernel::SimtLists => {
-            ("fmha/simt/lists.h", "FwdParams p, ListParams lists", "simt::fwd_lists<kSpec>(p, lists);")
-        }
-        RowKernel::SimtListsStats => {
-            (LISTS_BWD, "BwdParams p, ListParams lists", "simt::bwd_lists_stats<kSpec>(p, lists);")
-        }
-        RowKernel::SimtListsBwd => {
-            (LISTS_BWD, "BwdParams p, ListParams lists", "simt::bwd_lists<kSpec>(p, lists);")
-        }
-        RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
-        RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
-        RowKernel::MaskedSimt => (MASKED, "FwdParams p, MaskDataParams m", "simt::masked_fwd<kSpec>(p, m);"),
-        RowKernel::MaskedSimtStats => {
-            (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd_stats<kSpec>(p, m);")
-        }
-        RowKernel::MaskedSimtBwd => {
-            (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd<kSpec>(p, m);")
-        }
-        RowKernel::SimtCaptured => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
-        RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
-        RowKernel::UpdateCache => (
+    let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
+        OwnText::Combine => ["fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"],
+        OwnText::UpdateCache => [
             "fmha/cdna/decode/update.h",
             "FwdParams p, CacheUpdate update",
             "cache::Update<kSpec, cache::Wave>{p, update}.run();",
-        ),
-    };
+        ],
+    });
     let bounds = &crate::group_of(NUM_THREADS);
     let entry = Entry { include, constants: &[("kSpec", spec)], bounds, params, call };
-    KernelSource::new(entry.render(), move || {
+    KernelSource::new(entry.render(), || {
         let mut headers = crate::headers();
-        if kernel == RowKernel::UpdateCache {
-            headers.push(fmha_core::cache_update::header());
-        }
-        if kernel == RowKernel::SimtLists || include == LISTS_BWD {
-            headers.push(fmha_core::lists::header());
-        }
-        if include == MASKED {
-            headers.push(fmha_core::masks::header());
-        }
+        headers.extend([
+            fmha_core::cache_update::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+        ]);
         headers
     })
 }

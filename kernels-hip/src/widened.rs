@@ -4,7 +4,7 @@
 
 pub(crate) mod recipe;
 
-use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, HeadScalars, View};
+use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, HeadScalars, View, c_constant};
 use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{DType, FwdProblem, KvLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
@@ -17,6 +17,8 @@ pub(crate) const WIDEN: &str = "widen_cache";
 pub(crate) const NUM_THREADS: u32 = 256;
 /// Keys of a sequence that one workgroup widens.
 const KEYS: u32 = 64;
+/// Keys that a forward kernel reads at a time, at most.
+const MOST_OF_BLOCK: u32 = 128;
 
 abi_spec! {
     /// Spec that the widening launch is compiled for.
@@ -174,9 +176,12 @@ pub(crate) fn widen(problem: &FwdProblem) -> KernelSource {
 
 /// `fmha/widened_cache.h`: what this file shares with the device.
 pub(crate) fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        [WidenSpec::c_definition(), WidenedCache::c_definition()].concat()
-    );
-    Header::rendered("fmha/widened_cache.h", text)
+    let definitions = [
+        c_constant("kWidenThreads", NUM_THREADS),
+        c_constant("kWidenKeys", KEYS),
+        c_constant("kMostOfBlock", MOST_OF_BLOCK),
+        WidenSpec::c_definition(),
+        WidenedCache::c_definition(),
+    ];
+    Header::shared("fmha/widened_cache.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }

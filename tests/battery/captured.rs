@@ -342,6 +342,33 @@ pub fn checks(problem: &FwdProblem, gradients: Gradients) -> Vec<Check> {
     all
 }
 
+/// Odd extents, none of which fills a tile.
+const ODD: Dims = Dims {
+    batch: 2,
+    seqlen_q: 37,
+    seqlen_k: 53,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim_qk: 24,
+    head_dim_v: 16,
+};
+
+/// Runs one check in `step` of f32 operands.
+///
+/// # Errors
+/// What is off, or what refused it.
+pub fn run_f32(
+    device: &Device,
+    options: &PlanOptions,
+    gradients: Gradients,
+    step: usize,
+) -> Result<(), String> {
+    for check in checks(&FwdProblem::batch(DType::F32, ODD), gradients).iter().step_by(step) {
+        check.run::<f32>(device, options)?;
+    }
+    Ok(())
+}
+
 /// Runs checks of 16-bit operands, one in `step` of each type: f16 of odd extents, bf16 of several blocks.
 ///
 /// # Errors
@@ -352,15 +379,7 @@ pub fn run_16_bits(
     gradients: Gradients,
     step: usize,
 ) -> Result<(), String> {
-    let dims = Dims {
-        batch: 2,
-        seqlen_q: 37,
-        seqlen_k: 53,
-        num_heads_q: 4,
-        num_heads_kv: 2,
-        head_dim_qk: 24,
-        head_dim_v: 16,
-    };
+    let dims = ODD;
     for check in checks(&FwdProblem::batch(DType::F16, dims), gradients).iter().step_by(step) {
         check.run::<f16>(device, options)?;
     }

@@ -28,7 +28,7 @@ pub struct Lengths {
     pub tree_mask: Vec<i32>,
     /// Lists of keys, as their strides lay them out.
     pub indices: Vec<i32>,
-    /// Entries of the lists in use, where the problem says so.
+    /// Entries in use of each list, if the problem has lengths of lists.
     pub topk_length: Vec<i32>,
     /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,

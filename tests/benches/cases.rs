@@ -39,7 +39,7 @@ fn forward(backend: &Device, host: &mut HostFwd, iterations: u64) -> Duration {
 }
 
 fn sizes(criterion: &mut Criterion) {
-    let backend = fmha::Device::open(fmha::Backend::Cpu).expect("the CPU backend");
+    let backend = fmha::Backend::Cpu.open().expect("the CPU backend");
     for dtype in [DType::F32, DType::Bf16] {
         for (label, mask) in [("full", MaskSpec::NONE), ("causal", MaskSpec::CAUSAL)] {
             for seqlen in [512, 2048] {
@@ -77,7 +77,7 @@ fn sizes(criterion: &mut Criterion) {
 
 /// The battery's own longer cases: off-tile sizes under unlike masks.
 fn battery(criterion: &mut Criterion) {
-    let backend = fmha::Device::open(fmha::Backend::Cpu).expect("the CPU backend");
+    let backend = fmha::Backend::Cpu.open().expect("the CPU backend");
     for case in all().into_iter().filter(|case| case.name.starts_with("edges/long/")) {
         let Body::Forward(call) = case.body else { continue };
         let mut host = HostFwd::new(call.problem, &call.lengths, call.data).expect("tensors");

@@ -21,7 +21,7 @@ fn cases(count: u32) -> Vec<(String, Body)> {
 }
 
 fn cpu() -> Device {
-    Device::open(Backend::Cpu).unwrap()
+    Backend::Cpu.open().unwrap()
 }
 
 fn held(results: &[(String, Result<Verdict, String>)], least: usize, door: &str) {

@@ -75,7 +75,7 @@ const LIMIT_OF_MUTANTS: Duration = Duration::from_secs(100);
 /// Mark that stands before the fate in the output of a fault's process.
 const MARK: &str = "fate of the fault: ";
 
-/// Runs in the process of a fault: prints the fault's fate, and `true`.
+/// Runs a fault if this process was started for one, prints its fate, and gives `true`.
 pub(crate) fn is_own_process() -> bool {
     let Ok(text) = std::env::var(OWN) else { return false };
     let fault: Fault = serde_json::from_str(&text).unwrap();

@@ -124,7 +124,7 @@ impl<S: Simd> Op<S> for Multiply {
     fn call(self, s: S) {
         let (first, last) = self.panel.rows;
         for at in (first * S::PANEL..last * S::PANEL).step_by(S::LANES) {
-            // SAFETY: rows of two panels.
+            // SAFETY: `at` is inside a row of both panels.
             unsafe { s.store(self.x.add(at), s.mul(s.load(self.x.add(at)), s.load(self.y.add(at)))) };
         }
     }

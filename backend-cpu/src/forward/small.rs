@@ -78,7 +78,7 @@ impl Forward<'_> {
         threads.for_each(&mut scratch, tasks, |scratch, task| {
             let (span, i_head) = (self.spans[task / heads], (task % heads) as u32);
             let max = shared.small(s, scratch, span, i_head, [row_max, key_sum]);
-            // SAFETY: an element of this task alone, in memory that outlives the loop.
+            // SAFETY: each task writes its own element, in memory that outlives the loop.
             unsafe { greatest.at(task).write(max) };
         });
         let Some(to) = head_max else { return Ok(()) };

@@ -392,8 +392,8 @@ fn a_threads_scratch_has_what_a_tile_of_queries_and_one_of_keys_take() {
         })
     }
     let of = |dtype, dims| problem(dtype, (70, 150), 2, dims, "0");
-    // Rows of K an odd number of lines apart; whole tiles of 32 keys, or micro-tiles of 12 or 6; panels of 32
-    // or 8 columns.
+    // Sizes follow from these: rows of K are an odd number of lines apart, keys fill tiles of 32 or micro-tiles of
+    // 12 or 6, and columns fill panels of 32 or 8.
     let tiled = of(DType::Bf16, (96, 64));
     let wanted = [6144, 3072, 64 * 112, 4096, 36 * 48, 64 * 48, 2 * 64 * 32, 0, 4096, 4096, 64, 64, 64, 64];
     assert_eq!(sizes::<SoftTiles>(&tiled), wanted);

@@ -36,3 +36,44 @@ pub enum RowKernel {
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
 }
+
+/// A row kernel whose text is each vendor's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnText {
+    /// [`RowKernel::Combine`].
+    Combine,
+    /// [`RowKernel::UpdateCache`].
+    UpdateCache,
+}
+
+impl RowKernel {
+    /// Header, parameters and call of a kernel whose text every vendor shares (`fmha/simt`).
+    ///
+    /// # Errors
+    /// The kernel, where its text is the vendor's own.
+    pub fn shared_text(self) -> Result<[&'static str; 3], OwnText> {
+        const FWD: &str = "fmha/simt/fwd.h";
+        const BWD: &str = "fmha/simt/bwd.h";
+        const LISTS: &str = "fmha/simt/lists.h";
+        const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
+        const MASKED: &str = "fmha/simt/masked.h";
+        const FWD_LISTS: &str = "FwdParams p, ListParams lists";
+        const BWD_LISTS: &str = "BwdParams p, ListParams lists";
+        const FWD_MASKS: &str = "FwdParams p, MaskDataParams m";
+        const BWD_MASKS: &str = "BwdParams p, MaskDataParams m";
+        Ok(match self {
+            Self::Simt => [FWD, "FwdParams p", "simt::fwd<kSpec>(p);"],
+            Self::SimtStats => [BWD, "BwdParams p", "simt::bwd_stats<kSpec>(p);"],
+            Self::SimtBwd => [BWD, "BwdParams p", "simt::bwd<kSpec>(p);"],
+            Self::SimtCaptured => [BWD, "BwdParams p", "simt::bwd_captured<kSpec>(p);"],
+            Self::SimtLists => [LISTS, FWD_LISTS, "simt::fwd_lists<kSpec>(p, lists);"],
+            Self::SimtListsStats => [LISTS_BWD, BWD_LISTS, "simt::bwd_lists_stats<kSpec>(p, lists);"],
+            Self::SimtListsBwd => [LISTS_BWD, BWD_LISTS, "simt::bwd_lists<kSpec>(p, lists);"],
+            Self::MaskedSimt => [MASKED, FWD_MASKS, "simt::masked_fwd<kSpec>(p, m);"],
+            Self::MaskedSimtStats => [MASKED, BWD_MASKS, "simt::masked_bwd_stats<kSpec>(p, m);"],
+            Self::MaskedSimtBwd => [MASKED, BWD_MASKS, "simt::masked_bwd<kSpec>(p, m);"],
+            Self::Combine => return Err(OwnText::Combine),
+            Self::UpdateCache => return Err(OwnText::UpdateCache),
+        })
+    }
+}

@@ -34,7 +34,7 @@ type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The device of a call, opened once: its kernels stay loaded from plan to plan.
 fn open(choice: Option<&Backend>) -> Result<Device> {
-    Device::open(choice.unwrap_or(&Backend::CUDA).clone())
+    choice.unwrap_or(&Backend::CUDA).clone().open()
 }
 
 thread_local! {

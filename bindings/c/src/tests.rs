@@ -630,7 +630,7 @@ fn a_plan_runs_with_other_addresses_and_another_dropout_seed() {
 #[test]
 #[cfg_attr(miri, ignore = "opens a library")]
 fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
-    let opened = Backend::Auto.emulated("sm_90a").and_then(fmha::Device::open);
+    let opened = Backend::Auto.emulated("sm_90a").and_then(Backend::open);
     let backend = match opened {
         Ok(backend) => backend,
         Err(reason) => return println!("absent: {reason}"),

@@ -26,8 +26,8 @@
 //!
 //! Q, K and V are f32, f16 or bf16, of one type, on one device, with any strides whose last is 1. A causal
 //! mask or a window stands at the last key: the last query sees the last key. A query that sees no key has O
-//! = 0. Where no fast kernel takes a call, it runs on the fallback kernel, which is right and slow
-//! ([`Options::allow_fallback`]).
+//! = 0. Where no fast kernel takes a call, candle-flash-attn's functions run on the fallback kernel, which is right
+//! and slow; [`attention`] and [`attention_varlen`] refuse the call unless [`Options::allow_fallback`] is set.
 //!
 //! With the feature `cuda` tensors of a CUDA device are taken where they lie, on candle's stream; the
 //! tests have passed there (README).
@@ -105,7 +105,7 @@ impl Default for Options {
             deterministic: false,
             batch_invariant: false,
             row_invariant: false,
-            allow_fallback: true,
+            allow_fallback: false,
         }
     }
 }
@@ -295,7 +295,7 @@ macro_rules! flash_attn {
 }
 
 fn scaled(softmax_scale: f32, left: Option<usize>, right: Option<usize>) -> Options {
-    Options::default().softmax_scale(softmax_scale).window(left, right)
+    Options::default().softmax_scale(softmax_scale).window(left, right).allow_fallback(true)
 }
 
 fn sequences(seqlens_q: &Tensor, seqlens_k: &Tensor, max_seqlen_q: usize, max_seqlen_k: usize) -> Sequences {

@@ -49,7 +49,7 @@ impl<'a> Stored<'a> {
 }
 
 fn open(backend: Backend) -> Result<Device> {
-    Device::open(backend).map_err(candle_core::Error::wrap)
+    backend.open().map_err(candle_core::Error::wrap)
 }
 
 /// The device of a call, as both libraries know it.

@@ -59,6 +59,11 @@ impl Case {
 }
 
 #[test]
+/// Options with which f32 is computed on a GPU too.
+fn allowing() -> Options {
+    Options::default().allow_fallback(true)
+}
+
 fn flash_attn_of_equal_lengths_and_its_gradients() {
     for (seed, causal, dims) in [
         (1, false, [[2, 9, 4, 24], [2, 13, 2, 24], [2, 13, 2, 24]]),
@@ -89,9 +94,9 @@ fn each_mask_as_data_that_spells_causal_is_causal_with_its_gradients() {
     let lists =
         BlockLists { block_q: 1, block_k: 1, partial: None, full: Some([counts.clone(), indices.clone()]) };
     let masks = [
-        Options::default().intervals(&ends),
-        Options::default().mask_bits(&words.unwrap()),
-        Options::default().block_lists(lists.clone()),
+        allowing().intervals(&ends),
+        allowing().mask_bits(&words.unwrap()),
+        allowing().block_lists(lists.clone()),
     ];
     for options in masks {
         let (o, _) = fmha_candle::attention(q, k, v, &options.softmax_scale(plain.scale as f32)).unwrap();
@@ -99,16 +104,16 @@ fn each_mask_as_data_that_spells_causal_is_causal_with_its_gradients() {
     }
     let refused = |options: Options| fmha_candle::attention(q, k, v, &options).unwrap_err().to_string();
     for (options, said) in [
-        (Options::default().intervals(&ends.narrow(3, 0, 8).unwrap()), "intervals has 8 queries, where 9"),
-        (Options::default().intervals(&ends.narrow(2, 0, 1).unwrap()), "intervals has 1 endpoints a row"),
-        (Options::default().intervals(&ends.to_dtype(DType::F32).unwrap()), "intervals is f32"),
-        (Options::default().mask_bits(&ends), "mask_bits has 2 queries"),
+        (allowing().intervals(&ends.narrow(3, 0, 8).unwrap()), "intervals has 8 queries, where 9"),
+        (allowing().intervals(&ends.narrow(2, 0, 1).unwrap()), "intervals has 1 endpoints a row"),
+        (allowing().intervals(&ends.to_dtype(DType::F32).unwrap()), "intervals is f32"),
+        (allowing().mask_bits(&ends), "mask_bits has 2 queries"),
         (
-            Options::default().block_lists(BlockLists { block_q: 0, ..lists.clone() }),
+            allowing().block_lists(BlockLists { block_q: 0, ..lists.clone() }),
             "block_lists.block_q 0 is not in 1..=",
         ),
         (
-            Options::default().block_lists(BlockLists { full: None, ..lists.clone() }),
+            allowing().block_lists(BlockLists { full: None, ..lists.clone() }),
             "block_lists has 0 lists",
         ),
     ] {
@@ -164,7 +169,7 @@ fn windows_alibi_and_softcap() {
 fn lse_is_the_natural_logarithm_and_minus_infinity_without_a_key() {
     let case = Case::new(6, [&[1, 9, 2, 8], &[1, 4, 2, 8], &[1, 4, 2, 8]], DType::F32);
     let [q, k, v] = &case.f32s;
-    let (o, lse) = fmha_candle::attention(q, k, v, &Options::default().causal()).unwrap();
+    let (o, lse) = fmha_candle::attention(q, k, v, &allowing().causal()).unwrap();
     let (plain_o, plain_lse) = case.plain(&Plain::causal(8));
     close(&lse, &plain_lse, F32);
     assert_eq!(f64s(&lse)[0], f64::NEG_INFINITY);
@@ -237,7 +242,7 @@ fn packed_sequences_and_their_gradients() {
     let o = fmha_candle::flash_attn_varlen(q, k, v, seqlens_q, seqlens_k, max_q, max_k, 0.25, true).unwrap();
     check(&o, Plain::causal(16));
     let (_, lse) =
-        fmha_candle::attention_varlen(q, k, v, &packed.sequences, &Options::default().causal()).unwrap();
+        fmha_candle::attention_varlen(q, k, v, &packed.sequences, &allowing().causal()).unwrap();
     close(&lse, &packed.plain(&Plain::causal(16)).1, F32);
 
     let (left, right) = (Some(3), Some(1));
@@ -375,9 +380,9 @@ fn what_has_no_elements_is_computed() {
         let [q, k, v] = &variables;
         let slopes = Tensor::ones((batch, 4), DType::F32, &device()).unwrap();
         for options in [
-            Options::default(),
-            Options::default().causal().alibi_slopes(slopes),
-            Options::default().dropout(0.5, 1),
+            allowing(),
+            allowing().causal().alibi_slopes(slopes),
+            allowing().dropout(0.5, 1),
         ] {
             let (o, lse) = fmha_candle::attention(q, k, v, &options).unwrap();
             assert_eq!((o.dims(), lse.dims()), (&[batch, seqlen_q, 4, 6][..], &[batch, 4, seqlen_q][..]));
@@ -403,14 +408,14 @@ fn what_has_no_elements_is_computed() {
             &rows[1],
             &rows[2],
             &sequences(false),
-            &Options::default(),
+            &allowing(),
         );
         let paged = fmha_candle::attention_varlen(
             &rows[0],
             &pages[0],
             &pages[1],
             &sequences(true),
-            &Options::default(),
+            &allowing(),
         );
         for (o, lse) in [packed.unwrap(), paged.unwrap()] {
             assert_eq!((o.dims(), lse.dims()), (&[batch * seqlen_q, 4, 6][..], &[4, batch * seqlen_q][..]));
@@ -423,10 +428,10 @@ fn what_has_no_elements_is_computed() {
 fn dropout_is_linear_in_v_with_its_own_gradient_and_repeats_by_its_seed() {
     let case = Case::new(10, [&[2, 20, 2, 8], &[2, 30, 2, 8], &[2, 30, 2, 8]], DType::F32);
     let [q, k, v] = &case.f32s;
-    let run = |seed| fmha_candle::attention(q, k, v, &Options::default().dropout(0.4, seed)).unwrap().0;
+    let run = |seed| fmha_candle::attention(q, k, v, &allowing().dropout(0.4, seed)).unwrap().0;
     assert_eq!(difference(&run(3), &run(3)), 0.0);
     assert!(difference(&run(3), &run(4)) > 0.1);
-    let mut unseeded = Options::default();
+    let mut unseeded = allowing();
     unseeded.p_drop = 0.4;
     let said = fmha_candle::attention(q, k, v, &unseeded).unwrap_err().to_string();
     assert!(said.contains("dropout has no seed, but p_drop is 0.4"), "{said}");
@@ -449,7 +454,7 @@ fn what_does_not_fit_is_refused_by_its_name_and_number() {
             assert!(error.contains(word), "`{error}` has no `{word}`");
         }
     };
-    let plain = Options::default;
+    let plain = allowing;
     refused(
         &q,
         &zeros(&[2, 8, 3, 16], DType::F32),
@@ -523,7 +528,7 @@ fn ends_of_a_paged_cache_that_are_no_ends_are_refused_as_seqlens_k() {
             max_seqlen_k: 8,
             block_table: Some(Tensor::zeros((2, 2), DType::U32, &Device::Cpu).unwrap()),
         };
-        let error = fmha_candle::attention_varlen(&q, &pages, &pages, &sequences, &Options::default());
+        let error = fmha_candle::attention_varlen(&q, &pages, &pages, &sequences, &allowing());
         let error = error.unwrap_err().to_string();
         assert!(error.contains("seqlens_k") && error.contains("seqused_k[0]"), "{error}");
     }
@@ -597,7 +602,7 @@ fn code_spells_slopes_and_windows() {
     let case = Case::new(7, [&[2, 9, 4, 16], &[2, 11, 2, 16], &[2, 11, 2, 16]], DType::F32);
     let [q, k, v] = case.f32s.each_ref().map(Var::as_tensor);
     let slopes = Tensor::from_slice(&[0.5f32, 0.25, 0.125, 0.0625], 4, &device()).unwrap();
-    let built_in = Options::default().window(Some(5), Some(0)).alibi_slopes(slopes.clone());
+    let built_in = allowing().window(Some(5), Some(0)).alibi_slopes(slopes.clone());
     let (wanted, lse) = fmha_candle::attention(q, k, v, &built_in).unwrap();
     let table = Captured::<f32, 1>::new("slopes");
     let score = Function::score(|s: Score, at: At| {
@@ -605,7 +610,7 @@ fn code_spells_slopes_and_windows() {
     });
     let mask: Function =
         "left: int; let d = q + seqlen_k - seqlen_q; k <= d and d - k <= left".parse().unwrap();
-    let options = Options::default()
+    let options = allowing()
         .score_code(score.unwrap())
         .mask_code(mask)
         .captured("slopes", &slopes)
@@ -623,7 +628,7 @@ fn code_spells_slopes_and_windows() {
         assert!(error.contains(words), "{error}, not {words}");
     };
     let reads: Function = "slopes: f32[_]; by: float; s + by * slopes[h]".parse().unwrap();
-    let coded = || Options::default().score_code(reads.clone());
+    let coded = || allowing().score_code(reads.clone());
     let one = || coded().number("by", Number::Float(1.0));
     says(one(), "captured slopes: the function reads f32[_]");
     says(coded().captured("slopes", &slopes), "number by is missing: the function reads float");

@@ -306,7 +306,7 @@ fn put(
 
 /// The library's word on how such a call's scores are summed.
 fn device() -> fmha::Device {
-    fmha::Device::open(fmha::Backend::Cpu).unwrap()
+    fmha::Backend::Cpu.open().unwrap()
 }
 
 fn forward(drawn: &FwdProblem, drawn_lengths: &Lengths, data: Data) -> Result<Verdict> {

@@ -180,7 +180,8 @@ def attention(
             torch's generator of the CPU, or NumPy's, so that two calls differ and a checkpoint repeats its own. A call
             that drops is not captured into a graph: its replays would drop the same elements.
         dtype_o: type of O: f32, f16 or bf16; ``None`` is Q's, bf16 for FP8.
-        allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call.
+        allow_fallback: whether a kernel that is right but slow may serve where no fast one takes the call (f32 on a
+            GPU); without it such a call is refused, with the reason of each kernel.
         accuracy: ``"fast"`` or ``"exact"`` (the true running maximum).
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: a sequence's bits depend on itself alone.

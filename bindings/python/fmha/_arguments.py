@@ -197,7 +197,7 @@ def bind(
     seed: Optional[int] = None,
     offset: int = 0,
     dtype_o: Any = None,
-    allow_fallback: bool = True,
+    allow_fallback: bool = False,
     accuracy: str = "fast",
     deterministic: bool = False,
     batch_invariant: bool = False,

@@ -8,8 +8,9 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import _arguments, _marks, _torch, attention
+from . import _marks, _torch
 from ._mask import Mask, from_window_size
+from ._theirs import attention, bind
 from .flash_attn import _seed, integer, refuse_outputs
 
 __all__ = [
@@ -144,7 +145,7 @@ def gradients_into(
 ) -> Tuple[torch.Tensor, ...]:
     """dQ, dK and dV, in tensors of the caller's where they are given."""
     refuse_outputs(**{name: (into, x.shape) for name, into, x in zip(("dq", "dk", "dv"), written, (q, k, v))})
-    _, numbers = _arguments.bind(**call)
+    _, numbers = bind(**call)
     dense = [_torch.last_is_dense(x) for x in (dout, q, k, v, out)]
     # FlashAttention 2 says +inf of a row without keys.
     lse = torch.where(torch.isposinf(lse), -torch.inf, lse).contiguous()

@@ -8,8 +8,9 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import _arguments, _torch
+from . import _torch
 from ._flash_attn_2_private import maybe_contiguous
+from ._theirs import bind
 from .flash_attn import integer, lse_shape, refuse_outputs, rows
 from .flash_attn_3 import _descales, refuse
 from .flash_attn_4 import _below_zero, _bottom_right, _sink, _varlen, _window, rows_bound
@@ -160,7 +161,7 @@ def _flash_attn_bwd(
         max_seqlen_q = rows_bound(rows(q, 0, "q"))
     if cu_seqlens_k is not None and max_seqlen_k is None:
         max_seqlen_k = rows_bound(rows(k, 0, "k"))
-    _, numbers = _arguments.bind(
+    _, numbers = bind(
         mask=_bottom_right(left, right),
         softmax_scale=softmax_scale,
         softcap=softcap,

@@ -6,6 +6,7 @@ from typing import Any, Optional, Tuple
 
 from . import _arguments
 from ._mask import NONE, Mask
+from ._theirs import bind
 
 
 def bound(length: int, most: int) -> int:
@@ -26,7 +27,7 @@ class Numbers:
     def __init__(self, softmax_scale: float, softcap: float, left: Optional[int], batch_invariant: bool) -> None:
         rest: Any = dict(softmax_scale=softmax_scale, softcap=softcap, batch_invariant=batch_invariant)
         self._rest = {
-            (causal, rows): _arguments.bind(mask=band(left, causal), row_invariant=rows, **rest)[1][2:]
+            (causal, rows): bind(mask=band(left, causal), row_invariant=rows, **rest)[1][2:]
             for causal in (True, False)
             for rows in (True, False)
         }

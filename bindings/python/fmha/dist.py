@@ -459,7 +459,7 @@ def attention(
     seed: Optional[int] = None,
     offset: int = 0,
     scheme: Optional[str] = None,
-    allow_fallback: bool = True,
+    allow_fallback: bool = False,
     accuracy: str = "fast",
     deterministic: bool = False,
     batch_invariant: bool = False,

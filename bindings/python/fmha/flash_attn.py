@@ -12,9 +12,10 @@ from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
 
-from . import _layouts, _torch, attention, attention_with_kvcache
+from . import _layouts, _torch
 from ._mask import NONE, from_window_size
 from ._numbers import flag, real
+from ._theirs import attention, attention_with_kvcache
 from .rotary import sequence_of_rows
 
 

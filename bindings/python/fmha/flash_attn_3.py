@@ -13,9 +13,10 @@ from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
-from . import _layouts, attention, combine
+from . import _layouts, combine
 from ._mask import from_window_size
 from ._numbers import flag, integer as whole
+from ._theirs import attention
 from .flash_attn import integer, num_sequences, over_cache, refuse_outputs
 
 

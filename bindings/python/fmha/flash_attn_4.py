@@ -16,11 +16,12 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import _code, _layouts, _torch, attention
+from . import _code, _layouts, _torch
 from ._mask import NONE, Mask, band, pair
 from ._mask_data import BlockLists
 from ._numbers import flag, integer as whole
 from ._serving import bound
+from ._theirs import attention
 from .flash_attn import check_cache_lengths, integer, refuse_outputs, rows
 from ._trace import Code, Traced, is_plain
 from .flash_attn_3 import flash_attn_combine as _combine, refuse

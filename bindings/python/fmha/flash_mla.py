@@ -14,8 +14,8 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from . import _arguments
 from ._lists import Lists, forward
+from ._theirs import bind
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -48,7 +48,7 @@ def _attend(
         raise ValueError(f"attn_sink of shape {tuple(sink.shape)} is not float32 ({q.shape[2]},)")
     _refuse_numbers(topk_length=topk_length)
     lists = Lists(indices, topk_length, addresses=addresses, lse_without_sink=sink is not None)
-    _, numbers = _arguments.bind(softmax_scale=softmax_scale)
+    _, numbers = bind(softmax_scale=softmax_scale)
     named = [("sink", None if sink is None else sink.contiguous())]
     o, lse = forward(q, kv, None, named, (*numbers, 0, head_dim_v), lists)
     return o, torch.where(lse == -torch.inf, torch.inf, lse)

@@ -16,9 +16,10 @@ import torch
 from torch.nn.attention import flex_attention as _torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask, or_masks
 
-from . import _arguments, _code, _torch
+from . import _code, _torch
 from ._mask_data import BlockLists, Masks, split
 from ._numbers import flag, shown
+from ._theirs import bind
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
 
@@ -152,7 +153,7 @@ def flex_attention(
         greatest = query.new_empty(query.shape[:-1], dtype=torch.float32)
         masks = Masks() if code is None else code.masks
         code = (code or _code.NOTHING)._replace(masks=masks._replace(outputs=(greatest, None, None)))
-    bound = _arguments.bind(softmax_scale=scale)
+    bound = bind(softmax_scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o, lse = _torch.attention(q, k, v, *bound, True, code)
     o = o.transpose(1, 2)

@@ -19,9 +19,10 @@ from typing import Any, Optional, Tuple
 import torch
 from torch.nn import attention as _registry
 
-from . import _arguments, _native, _torch, attention_out
+from . import _arguments, _native, _torch
 from ._marks import marks
 from ._mask import CAUSAL_TOP_LEFT, NONE
+from ._theirs import attention_out, bind
 
 NAME = "fmha"
 
@@ -117,7 +118,7 @@ def _as_torch_lays(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _backward(
     dout, q, k, v, o, lse, lengths: Tuple[Any, ...], state: torch.Tensor, **call: Any
 ) -> Tuple[torch.Tensor, ...]:
-    _, numbers = _arguments.bind(
+    _, numbers = bind(
         seed=int(state[0]) if call["p_drop"] else 0,
         **call,
         deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -34,8 +34,9 @@ import torch
 from transformers import AttentionInterface, masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from . import _keywords, attention
+from . import _keywords
 from ._mask import NONE, Mask
+from ._theirs import attention
 from ._visible import Dense, Facts, Packed, Visible, recognise
 
 NAME = "fmha"

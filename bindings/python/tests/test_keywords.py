@@ -11,7 +11,8 @@ import torch
 
 import fmha
 import fmha.sdpa
-from fmha import bert_padding, flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
+from fmha import _arguments, _marks, _serving, bert_padding, flash_mla, flex
+from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
 from reference import DEVICE, appends_in_f32, offsets, tensors
 from test_engines import Mode, Pool, layer, sglang, vllm, vllm_batch  # noqa: F401
 
@@ -517,7 +518,7 @@ def own_cases(cache=False):
         seed=[changes(3, 4, **drops), hint(3, "nothing is drawn without p_drop")],
         offset=[changes(3, 4, seed=1, **drops), hint(3, "nothing is drawn without p_drop")],
         dtype_o=changes("bfloat16"),
-        allow_fallback=hint(False, "a fast kernel takes the call"),
+        allow_fallback=hint(True, "a fast kernel takes the call"),
         accuracy=hint("exact", "the CPU has one kernel, which is exact"),
         deterministic=hint(True, BITS),
         batch_invariant=hint(True, "the CPU's bits never depend on the batch"),
@@ -984,3 +985,48 @@ def test_no_keyword_over_ranks_is_swallowed():
         fmha.dist.leave()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_slow_kernel_is_allowed_by_other_libraries_names_alone(monkeypatch):
+    """The option as each function hands it on: ours refuse unless a call allows it, theirs have no such option."""
+    asked = []
+    flag = _arguments.flag
+
+    def seen(name, value):
+        if name == "allow_fallback":
+            asked.append(value)
+        return flag(name, value)
+
+    monkeypatch.setattr(_arguments, "flag", seen)
+    q, k, v = (torch.randn(1, 5, 2, 32) for _ in range(3))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    moving = [x.clone().requires_grad_() for x in (q, k, v)]
+    rows = torch.tensor([5], dtype=torch.int32)
+    listed = torch.zeros(5, 1, 3, dtype=torch.int32)
+    latent = torch.randn(5, 1, 32)
+    ours = [
+        lambda: fmha.attention(q, k, v),
+        lambda: fmha.attention_out(torch.empty_like(q), q, k, v),
+        lambda: fmha.attention_with_kvcache(q, k, v, seqused_k=rows),
+        lambda: fmha.explain(q, k, v),
+    ]
+    theirs = [
+        lambda: fa2.flash_attn_func(q, k, v),
+        lambda: fa2.flash_attn_func(*moving)[0].sum().backward(),
+        lambda: fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=rows),
+        lambda: fa3.flash_attn_func(q, k, v),
+        lambda: fa4.flash_attn_func(q, k, v),
+        lambda: flash_mla.flash_mla_sparse_fwd(q[0], latent, listed, 0.1, 32),
+        lambda: flex.flex_attention(*heads_first),
+        lambda: fmha.sdpa._sdpa_forward(*heads_first),
+        lambda: _serving.Numbers(1.0, 0.0, None, False),
+        lambda: _marks.kept(q, (1, 2, 5, 5), 0.5, 1, 0),
+    ]
+    for functions, allows in ((ours, False), (theirs, True)):
+        for at, function in enumerate(functions):
+            asked.clear()
+            function()
+            assert asked and set(asked) == {allows}, (allows, at, asked)
+    asked.clear()
+    fmha.attention(q, k, v, allow_fallback=True)
+    assert asked == [True]

@@ -1,4 +1,4 @@
-// Operands of printed expressions: a pair's place, and the captures of a call (core/src/code_source.rs). The captures
+// Operands of printed expressions: a pair's place, and the captures of a call (core/src/text/code_source.rs). The captures
 // are words of the call's arguments:
 //
 //   number   its bits

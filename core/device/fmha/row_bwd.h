@@ -415,7 +415,7 @@ FMHA_DEVICE int64_t num_bwd_rows(const BwdParams& p) {
          (spec.write_dcaptured ? p.captured_parts : 0);
 }
 
-// The first launch: row `at` of all queries.
+// First launch of the backward: LSE in log2, delta and the origin of scores of query row `at`.
 template <BwdSpec spec, class Lanes, class Masks = NoMasks>
 FMHA_DEVICE void bwd_stats(const BwdParams& p, int64_t at, const Masks& masks = {}) {
   const int32_t i = int32_t(at % p.fwd.seqlen_q), i_head = int32_t(at / p.fwd.seqlen_q % p.fwd.num_heads_q);

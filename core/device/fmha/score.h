@@ -131,7 +131,7 @@ struct SoftCap {
   }
 };
 
-// A term: ALiBi.
+// ALiBi, a term added to the score.
 struct Alibi {
   float slope;
   int32_t diagonal;
@@ -194,7 +194,7 @@ struct ScoreOf;
 template <FwdSpec spec, class Tanh, class... Map, class... Term>
 struct ScoreOf<spec, Tanh, List<Map...>, List<Term...>> : Map..., Term... {
   static constexpr bool modifies = modifies_score(spec);
-  // Whether a score reads an element of memory; there are none beyond the lengths.
+  // Whether a score reads memory for each pair; pairs beyond the lengths have no element there.
   static constexpr bool reads = ElementBias::in(spec);
   // Whether pairs are hidden by a score of -infinity: they are no part of a row, whatever K and V have there.
   static constexpr bool hides = Functions::in(spec);

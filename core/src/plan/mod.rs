@@ -5,7 +5,9 @@
 
 mod explain;
 mod options;
+pub mod roofline;
 mod sums;
+pub mod work;
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,10 +1,21 @@
 //! The forward problem: every fact of a call but its pointers.
 
+pub mod bwd;
 mod cache;
 mod code;
+pub mod combine;
+pub mod dropout;
+pub mod dtype;
+pub mod fp8;
 mod groups;
+pub mod kv;
+pub mod layout;
 mod lists;
+pub mod mask;
+pub mod masks;
+pub mod operation;
 mod part;
+pub mod score;
 mod strides;
 
 use crate::dropout::keep_threshold;

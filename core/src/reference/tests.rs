@@ -707,7 +707,7 @@ fn a_rotary_embedding_turns_queries_and_new_keys_by_the_angles_of_their_position
         for (b, cached) in CACHED.map(|cached| cached as usize).into_iter().enumerate() {
             let dims = Dims { batch: 1, seqlen_k: cached as u32 + 2, ..dims };
             let alone = FwdProblem::batch(DType::F32, dims).mask(problem.mask);
-            // A query's row of each of two heads.
+            // Query `row / 2` has a row for each of its two heads.
             let q = turned(&operands.q[b * 20..][..20], &|row| cached + advances * (row / 2));
             let k_new = turned(&k_new[b * 10..][..10], &|row| cached + row);
             let k = [&operands.k[b * 40..][..cached * 5], &k_new].concat();

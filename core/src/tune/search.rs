@@ -177,8 +177,8 @@ pub struct Tried {
 pub struct Found {
     /// The best tile: the kernel's own where nothing beat it.
     pub tile: TileOptions,
-    /// The kernel's own against the best, measured anew; none where they are the same. The search itself
-    /// takes the luckiest of many, so its own numbers are not the gain.
+    /// Time of the kernel's own tile against the best one's, measured anew; `None` where they are the same. The
+    /// search takes the luckiest of many, so its own times are not the gain.
     pub confirmed: Option<InTurns>,
     /// Changes that were not begun, since [`Timer::goes_on`] said so.
     pub not_begun: usize,

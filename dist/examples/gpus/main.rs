@@ -43,7 +43,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fmha::{Backend, Device};
+use fmha::Backend;
 use fmha_dist::{Group, Nccl, Rendezvous, connect};
 
 use groups::Planning;
@@ -64,7 +64,7 @@ fn main() -> Result<(), AnyError> {
     let troubled = |job: &&[String]| matches!(job.first().map(String::as_str), Some("slow" | "dead"));
     let timeout = Duration::from_secs(if jobs.iter().any(troubled) { 3 } else { 60 });
     let control = connect(&Rendezvous::from_env()?, timeout)?;
-    let device = Device::open(Backend::Cuda { ordinal: 0, emulate: None })?;
+    let device = Backend::Cuda { ordinal: 0, emulate: None }.open()?;
     let group: Arc<dyn Group> = Arc::new(Nccl::new(control, library.as_deref())?);
     let mut measured = None;
     for job in jobs {
@@ -77,7 +77,7 @@ fn main() -> Result<(), AnyError> {
 
 /// Plans jobs as `ranks` ranks would, on an emulated sm_90a: compiles their kernels where there is no device.
 fn plan_emulated(ranks: u32, jobs: &[&[String]], start: Instant) -> Result<(), AnyError> {
-    let device = Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) })?;
+    let device = Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }.open()?;
     let plan = |host: fmha_dist::Host| -> Result<(), String> {
         let group: Arc<dyn Group> = Arc::new(Planning(host));
         for job in jobs {

@@ -1,6 +1,6 @@
 //! Dependencies of steps, and messages between ranks.
 
-use fmha::{Backend, DType, Device, Dims, FwdProblem, MaskSpec, PlanOptions};
+use fmha::{Backend, DType, Dims, FwdProblem, MaskSpec, PlanOptions};
 
 use super::streams::{MOVING, SECOND, begins_with_the_run, is_one_behind_another, is_rewritten, turns};
 use super::{Program, Step};
@@ -51,7 +51,7 @@ fn steps_that_share_a_buffer_are_in_order_on_streams_of_their_own() {
     };
     let whole = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     let problem = Problem::new(whole, Partition::zig_zag(64, 4));
-    let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+    let (device, options) = (Backend::Cpu.open().unwrap(), PlanOptions::default());
     for scheme in [Scheme::Gather, Scheme::Ring, Scheme::Mixed, Scheme::Ulysses] {
         for rank in 0..4 {
             let whole = Whole::new(&problem, rank, 4).unwrap().on_hosts(Some(2));
@@ -94,7 +94,7 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
     let whole = FwdProblem::batch(DType::Bf16, dims).write_lse(true);
     let keys = Partition::new(64, vec![vec![0..9], vec![], vec![9..20, 40..64], vec![20..40]]).unwrap();
     let problem = Problem::new(whole, Partition::replicated(3, 4)).keys(keys);
-    let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+    let (device, options) = (Backend::Cpu.open().unwrap(), PlanOptions::default());
     let part = 2 * 3 * 8 * 25 * 4;
     for rank in 0..4 {
         let whole = Whole::new(&problem, rank, 4).unwrap();
@@ -129,7 +129,7 @@ fn a_step_of_decoding_is_one_kernel_one_exchange_and_one_merge_on_one_stream() {
 /// Messages that ranks send and expect, one for each row, as in the GPUs' group.
 #[test]
 fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
-    let device = Device::open(Backend::Cpu).unwrap();
+    let device = Backend::Cpu.open().unwrap();
     let options = PlanOptions::default();
     let dims = |batch, tokens| Dims {
         batch,
@@ -199,7 +199,7 @@ fn ranks_send_the_messages_that_the_others_expect_and_not_one_for_each_token() {
 #[test]
 fn no_merge_has_more_parts_than_every_device_takes() {
     assert_eq!(MAX_PARTS as usize, fmha_core::abi::MAX_PARTS);
-    let (device, options) = (Device::open(Backend::Cpu).unwrap(), PlanOptions::default());
+    let (device, options) = (Backend::Cpu.open().unwrap(), PlanOptions::default());
     let dims = |batch, tokens| Dims {
         batch,
         seqlen_q: tokens,

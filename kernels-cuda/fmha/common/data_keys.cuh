@@ -12,7 +12,7 @@ struct DataKeys {
   static constexpr int32_t kMostBlocks = 4;
   DataMasks masks;
 
-  // Rows and keys beyond the sequence, which other tests hide, have the last one's answer.
+  // A row or key beyond the sequence gets the answer of the last one; other tests hide it.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     return masks.sees(span, i_head, min(i, span.seqlen_q - 1), min(j, span.seqlen_k - 1));
   }

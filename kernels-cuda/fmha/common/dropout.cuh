@@ -42,7 +42,7 @@ struct DroppedBits {
   // the next two, and so on.
   uint32_t words[2][num_words];
 
-  // Decides the first `count` keys. `i` and `batch_head` belong to the thread's two rows; with `one_head` all rows of
+  // Draws which P of the first `count` keys are dropped. `i` and `batch_head` belong to the thread's two rows; with `one_head` all rows of
   // the warp have one head.
   template <int count, bool one_head>
   FMHA_DEVICE void decide(const FwdParams& p, DropoutQuads& quads, const int32_t (&i)[2], const int32_t (&batch_head)[2],

@@ -3,7 +3,7 @@
 #include <fmha/bwd.h>
 #include <fmha/num.h>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 
 namespace fmha {
 

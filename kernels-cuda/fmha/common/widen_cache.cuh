@@ -10,8 +10,6 @@
 
 namespace fmha::cache {
 
-constexpr int32_t kMostOfBlock = 256;  // keys
-
 // A CTA has `keys` keys of a sequence, of all heads; a thread takes sixteen elements at a time.
 template <WidenSpec spec, int32_t keys, int32_t threads>
 struct Widen {

@@ -128,12 +128,4 @@ FMHA_DEVICE void unpack_x2(uint32_t packed, float& low, float& high) {
   }
 }
 
-// needs: sm_53. The products of two packed pairs of f16.
-// PTX ISA: mul.
-FMHA_DEVICE uint32_t mul_f16x2(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
 }  // namespace fmha::ptx

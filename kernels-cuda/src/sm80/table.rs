@@ -91,8 +91,8 @@ fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
         && i64::from(dims.seqlen_q) <= MOST_SHARED_QUERIES
         && tile.value_parts == 1
     {
-        // More rows than a short query's: several tiles of them, if sequences of unlike lengths are to be
-        // walked in shares.
+        // Rows beyond a short query's take several tiles of 64, if sequences of unlike lengths can be walked in
+        // shares.
         let shared = deal(problem, Sm80Tile { block_m: 64, warps: 4, ..tile }, room);
         if shared.split_keys > 0 {
             tile = shared;

@@ -122,8 +122,7 @@ pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
 
 /// `fmha/sm90_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n{}\n}}  // namespace fmha\n",
+    let definitions = [
         PingPong::c_definition(),
         Lookahead::c_definition(),
         ValueProduct::c_definition(),
@@ -131,6 +130,6 @@ fn host_header() -> Header {
         Sm90Tile::c_definition(),
         PreparedValues::c_definition(),
         ArrivalParams::c_definition(),
-    );
-    Header::rendered("fmha/sm90_host.h", text)
+    ];
+    Header::shared("fmha/sm90_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
 }

@@ -2,8 +2,8 @@
 
 use fmha_core::abi_enum;
 
-/// The loop of the consume role: what a consumer has of keys and of the dimension, and how the products of a
-/// block follow each other (`consume/`, a file each).
+/// The loop of the consume role: which keys and which part of the dimension a consumer has, and the order of a
+/// block's products (`consume/`, a file each).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BwdWalk {
     /// Head dimensions to 128: a consumer has 64 keys and the whole dimension, walks one query block after

@@ -450,8 +450,8 @@ fn over_blocks(cases: &mut Vec<Case>) {
             let name = format!("backward/hidden/{dtype}/{of}/{mask}");
             push(name, dims(150, 150), dtype, mask, false, planted);
         }
-        // A query that sees no key, whose NaN stays in its column: where consumers share out the dimension,
-        // the last one alone has it.
+        // A query that sees no key has a NaN in the last column of Q: of consumers that share out the dimension,
+        // the last one alone reads it.
         let planted = vec![(Operand::Q, [0, 2, 1, head_dim - 1], f64::NAN)];
         let name = format!("backward/hidden/last_column/bf16/{of}/b");
         push(name, dims(150, 140), DType::Bf16, "b", false, planted);

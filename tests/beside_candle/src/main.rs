@@ -3,5 +3,5 @@
 fn main() {
     println!("{:?}", cudarc::driver::CudaContext::device_count());
     let Ok(choice) = "auto".parse::<fmha::Backend>() else { return };
-    println!("{:?}", fmha::Device::open(choice).map(|device| device.name().to_owned()));
+    println!("{:?}", choice.open().map(|device| device.name().to_owned()));
 }

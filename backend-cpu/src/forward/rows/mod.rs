@@ -116,8 +116,7 @@ impl Shared<'_> {
     /// Whether a sequence is taken in rows.
     pub(super) fn in_rows(&self, span: &SeqSpan) -> bool {
         let few = self.blocks.rows_only || self.problem.cache.tree_mask || span.seqlen_q <= FEW_QUERIES;
-        // Code and masks as data are computed over panels, whatever their number of queries: so rows do not depend on
-        // it either.
+        // Code and masks as data take panels for any number of queries, so that a row's bits do not depend on it.
         few && !self.problem.asks_pairs()
     }
 

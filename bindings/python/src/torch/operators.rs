@@ -138,18 +138,38 @@ macro_rules! tensors {
     };
 }
 
+/// K and V in pages, and scales of FP8.
+macro_rules! cached {
+    ([$($before:expr),*], [$($after:expr),*]) => {
+        tensors!([$($before),*], [
+            (Slot::BlockTable, Optional),
+            (Slot::DescaleQ, Optional),
+            (Slot::DescaleK, Optional),
+            (Slot::DescaleV, Optional)
+            $(, $after)*
+        ])
+    };
+}
+
+/// Operands of a gradient, and what modifies scores.
+macro_rules! gradients_of {
+    ([$($after:expr),*]) => {
+        tensors!([
+            (Slot::Dout, Given),
+            (Slot::Q, Given),
+            (Slot::K, Given),
+            (Slot::V, Given),
+            (Slot::O, Given),
+            (Slot::Lse, Given),
+            (Slot::Dlse, Optional)
+        ], [$($after),*])
+    };
+}
+
 pub(super) static OPERATORS: [Operator; 13] = [
     Operator {
         name: "forward",
-        tensors: tensors!(
-            [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
-            [
-                (Slot::BlockTable, Optional),
-                (Slot::DescaleQ, Optional),
-                (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional)
-            ]
-        ),
+        tensors: cached!([(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)], []),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
         code: Coding::None,
@@ -159,13 +179,9 @@ pub(super) static OPERATORS: [Operator; 13] = [
     },
     Operator {
         name: "forward_out",
-        tensors: tensors!(
+        tensors: cached!(
             [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
             [
-                (Slot::BlockTable, Optional),
-                (Slot::DescaleQ, Optional),
-                (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional),
                 (Slot::ScaleO, Optional),
                 (Slot::O, Written),
                 (Slot::Lse, OptionalWritten),
@@ -181,18 +197,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
     },
     Operator {
         name: "backward",
-        tensors: tensors!(
-            [
-                (Slot::Dout, Given),
-                (Slot::Q, Given),
-                (Slot::K, Given),
-                (Slot::V, Given),
-                (Slot::O, Given),
-                (Slot::Lse, Given),
-                (Slot::Dlse, Optional)
-            ],
-            []
-        ),
+        tensors: gradients_of!([]),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
         code: Coding::None,
@@ -202,7 +207,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
     },
     Operator {
         name: "kvcache",
-        tensors: tensors!(
+        tensors: cached!(
             [
                 (Slot::Q, Given),
                 (Slot::K, Written),
@@ -214,12 +219,7 @@ pub(super) static OPERATORS: [Operator; 13] = [
                 (Slot::RotarySin, Optional),
                 (Slot::TreeMask, Optional)
             ],
-            [
-                (Slot::BlockTable, Optional),
-                (Slot::DescaleQ, Optional),
-                (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional)
-            ]
+            []
         ),
         numbers: Spelt::Each(NUM_CACHE),
         is_seeded: true,
@@ -308,13 +308,9 @@ pub(super) static OPERATORS: [Operator; 13] = [
     // `forward` and `backward` with a score or a mask as code, or with masks as data.
     Operator {
         name: "forward_code",
-        tensors: tensors!(
+        tensors: cached!(
             [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
             [
-                (Slot::BlockTable, Optional),
-                (Slot::DescaleQ, Optional),
-                (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional),
                 (Slot::Intervals, Optional),
                 (Slot::MaskBits, Optional),
                 (Slot::KvNumBlocks, Optional),
@@ -335,25 +331,14 @@ pub(super) static OPERATORS: [Operator; 13] = [
     },
     Operator {
         name: "backward_code",
-        tensors: tensors!(
-            [
-                (Slot::Dout, Given),
-                (Slot::Q, Given),
-                (Slot::K, Given),
-                (Slot::V, Given),
-                (Slot::O, Given),
-                (Slot::Lse, Given),
-                (Slot::Dlse, Optional)
-            ],
-            [
-                (Slot::Intervals, Optional),
-                (Slot::MaskBits, Optional),
-                (Slot::KvNumBlocks, Optional),
-                (Slot::KvIndices, Optional),
-                (Slot::FullKvNumBlocks, Optional),
-                (Slot::FullKvIndices, Optional)
-            ]
-        ),
+        tensors: gradients_of!([
+            (Slot::Intervals, Optional),
+            (Slot::MaskBits, Optional),
+            (Slot::KvNumBlocks, Optional),
+            (Slot::KvIndices, Optional),
+            (Slot::FullKvNumBlocks, Optional),
+            (Slot::FullKvIndices, Optional)
+        ]),
         numbers: Spelt::Each(NUM_COMMON),
         is_seeded: true,
         code: Coding::Backward,
@@ -364,13 +349,9 @@ pub(super) static OPERATORS: [Operator; 13] = [
     // `forward_out` with small outputs, apart: engines call that once a layer, and an argument costs the host 0.1 us.
     Operator {
         name: "forward_out_small",
-        tensors: tensors!(
+        tensors: cached!(
             [(Slot::Q, Given), (Slot::K, Given), (Slot::V, Given)],
             [
-                (Slot::BlockTable, Optional),
-                (Slot::DescaleQ, Optional),
-                (Slot::DescaleK, Optional),
-                (Slot::DescaleV, Optional),
                 (Slot::ScaleO, Optional),
                 (Slot::O, Written),
                 (Slot::Lse, OptionalWritten),

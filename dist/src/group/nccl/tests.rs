@@ -130,7 +130,7 @@ unsafe extern "C" fn get_unique_id(id: *mut UniqueId) -> Status {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut bytes = [0u8; 128];
     bytes[..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-    // SAFETY: its caller's, to be filled.
+    // SAFETY: the caller passes a place for the communicator.
     unsafe { *id = UniqueId(bytes) };
     0
 }
@@ -306,7 +306,7 @@ fn an_all_gather_is_one_call_and_brings_what_messages_bring() {
             on_ranks(ranks, |group| {
                 let group = Arc::new(group);
                 let rank = group.rank();
-                let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+                let stream = Backend::Cpu.open().unwrap().default_stream();
                 let gathered = |group: &dyn Group, room: usize| {
                     CALLS.take();
                     let mut all = vec![0u8; expected.len()];
@@ -350,7 +350,7 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
 /// Runs on an emulated device, whose kernels need NVRTC: without it, prints `absent` and checks nothing.
 #[test]
 fn a_step_of_decoding_is_one_call_of_nccl_with_the_bits_of_messages() {
-    let device = match Device::open(Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }) {
+    let device = match (Backend::Cuda { ordinal: 0, emulate: Some("sm_90a".into()) }).open() {
         Ok(device) => device,
         Err(reason) => return println!("absent: {reason}"),
     };
@@ -472,7 +472,7 @@ fn hear_of(of_96: &[u32], plans: bool) -> Vec<Error> {
             std::thread::sleep(Duration::from_millis(5));
         }
         // Later calls fail too.
-        let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+        let stream = Backend::Cpu.open().unwrap().default_stream();
         group.exchange(&Exchange::default(), &[], &mut [], &stream).unwrap_err()
     });
     assert!(start.elapsed() < TIMEOUT / 4);
@@ -578,7 +578,7 @@ fn a_call_that_waits_for_a_rank_that_has_failed_is_aborted() {
     let start = Instant::now();
     std::thread::scope(|scope| {
         let queues = scope.spawn(|| {
-            let stream = Device::open(Backend::Cpu).unwrap().default_stream();
+            let stream = Backend::Cpu.open().unwrap().default_stream();
             let mut room = [0u8; 16];
             // SAFETY: the fake moves host memory.
             let mut all = unsafe {

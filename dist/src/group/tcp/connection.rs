@@ -34,7 +34,7 @@ impl Mesh {
 impl Link for Mesh {
     fn post(&self, to: u32, frame: Frame) {
         if let Some(Some(connection)) = self.connections.get(to as usize) {
-            // An error: the writer has ended, and the reader has said why.
+            // Sending fails where the writer has ended, and the reader reports the reason.
             let _ = connection.frames.as_ref().map(|frames| frames.send(frame));
         }
     }

@@ -4,7 +4,7 @@
 #include <fmha/ptx/tcgen05.cuh>
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm100/bwd/work.cuh>
 #include <fmha/sm100/common/store_columns.cuh>
 

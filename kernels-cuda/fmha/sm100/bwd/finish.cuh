@@ -3,7 +3,7 @@
 #include <fmha/bwd.h>
 #include <fmha/num.h>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm100/bwd/config.cuh>
 
 namespace fmha::sm100::bwd {

@@ -19,7 +19,7 @@
 #include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/shared.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm80/common/copy.cuh>
 #include <fmha/sm80_lists_bwd_host.h>
 #include <fmha/token_list.h>

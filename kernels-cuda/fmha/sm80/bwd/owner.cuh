@@ -13,7 +13,7 @@
 
 namespace fmha::sm80::bwd {
 
-// LSE and delta of the queries of a fragment: of the thread's two rows, in registers.
+// LSE and delta of a fragment's queries, which are the thread's two rows: in registers.
 template <class Fragment>
 struct OwnQueries {
   float of_lse_log2[2], of_delta[2];

@@ -17,7 +17,7 @@ struct Pairs : ScorePair<spec, tile> {
   using One::modifiers, One::p, One::prob, One::prob_from, One::sees, One::span;
   const Keys keys = {};
 
-  // The query and the key of an element; `row`: the thread's first, `column`: of the block's first.
+  // The query and the key of element `e`. `row` is the thread's first row, `column` the block's first one.
   FMHA_DEVICE static Pair pair_of(int e, int32_t row, int32_t column) {
     const int32_t rows = 8 * Fragment::row(e), columns = Fragment::column(e);
     return owns_queries(tile) ? Pair{row, column, rows, columns} : Pair{column, row, columns, rows};

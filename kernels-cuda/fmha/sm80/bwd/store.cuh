@@ -2,7 +2,7 @@
 // computed again, pair by pair.
 #pragma once
 #include <fmha/common/store_rows.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm80/bwd/config.cuh>
 
 namespace fmha::sm80::bwd {

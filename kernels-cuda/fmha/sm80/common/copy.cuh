@@ -28,7 +28,7 @@ FMHA_DEVICE void gather_word(uint32_t (&words)[4], ElemAt elem_at) {
   }
 }
 
-// One word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be named where
+// Copies one word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be named where
 // nothing is read. Fewer than 4 bytes at a time are read element by element.
 template <int bytes, class Elem>
 FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const void* any) {
@@ -140,8 +140,8 @@ struct alignas(16) RawTile {
   }
 };
 
-// Copies of `bytes` each of a raw tile, of whose rows `row_of(base, within, step)` says where the elements are (null:
-// zeros), `dim` of them. Not waited for.
+// Starts copies of `bytes` each to a raw tile, and does not wait. `row_of(base, within, step)` gives the address of a
+// row's `dim` elements (null: zeros).
 template <int bytes, int dim, int threads, class Raw, class RowOf>
 FMHA_DEVICE void copy_raw_tile(const Raw& tile, const void* any, RowOf row_of) {
   constexpr int all = Raw::rows * Raw::words, passes = ceil_div(all, threads);

@@ -21,8 +21,8 @@ FMHA_DEVICE int64_t place_of_sums(const BwdParams& p, const Sm90BwdSchedule& sch
   const int64_t of_part = keeps_head_sums_apart<spec, tile>() ? work.i_part * int64_t(num_summed_blocks<tile>(schedule)) : 0;
   return of_part + head * schedule.num_key_blocks + work.keys.begin / tile.block_n;
 }
-// Start of a place's sums of dV and dK. They are accumulators, consumer after consumer: dV, then dK, with four
-// numbers of each thread of the warpgroup side by side.
+// Address of the sums of dV and dK of the key block at `place`. They lie as the accumulators of each consumer do: dV,
+// then dK, with four numbers of each thread of the warpgroup side by side.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE float* head_sums_of(const Sm90BwdSchedule& schedule, int64_t place) {
   return schedule.head_sums + place * tile.block_n * kHeadSumsRow<spec, tile>;

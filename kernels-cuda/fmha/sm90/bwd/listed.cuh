@@ -1,4 +1,4 @@
-// Query blocks of a tile as lists have them, under masks as data.
+// Query blocks of a tile in the order of its list, under masks as data.
 #pragma once
 #include <fmha/common/shown_blocks.cuh>
 #include <fmha/sm90/bwd/order.cuh>

@@ -4,7 +4,7 @@
 #include <fmha/bwd.h>
 #include <fmha/num.h>
 #include <fmha/ptx/barrier.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm90/bwd/dq/finish.cuh>
 
 namespace fmha::sm90::bwd {

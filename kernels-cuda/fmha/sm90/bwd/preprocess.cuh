@@ -10,7 +10,7 @@
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/warp.cuh>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm90/bwd/dq/sums.cuh>
 
 namespace fmha::sm90::bwd {

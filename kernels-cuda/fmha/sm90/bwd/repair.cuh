@@ -4,7 +4,7 @@
 #pragma once
 #include <fmha/bwd.h>
 #include <fmha/num.h>
-#include <fmha/simt/bwd.cuh>
+#include <fmha/simt/bwd.h>
 #include <fmha/sm90/bwd/order.cuh>
 #include <fmha/sm90/bwd/preprocess.cuh>
 

@@ -123,7 +123,7 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
   return spec.deterministic && !has_own_parts<spec, tile>();
 }
-// Numbers of a key among the sums, of dV and dK; and the number of all.
+// Numbers that a key has in the sums of dV and dK; below it the number that all keys have.
 template <BwdSpec spec, Sm90BwdTile tile>
 constexpr int kHeadSumsRow = 2 * Shape<spec, tile>::dim;
 template <BwdSpec spec, Sm90BwdTile tile>

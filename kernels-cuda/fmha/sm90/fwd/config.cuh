@@ -32,9 +32,8 @@ FMHA_DEVICE consteval int num_consumers(const Sm90Tile& tile) { return tile.bloc
 FMHA_DEVICE consteval int num_threads(const Sm90Tile& tile) { return mma::kWarpgroup * (1 + num_consumers(tile)); }
 FMHA_DEVICE consteval int num_consumer_warps(const Sm90Tile& tile) { return 4 * num_consumers(tile); }
 
-// Threads that load: one, which issues TMA; or three warps that copy, all of the first warpgroup but the schedule
-// role's. The zero role's is among them: a copy brings zeros itself.
-// Warps 0, 2 and 3; warp 1 is the schedule role's.
+// Threads that load by copies: warps 0, 2 and 3, since warp 1 has the schedule role. Warp 2 has no zero role then,
+// because a copy brings zeros itself. By TMA one thread loads.
 using CopyThreads = CopyWarps<0, 0b1101>;
 FMHA_DEVICE consteval int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
 // Whether the next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies

@@ -127,7 +127,7 @@ impl TileDots<'_, '_> {
         sums: &mut Lines<{ TILES * TILE_LEN }>,
     ) {
         // Works in halves, so that scores of the first half are written while the second half is staged.
-        // SAFETY: the caller's promise; half of the accumulators.
+        // SAFETY: promised by the caller; each half has half of the accumulators.
         unsafe {
             s.tile_zero();
             self.multiply_half_of_codes::<S, 0, 1>(s, rows, head);

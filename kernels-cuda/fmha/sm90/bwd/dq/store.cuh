@@ -15,7 +15,7 @@ struct OrderedStore {
   bool is_open = false;
   uint32_t phase = 0;
 
-  // Whether nothing has been added before.
+  // Waits until this CTA may add to the block of dQ. True: no CTA has added before, so this one stores.
   FMHA_DEVICE bool begin() {
     ptx::mbarrier_wait_parity(smem.dq_admitted, phase);
     is_open = true;

@@ -116,11 +116,8 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
 /// `fmha/lists.h`: what this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        ListParams::c_definition()
-    );
-    Header::rendered("fmha/lists.h", text)
+    let definitions = [ListParams::c_definition()];
+    Header::shared("fmha/lists.h", "fmha", &["fmha/params.h"], &definitions)
 }
 
 /// Number `at`; absent, or no entries, beyond the end.

@@ -205,12 +205,8 @@ impl CacheSpec {
 /// `fmha/cache_update.h`: the structs of this file, for the device.
 #[must_use]
 pub fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
-        CacheSpec::c_definition(),
-        CacheUpdate::c_definition()
-    );
-    Header::rendered("fmha/cache_update.h", text)
+    let definitions = [CacheSpec::c_definition(), CacheUpdate::c_definition()];
+    Header::shared("fmha/cache_update.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }
 
 #[cfg(test)]

@@ -1,5 +1,15 @@
 //! Calls that core has checked, as a vendor launches them.
 
+pub mod args;
+pub mod backend;
+pub mod device;
+pub mod lengths;
+pub mod lists;
+pub(crate) mod peers;
+pub mod queues;
+pub mod seq;
+pub mod tree;
+
 use std::fmt::Debug;
 
 use crate::args::{

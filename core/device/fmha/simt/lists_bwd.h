@@ -1,4 +1,4 @@
-// `fmha/row_lists_bwd.h` on waves: gradients over lists of keys, slowly. A wave to a row.
+// `fmha/row_lists_bwd.h` on a vendor's lanes: gradients over lists of keys, slowly.
 #pragma once
 #include <fmha/row_lists_bwd.h>
 #include <fmha/simt/bwd.h>
@@ -12,8 +12,7 @@ FMHA_DEVICE void bwd_lists_stats(const BwdParams& p, const ListParams& lists) {
 
 template <BwdSpec spec>
 FMHA_DEVICE void bwd_lists(const BwdParams& p, const ListParams& lists) {
-  const int64_t at = row_of_wave();
-  if (at < num_bwd_rows<spec>(p)) bwd_lists_row<spec, Wave>(p, lists, at);
+  for_each_row(num_bwd_rows<spec>(p), [&](int64_t at) { bwd_lists_row<spec, Lanes>(p, lists, at); });
 }
 
 }  // namespace fmha::simt

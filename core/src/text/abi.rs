@@ -380,7 +380,7 @@ abi_struct! {
         pub scale_o: DevPtr<f32>,
         /// Scratch of the kernel's own; null when it needs none.
         pub workspace: DevPtr<Untyped>,
-        /// Sequences.
+        /// Number of sequences.
         pub batch: i32,
         /// Queries of a sequence; packed, an upper bound.
         pub seqlen_q: i32,
@@ -440,7 +440,7 @@ abi_struct! {
     pub struct ArrivalParams {
         /// One past the last row of each piece.
         pub ends: DevPtr<u32>,
-        /// A flag each, and the kernel's own word.
+        /// Flags of the pieces, one each, and behind them a word of the kernel's.
         pub flags: DevPtr<u32>,
         /// Bits of the pieces that are there before the call.
         pub here: u64,
@@ -536,13 +536,19 @@ abi_struct! {
         pub lse: DevPtr<f32>,
         /// Parts.
         pub num_parts: i32,
-        /// Sequences.
+        /// Number of sequences.
         pub batch: i32,
-        /// Rows of each.
+        /// Query rows of each sequence.
         pub seqlen_q: i32,
         /// Heads.
         pub num_heads_q: i32,
     }
+}
+
+/// `constexpr int32_t NAME = VALUE;`: a number that host and device share.
+#[must_use]
+pub fn c_constant(name: &str, value: u32) -> String {
+    format!("constexpr int32_t {name} = {value};\n")
 }
 
 #[cfg(test)]

@@ -116,10 +116,6 @@ pub fn mask_data_params(problem: &FwdProblem, args: &MaskArgs<'_>) -> MaskDataPa
 /// `fmha/mask_data_params.h`: what this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
-        MaskTensor::c_definition(),
-        MaskDataParams::c_definition()
-    );
-    Header::rendered("fmha/mask_data_params.h", text)
+    let definitions = [MaskTensor::c_definition(), MaskDataParams::c_definition()];
+    Header::shared("fmha/mask_data_params.h", "fmha", &["fmha/spec.h"], &definitions)
 }

@@ -8,6 +8,8 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+use include_dir::{Dir, include_dir};
+
 use crate::abi::{self, AbiLiteral, AbiStruct};
 use crate::code_source::{CODE_H, CodeSource, expr_h};
 use crate::combine::Merge;
@@ -32,6 +34,29 @@ impl Header {
     #[must_use]
     pub const fn embedded(name: &'static str, text: &'static str) -> Self {
         Self { name: Cow::Borrowed(name), text: Cow::Borrowed(text) }
+    }
+
+    /// The headers of a crate's folder `fmha` and of the folders in it, by name. Cargo sees a new file when a file of
+    /// the folder changes, as the one that includes it does.
+    #[must_use]
+    pub fn all_of(folder: &'static Dir<'static>) -> Vec<Self> {
+        let below = folder.dirs().flat_map(Self::all_of);
+        let own = folder.files().filter_map(|file| {
+            let name = format!("fmha/{}", file.path().display()).replace('\\', "/");
+            Some(Self { name: Cow::Owned(name), text: Cow::Borrowed(file.contents_utf8()?) })
+        });
+        own.chain(below).collect()
+    }
+
+    /// A header of definitions that Rust declares, in a namespace, behind these includes.
+    #[must_use]
+    pub fn shared(name: &'static str, namespace: &str, includes: &[&str], definitions: &[String]) -> Self {
+        let includes: String = includes.iter().map(|include| format!("#include <{include}>\n")).collect();
+        let text = format!(
+            "#pragma once\n{includes}\nnamespace {namespace} {{\n\n{}\n}}  // namespace {namespace}\n",
+            definitions.join("\n")
+        );
+        Self::rendered(name, text)
     }
 
     /// A header rendered at run time.
@@ -155,49 +180,17 @@ pub const ENTRY: &str = "fmha_kernel";
 /// The shared headers.
 #[must_use]
 pub fn headers() -> Vec<Header> {
-    macro_rules! embedded {
-        ($($name:literal),* $(,)?) => {
-            [$(Header::embedded(
-                concat!("fmha/", $name),
-                include_str!(concat!("../device/fmha/", $name)),
-            )),*]
-        };
-    }
-    let mut headers = Vec::from(embedded!(
-        "blocks.h",
-        "bwd.h",
-        "code_pair.h",
-        "expr_math.h",
-        "portable.h",
-        "mask.h",
-        "mask_data.h",
-        "pair_masks.h",
-        "seq.h",
-        "score.h",
-        "share_ends.h",
-        "philox.h",
-        "exp_sum.h",
-        "online_softmax.h",
-        "range.h",
-        "row_bwd.h",
-        "row_fwd.h",
-        "row_lists.h",
-        "row_lists_bwd.h",
-        "token_list.h",
-        "update_cache.h",
-        "num.h",
-    ));
+    static FOLDER: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/device/fmha");
+    let mut headers = Header::all_of(&FOLDER);
     headers.push(expr_h());
     // The header of a call without functions; `KernelSource::with_code` puts another in its place.
     headers.push(CodeSource { code: &Code::default(), gradients: &[] }.header());
-    headers.push(Header::rendered("fmha/params.h", params_h()));
-    headers.push(Header::rendered("fmha/spec.h", spec_h()));
+    headers.extend([params_h(), spec_h()]);
     headers
 }
 
 /// `fmha/params.h`: the run-time arguments.
-#[must_use]
-pub fn params_h() -> String {
+fn params_h() -> Header {
     let structs = [
         abi::View::c_definition(),
         abi::HeadScalars::c_definition(),
@@ -207,12 +200,11 @@ pub fn params_h() -> String {
         abi::PartPointers::c_definition(),
         abi::CombineParams::c_definition(),
     ];
-    header_text(&structs)
+    Header::shared("fmha/params.h", "fmha", &["fmha/portable.h"], &structs)
 }
 
 /// `fmha/spec.h`: the compile-time facts.
-#[must_use]
-pub fn spec_h() -> String {
+fn spec_h() -> Header {
     let types = [
         DType::c_definition(),
         MaskKind::c_definition(),
@@ -226,14 +218,7 @@ pub fn spec_h() -> String {
         BwdSpec::c_definition(),
         CombineSpec::c_definition(),
     ];
-    header_text(&types)
-}
-
-fn header_text(definitions: &[String]) -> String {
-    format!(
-        "#pragma once\n#include <fmha/portable.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        definitions.join("\n")
-    )
+    Header::shared("fmha/spec.h", "fmha", &["fmha/portable.h"], &types)
 }
 
 /// The parts of an entry file.
@@ -325,11 +310,12 @@ mod tests {
         assert!(names(KernelSource::new("includes nothing".to_owned(), all)).is_empty());
     }
 
-    /// Holds too for the headers that a recipe adds.
+    /// Holds too for the headers that a recipe adds. A vendor brings the lanes of `fmha/simt`.
     #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let mut headers = headers();
         headers.extend([crate::cache_update::header(), crate::lists::header(), crate::masks::header()]);
+        headers.push(Header::embedded("fmha/simt/lanes.h", ""));
         for header in &headers {
             for name in includes(&header.text) {
                 assert!(headers.iter().any(|header| header.name == name), "{}: {name}", header.name);

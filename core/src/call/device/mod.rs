@@ -100,7 +100,7 @@ impl Device {
         self.0.precompiler()
     }
 
-    /// Itself as something whose tiles can be measured, if they can.
+    /// The device as a tuner of tiles, if its kernels have tiles to measure.
     #[must_use]
     pub fn tuner(&self) -> Option<&dyn Tune> {
         self.0.tuner()

@@ -1,4 +1,4 @@
-// The kernels of this folder under masks as data, which are an argument of their own.
+// The forward and backward of `fmha/simt` under masks as data, which are an argument of their own.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/simt/bwd.h>

@@ -1,0 +1,13 @@
+// `fmha/row_fwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): every spec of the contract, slowly.
+#pragma once
+#include <fmha/row_fwd.h>
+#include <fmha/simt/lanes.h>
+
+namespace fmha::simt {
+
+template <FwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}) {
+  for_each_row(num_fwd_rows(p), [&](int64_t at) { fwd_row<spec, Lanes>(p, at, masks); });
+}
+
+}  // namespace fmha::simt

@@ -1,0 +1,10 @@
+//! Device text, and the structs, constants and facts that it shares with the host.
+
+pub mod abi;
+pub mod bind;
+pub mod bwd_workspace;
+pub mod cache_update;
+pub mod code_source;
+pub mod fields;
+pub mod source;
+pub mod spec;
