@@ -202,6 +202,15 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..HOPPER
     },
+    // dK and dV of parts of a kv head's queries, which end in another order each time.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_test: Cases { filter: "^bits/few_keys/bf16/d64/0/h6kv1/", deal: 1 },
+        in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
+        ..HOPPER
+    },
     // Gradients: of the fast kernel where it takes a problem, else of the fallback.
     Row {
         in_test: Cases {
@@ -340,6 +349,12 @@ pub(crate) const ROWS: &[Row] = &[
         multiprocessors: Some(9),
         in_test: Cases { filter: "^backward/in_turns/f32_gradients/", deal: 1 },
         in_all: Cases { filter: "^backward/in_turns/.*/d(64|128)/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
