@@ -104,6 +104,8 @@ pub mod score;
 #[doc(hidden)]
 pub mod seq;
 mod setters;
+#[doc(hidden)]
+pub mod small_outputs;
 // Named in paths: `sparse::choose`.
 #[doc(hidden)]
 pub mod source;

@@ -183,6 +183,7 @@ pub fn headers() -> Vec<Header> {
         "row_fwd.h",
         "row_lists.h",
         "row_lists_bwd.h",
+        "row_small.h",
         "token_list.h",
         "update_cache.h",
         "num.h",

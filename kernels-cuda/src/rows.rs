@@ -16,6 +16,12 @@ const LISTS_BWD: &str = "fmha/simt/lists_bwd.cuh";
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.cuh";
 
+/// The text of small outputs, and its arguments.
+const SMALL: &str = "fmha/simt/small.cuh";
+const SMALL_PARAMS: &str = "FwdParams p, const __grid_constant__ SmallParams s";
+const MASKED_SMALL_PARAMS: &str =
+    "FwdParams p, const __grid_constant__ SmallParams s, const __grid_constant__ MaskDataParams m";
+
 /// Source text of a row kernel for a spec.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
@@ -54,6 +60,18 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             "simt::masked_bwd<kSpec>(p, m);",
         ),
         RowKernel::SimtCaptured => ("fmha/simt/bwd.cuh", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
+        RowKernel::SmallRows { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_rows<kSpec>(p, s);"),
+        RowKernel::SmallRows { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_rows<kSpec>(p, s, DataMasks{m});")
+        }
+        RowKernel::SmallHeads { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);"),
+        RowKernel::SmallHeads { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);")
+        }
+        RowKernel::SmallKeys { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_keys<kSpec>(p, s);"),
+        RowKernel::SmallKeys { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_keys<kSpec>(p, s, DataMasks{m});")
+        }
         RowKernel::Combine => ("fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/common/update_cache.cuh",
@@ -73,7 +91,12 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
         call,
     };
     crate::source(entry.render(), || {
-        [fmha_core::cache_update::header(), fmha_core::lists::header(), fmha_core::masks::header()]
+        [
+            fmha_core::cache_update::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::small_outputs::header(),
+        ]
     })
 }
 

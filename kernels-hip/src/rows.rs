@@ -20,6 +20,11 @@ const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.h";
 
+/// The text of small outputs, and its arguments.
+const SMALL: &str = "fmha/simt/small.h";
+const SMALL_PARAMS: &str = "FwdParams p, SmallParams s";
+const MASKED_SMALL_PARAMS: &str = "FwdParams p, SmallParams s, MaskDataParams m";
+
 /// Source text of a row kernel for a spec.
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
@@ -43,6 +48,18 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd<kSpec>(p, m);")
         }
         RowKernel::SimtCaptured => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_captured<kSpec>(p);"),
+        RowKernel::SmallRows { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_rows<kSpec>(p, s);"),
+        RowKernel::SmallRows { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_rows<kSpec>(p, s, DataMasks{m});")
+        }
+        RowKernel::SmallHeads { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);"),
+        RowKernel::SmallHeads { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);")
+        }
+        RowKernel::SmallKeys { masked: false } => (SMALL, SMALL_PARAMS, "simt::small_keys<kSpec>(p, s);"),
+        RowKernel::SmallKeys { masked: true } => {
+            (SMALL, MASKED_SMALL_PARAMS, "simt::small_keys<kSpec>(p, s, DataMasks{m});")
+        }
         RowKernel::Combine => ("fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"),
         RowKernel::UpdateCache => (
             "fmha/cdna/decode/update.h",
@@ -60,8 +77,11 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         if kernel == RowKernel::SimtLists || include == LISTS_BWD {
             headers.push(fmha_core::lists::header());
         }
-        if include == MASKED {
+        if include == MASKED || include == SMALL {
             headers.push(fmha_core::masks::header());
+        }
+        if include == SMALL {
+            headers.push(fmha_core::small_outputs::header());
         }
         headers
     })
@@ -88,7 +108,10 @@ pub(crate) fn row_launch(
         | RowKernel::SimtCaptured
         | RowKernel::MaskedSimt
         | RowKernel::MaskedSimtStats
-        | RowKernel::MaskedSimtBwd => rows.div_ceil(of_group),
+        | RowKernel::MaskedSimtBwd
+        | RowKernel::SmallRows { .. }
+        | RowKernel::SmallHeads { .. }
+        | RowKernel::SmallKeys { .. } => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
@@ -107,6 +130,9 @@ pub(crate) fn row_launch(
                     "lengths, heads and batch make {rows} rows of gradients, more than {}",
                     most * of_group
                 )
+            }
+            RowKernel::SmallRows { .. } | RowKernel::SmallHeads { .. } | RowKernel::SmallKeys { .. } => {
+                format!("lengths, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
             RowKernel::Combine => format!(
                 "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"

@@ -2,6 +2,7 @@
 
 mod combine;
 mod simt;
+pub(crate) mod small;
 pub mod update;
 
 pub use combine::Combine;
@@ -31,6 +32,24 @@ pub enum RowKernel {
     /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
     /// takes as many elements.
     SimtCaptured,
+    /// What small outputs need of each query row, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their
+    /// parameters follow.
+    SmallRows {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
+    /// The greatest score of each head, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
+    /// follow, unread.
+    SmallHeads {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
+    /// Each key's sum of probabilities, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
+    /// follow.
+    SmallKeys {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
