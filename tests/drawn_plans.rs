@@ -223,7 +223,7 @@ fn a_quantised_cache_has_the_kernels_of_its_twin() {
 }
 
 #[test]
-fn every_kernel_of_a_gpu_refuses_small_outputs_by_its_name() {
+fn every_gpu_writes_small_outputs_behind_the_kernel_of_the_same_call_and_says_beside_what_not() {
     let dims = Dims {
         batch: 1,
         seqlen_q: 64,
@@ -234,9 +234,26 @@ fn every_kernel_of_a_gpu_refuses_small_outputs_by_its_name() {
         head_dim_v: 64,
     };
     for arch in ["sm_80", "sm_90a", "sm_100a", "gfx942", "gfx1100"] {
-        let problem = FwdProblem::batch(fmha_core::DType::Bf16, dims).head_max(true).validate().unwrap();
-        let options = PlanOptions::default().allow_fallback(true);
-        let refused = pretend(arch).plan_fwd(&problem, &options).map(|_| ()).unwrap_err().to_string();
-        assert!(refused.contains("simt: head_max is not written by this kernel"), "{arch}: {refused}");
+        let plain = FwdProblem::batch(fmha_core::DType::Bf16, dims);
+        let kernel = |problem: &FwdProblem| {
+            let problem = problem.clone().validate().unwrap();
+            let plan = pretend(arch).plan_fwd(&problem, &PlanOptions::default().allow_fallback(true));
+            plan.map(|plan| (plan.kernel().to_owned(), plan.steps().len())).map_err(|error| error.to_string())
+        };
+        let (of_plain, steps) = kernel(&plain).unwrap();
+        for (outputs, more) in [
+            (plain.clone().row_max(true), 1),
+            (plain.clone().head_max(true), 2),
+            (plain.clone().row_max(true).head_max(true).key_sum(true), 3),
+        ] {
+            assert_eq!(kernel(&outputs), Ok((of_plain.clone(), steps + more)), "{arch}");
+        }
+        let wanted = plain.clone().head_max(true).seqused_k(true);
+        let tree = wanted.clone().mask("b".parse().unwrap()).tree_mask(true);
+        let refused = kernel(&tree).unwrap_err();
+        assert!(
+            refused.contains("head_max beside tree_mask is not written on this device"),
+            "{arch}: {refused}"
+        );
     }
 }

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use fmha_conformance::rows::{
     Bounds, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
 };
-use fmha_core::{DType, Device, PlanOptions};
+use fmha_core::{BwdProblem, DType, Device, FwdProblem, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
 /// Keys of the CPU's parts.
@@ -166,17 +166,89 @@ fn each_architecture() {
     }
 }
 
-/// AMD's kernels say what breaks it, none of them in silence.
+/// Pairs of calls of an AMD device: parts of as many keys as [`SHORT`] has, and of the kernel's own.
+fn emulated_amd(arch: &str, (first, pairs): (u64, u64)) {
+    if let Err(reason) = fmha_rocm::open(0, Some(arch)).and_then(|device| can_compile(&device)) {
+        return println!("absent: {reason}");
+    }
+    let device = fmha_rocm::open(0, Some(arch)).unwrap();
+    let planning =
+        Planning { plan: PlanOptions::default().tile([("split_keys", "128")]), ..Planning::default() };
+    let counts = search(&device, FORWARD, (first, pairs), &SHORT, &planning);
+    println!("{arch}: {counts:?}");
+    let own = search(&device, FORWARD, (first, pairs.div_ceil(10)), &OWN_PARTS, &Planning::default());
+    println!("{arch}, parts of its own: {own:?}");
+}
+
+/// Whether there is a compiler for the device.
+fn can_compile(device: &Device) -> fmha_core::Result<()> {
+    let (story, views) = draw(1, &SHORT);
+    device.plan_fwd(&views[0].problem(&story).0.validate()?, &PlanOptions::default()).map(|_| ())
+}
+
 #[test]
-fn amd_s_kernels_refuse_rows_of_equal_bits_by_name() {
-    for arch in ["gfx942", "gfx1100"] {
+fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
+    emulated_amd("gfx942", (4, 3));
+}
+
+/// What the promise adds to parts of a fixed number of keys: P's scale is by the number of a sequence's keys without it.
+#[test]
+fn rows_of_cdna_decode_differ_where_p_s_scale_is_by_the_length() {
+    let Ok(device) = fmha_rocm::open(0, Some("gfx942")) else { return println!("absent: no emulator") };
+    if let Err(reason) = can_compile(&device) {
+        return println!("absent: {reason}");
+    }
+    let plan = PlanOptions::default().kernel("cdna_decode").batch_invariant(true);
+    let planning =
+        Planning { plan: plan.tile([("split_keys", "128")]), unasked: true, ..Planning::default() };
+    let counts = search(&device, FORWARD, (4, 1), &SHORT, &planning);
+    assert_eq!(counts.get("differ"), Some(&1), "{counts:?}");
+}
+
+/// The pairs of one architecture of AMD's, in a process that [`each_architecture`] has started.
+#[test]
+fn the_pairs_of_this_process_on_amd() {
+    let Ok(arch) = std::env::var("ROWS_AMD_ARCH") else { return };
+    emulated_amd(&arch, (number("ROWS_SEED", 100), number("ROWS_PAIRS", 200)));
+}
+
+#[test]
+#[ignore = "an hour: 200 pairs of each architecture"]
+fn each_architecture_of_amd() {
+    for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"] {
+        let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["the_pairs_of_this_process_on_amd", "--exact", "--nocapture"])
+            .env("ROWS_AMD_ARCH", arch)
+            .output()
+            .unwrap();
+        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        assert!(run.status.success(), "{arch}: {said}\n{erred}");
+        println!("{said}");
+    }
+}
+
+/// AMD's other kernels say what breaks it, none of them in silence: the forward and the backward, a type that decoding
+/// does not take, dropout.
+#[test]
+fn what_keeps_no_rows_of_equal_bits_on_amd_is_refused_by_name() {
+    for (arch, forward) in [("gfx942", "cdna_fwd"), ("gfx1100", "rdna_fwd")] {
         let device = fmha_rocm::pretend(arch).unwrap();
-        for seed in 1..20 {
-            let (story, views) = draw(seed, &SHORT);
-            let problem = views[0].problem(&story).0.validate().unwrap();
-            let options = PlanOptions::default().row_invariant(true).allow_fallback(true);
-            let error = device.plan_fwd(&problem, &options).err().unwrap().to_string();
-            assert!(error.contains("row_invariant true"), "{arch}: {error}");
-        }
+        let options = PlanOptions::default().row_invariant(true).allow_fallback(true);
+        let (story, views) = draw_training(3, &SHORT);
+        let problem = views[0].problem(&story).0;
+        let plan = device.plan_fwd(&problem.clone().validate().unwrap(), &options).unwrap();
+        assert!(plan.promises().row_invariant && plan.kernel().ends_with("_decode"), "{arch}");
+        let said = |problem: FwdProblem, options: &PlanOptions| {
+            let error = device.plan_fwd(&problem.validate().unwrap(), options).err();
+            error.map(|error| error.to_string()).unwrap_or_default()
+        };
+        let named = said(problem.clone(), &options.clone().kernel(forward));
+        assert!(named.contains("row_invariant true: it reads no pages"), "{arch}: {named}");
+        let dropped = said(problem.clone().p_drop(0.5), &options);
+        assert!(dropped.contains("p_drop 0.5 is not taken"), "{arch}: {dropped}");
+        assert!(dropped.contains("simt: row_invariant true"), "{arch}: {dropped}");
+        let backward = BwdProblem::new(problem.write_lse(true)).validate().unwrap();
+        let error = device.plan_bwd(&backward, &options).err().unwrap().to_string();
+        assert!(error.contains("row_invariant true"), "{arch}: {error}");
     }
 }

@@ -10,16 +10,16 @@ use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
     AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
     Planned, Precompile, Queues, Refusal, Result, Roofline, Step as Explained, ValidBwd, ValidCombine,
-    ValidFwd,
+    ValidFwd, Workspace,
 };
 
 use crate::driver::{Driver, Toolchain};
-use crate::launches::{Launch, Launches};
+use crate::launches::Launch;
 use crate::memory::Memory;
 use crate::ranges::{Range, Ranges};
 use crate::recipe::{AnyAddress, Choice, Facts as _, GpuProblem, Planned as Chosen, Recipe, Tiles, Vendor};
 use crate::select::{Selected, select};
-use crate::steps::{Handle, Ready, Step, Steps};
+use crate::steps::{Handle, Ready, Small, Step, Steps};
 
 /// Evaluates one expression for a problem of any operation.
 macro_rules! whichever {
@@ -136,9 +136,7 @@ impl<V: Vendor> Backend<V> {
                 fwd.refuse_lists(kernel.name())?;
             }
             problem.refuse_beside_code(kernel.name())?;
-            if !kernel.about.writes_outputs {
-                problem.outputs().refuse(kernel.name())?;
-            }
+            problem.refuse_beside_small(kernel.name())?;
             let has_code = problem.code_source().is_some();
             // Most kernels compute no functions where masks as data show a pair: whole blocks would not ask them.
             let beside_code = has_code && !kernel.about.computes_code_beside_masks;
@@ -165,7 +163,7 @@ impl<V: Vendor> Backend<V> {
             other.details.push(("stands in", format!("for a tile that is in no bundle: {why}")));
             (choice, compiled) = (other, of_other);
         }
-        let (main, (steps, explained)) = compiled?;
+        let (main, (steps, mut explained)) = compiled?;
         let Choice { kernel, mut workspace, promises, details: own, .. } = choice;
         let mut details = vec![("arch", self.facts.arch().to_owned())];
         details.extend(own);
@@ -184,7 +182,7 @@ impl<V: Vendor> Backend<V> {
                 let Choice { kernel, launches, workspace: wants, .. } = other;
                 workspace = workspace.max(wants);
                 let (launches, main) = launches.into_parts();
-                let (served, ready) = match self.compiled(problem, &kernel, launches) {
+                let (served, ready) = match self.compiled(problem, Some(&kernel), launches) {
                     Ok((all, _)) => {
                         let refused = all.iter().find_map(|step| step.module.as_ref().err());
                         let served = refused.map_or_else(|| words, |why| format!("refused: {why}"));
@@ -199,6 +197,14 @@ impl<V: Vendor> Backend<V> {
                 ready
             }
         };
+        let (small, of_small) = self.small(problem, &chosen.planned, &mut workspace)?;
+        explained.extend(of_small);
+        if !small.steps.is_empty() {
+            details.push((
+                "small outputs",
+                "scores are computed again behind the kernel: correct, not fast".to_owned(),
+            ));
+        }
         let parts = PlanParts {
             kernel: chosen.planned.name().to_owned(),
             details,
@@ -208,8 +214,26 @@ impl<V: Vendor> Backend<V> {
             workspace,
             promises,
         };
-        let launch = Handle { driver: self.driver().cloned(), chosen, fallback };
+        let launch = Handle { driver: self.driver().cloned(), chosen, fallback, small };
         Ok(Planned { parts, launch: Box::new(launch) })
+    }
+
+    /// The launches behind a kernel that write small outputs, compiled, and what is said of each; their part of the
+    /// workspace lies behind all others.
+    fn small<P: GpuProblem>(
+        &self,
+        problem: &P,
+        chosen: &Chosen<P, V>,
+        workspace: &mut Workspace,
+    ) -> Result<(Small<V::Driver>, Vec<Explained>)> {
+        let refused = |why| unsupported(&self.name, vec![Refusal::new(chosen.name(), why)]);
+        let (launches, bytes) = problem.small_launches(&self.facts).map_err(refused)?;
+        let place = workspace.bytes.next_multiple_of(256);
+        if bytes > 0 {
+            workspace.bytes = place.saturating_add(bytes);
+        }
+        let (steps, explained) = self.compiled(problem, None, launches)?;
+        Ok((Small { steps, place }, explained))
     }
 
     /// The range around each run of a kernel.
@@ -224,7 +248,7 @@ impl<V: Vendor> Backend<V> {
         choice: &mut Choice<Chosen<P, V>>,
     ) -> Result<(usize, Compiled<V>)> {
         let (launches, main) = choice.launches.take();
-        Ok((main, self.compiled(problem, &choice.kernel, launches)?))
+        Ok((main, self.compiled(problem, Some(&choice.kernel), launches)?))
     }
 
     /// Finds a fallback tile where there is no compiler and no bundle has the chosen tile's kernels. Among
@@ -291,14 +315,14 @@ impl<V: Vendor> Backend<V> {
         }
     }
 
-    /// Compiles launches and loads them where there is a device.
+    /// Compiles launches and loads them where there is a device: those of a kernel, which lays them out, or of none.
     ///
     /// # Errors
     /// What the compiler or the driver said.
     fn compiled<P: GpuProblem>(
         &self,
         problem: &P,
-        chosen: &Chosen<P, V>,
+        chosen: Option<&Chosen<P, V>>,
         launches: Vec<Launch>,
     ) -> Result<Compiled<V>> {
         let mut steps = Vec::with_capacity(launches.len());
@@ -318,7 +342,10 @@ impl<V: Vendor> Backend<V> {
                 Err(error) => return Err(error),
             };
             let resources = module.as_ref().ok().map(|module| module.compiled.resources);
-            chosen.kernel.lay_out(&self.facts, &mut launch, resources.as_ref());
+            match chosen {
+                Some(chosen) => chosen.kernel.lay_out(&self.facts, &mut launch, resources.as_ref()),
+                None => self.facts.lay_out(&mut launch, resources.as_ref()),
+            }
             let Launch { stage, kernel, grid, shared_bytes, tiles, tiles_at_once, .. } = launch;
             let shape = LaunchShape {
                 groups: grid.groups.into(),
@@ -344,20 +371,23 @@ impl<V: Vendor> Backend<V> {
         let tiles = own.kernel.kernel.tiles_of_other_sizes(problem);
         let name = own.kernel.name();
         let mut jobs: Vec<KernelJob> = Vec::new();
-        let mut add = |launches: Launches| {
-            for launch in launches.into_parts().0 {
+        let refused = |why| unsupported(&self.name, vec![Refusal::new(name, why)]);
+        let behind = problem.small_launches(&self.facts).map_err(refused)?.0;
+        let mut add = |launches: Vec<Launch>| {
+            for launch in launches {
                 let job = self.modules.job(launch.kernel, with_code(problem, launch.source));
                 if jobs.iter().all(|known| known.source.entry != job.source.entry) {
                     jobs.push(job);
                 }
             }
         };
-        add(own.launches);
+        add(own.launches.into_parts().0);
+        add(behind);
         if options.tile.is_empty() {
             for tile in tiles {
                 let options = options.clone().kernel(name).tile(tile);
                 match self.choose(problem, &options) {
-                    Ok((other, _)) => add(other.launches),
+                    Ok((other, _)) => add(other.launches.into_parts().0),
                     // No tile of a plan that asks for what it does not keep.
                     Err(Error::Unsupported { .. }) => {}
                     Err(error) => return Err(error),

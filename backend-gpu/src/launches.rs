@@ -21,6 +21,8 @@ pub enum Stage {
     Main,
     /// Merges the partial results of each row.
     Merge,
+    /// Writes small outputs of the scores and probabilities.
+    Small,
     /// Sums gradients that the kernel itself does not.
     Gradients,
     /// Brings the sums of dQ to their rows, and sums dSink.

@@ -11,9 +11,9 @@ use fmha_core::{
 
 use crate::driver::{Driver, Toolchain};
 use crate::launches::{Launch, Launches, Stage};
-use crate::portable::RowKernel;
+use crate::portable::{RowKernel, small};
 use crate::ranges::Ranges;
-use crate::steps::Steps;
+use crate::steps::{Step, Steps};
 use crate::tile::settle;
 
 /// A vendor's seat.
@@ -50,6 +50,38 @@ pub trait GpuProblem: Problem {
 
     /// Addresses of the operands whose alignment may matter; 0 for an absent one.
     fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)>;
+
+    /// Launches that write small outputs behind the kernel, and the bytes of workspace that they share.
+    ///
+    /// # Errors
+    /// Lengths that make more groups than a grid has.
+    fn small_launches(&self, _facts: &impl Facts) -> Result<(Vec<Launch>, u64), String> {
+        Ok((Vec::new(), 0))
+    }
+
+    /// Refuses, in the name of a kernel, what small outputs are not written beside.
+    ///
+    /// # Errors
+    /// The small output, and what it is wanted beside.
+    fn refuse_beside_small(&self, _kernel: &str) -> Result<(), Refusal> {
+        Ok(())
+    }
+
+    /// Whether small outputs are all that the call has to write.
+    fn has_small_outputs_alone(&self) -> bool {
+        false
+    }
+
+    /// Queues the launches of [`small_launches`](Self::small_launches), whose part of the workspace begins at `place`.
+    ///
+    /// # Safety
+    /// As [`fmha_core::Launch::launch`]; the steps are those of these launches.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn launch_small<D: Driver>(_steps: &[Step<D>], _call: &Call<'_, Self>, _place: u64) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// An operand whose alignment may matter to a kernel.
@@ -106,6 +138,23 @@ impl GpuProblem for ValidFwd {
             (Operand::O, args.o.as_mut_ptr() as u64),
             (Operand::Bias, args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64)),
         ]
+    }
+
+    fn small_launches(&self, facts: &impl Facts) -> Result<(Vec<Launch>, u64), String> {
+        small::plan(self, facts)
+    }
+
+    fn refuse_beside_small(&self, kernel: &str) -> Result<(), Refusal> {
+        small::takes(self, kernel)
+    }
+
+    fn has_small_outputs_alone(&self) -> bool {
+        self.dims.seqlen_q == 0 && self.cache.append.is_none() && !self.outputs.is_empty()
+    }
+
+    unsafe fn launch_small<D: Driver>(steps: &[Step<D>], call: &Call<'_, Self>, place: u64) -> Result<()> {
+        // SAFETY: the caller keeps the contract of `launch_small`.
+        unsafe { small::run(steps, call, place) }
     }
 }
 
@@ -188,8 +237,6 @@ pub struct About<P> {
     pub computes_code: bool,
     /// Whether the kernel does so beside masks as data too, and asks no mask as code in blocks of the full list.
     pub computes_code_beside_masks: bool,
-    /// Whether the kernel writes small outputs.
-    pub writes_outputs: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
@@ -207,7 +254,6 @@ impl<P> About<P> {
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,
-            writes_outputs: false,
             tiles: None,
         }
     }

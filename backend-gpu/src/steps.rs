@@ -96,12 +96,20 @@ pub(crate) struct Ready<P: GpuProblem, V: Vendor> {
     pub(crate) range: Range,
 }
 
+/// Launches behind a kernel that write small outputs; none where none is wanted.
+pub(crate) struct Small<D: Driver> {
+    pub(crate) steps: Vec<Step<D>>,
+    /// Where their part of the workspace begins.
+    pub(crate) place: u64,
+}
+
 /// Launches of a plan.
 pub(crate) struct Handle<P: GpuProblem, V: Vendor> {
     pub(crate) driver: Option<Arc<V::Driver>>,
     pub(crate) chosen: Ready<P, V>,
     /// Plan for operands whose addresses the chosen kernel does not take, if the caller allows a fallback.
     pub(crate) fallback: Option<Ready<P, V>>,
+    pub(crate) small: Small<V::Driver>,
 }
 
 impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
@@ -118,8 +126,12 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
             _ => &self.chosen,
         };
         let _range = range.open();
-        // SAFETY: the caller keeps the contract of `launch`; the kernel takes these addresses, as
-        // `takes_addresses` saw before or just now, and the device is entered.
-        unsafe { planned.kernel.launch(steps, call) }
+        if !call.problem.has_small_outputs_alone() {
+            // SAFETY: the caller keeps the contract of `launch`; the kernel takes these addresses, as
+            // `takes_addresses` saw before or just now, and the device is entered.
+            unsafe { planned.kernel.launch(steps, call)? };
+        }
+        // SAFETY: the caller keeps the contract of `launch`, and the steps are those of the problem's launches.
+        unsafe { P::launch_small(&self.small.steps, call, self.small.place) }
     }
 }

@@ -60,6 +60,8 @@ pub mod fork;
 pub mod host_memory;
 mod records;
 mod setters;
+#[doc(hidden)]
+pub mod small_outputs;
 // Named in paths: `sparse::choose`.
 pub mod sparse;
 #[cfg(test)]

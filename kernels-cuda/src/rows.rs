@@ -34,7 +34,12 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
         call,
     };
     crate::source(entry.render(), || {
-        [fmha_core::cache_update::header(), fmha_core::lists::header(), fmha_core::masks::header()]
+        [
+            fmha_core::cache_update::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::small_outputs::header(),
+        ]
     })
 }
 

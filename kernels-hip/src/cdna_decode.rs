@@ -116,6 +116,10 @@ abi_struct! {
         pub waves_of_group: i32,
         /// Dies that pieces of other keys are dealt to in turn; those of the same keys are kept on one.
         pub num_xcds: i32,
+        /// Keys whose number decides P's scale; 0: those of the sequence.
+        pub scale_keys: i32,
+        /// Word that makes the size a multiple of eight bytes.
+        pub reserved: i32,
     }
 }
 
@@ -217,7 +221,7 @@ impl Split for CdnaDecode {
         let cut = Cut::of(NAME, problem, options, &room, of_sequence, asked)?;
         let tile = CdnaDecodeTile { split_keys: cut.keys as i32, shares: cut.shares as i32 };
         let spec = spec(problem);
-        let parts = Parts::of(NAME, problem, device.arch, EDGE, (cut, spec.head_dim_v))?;
+        let parts = Parts::of(NAME, problem, device.arch, EDGE, (cut, spec.head_dim_v), options)?;
         let num_xcds = dies((parts.pieces / parts.row_blocks.max(1)).into(), device.arch);
         Ok(Self { spec, tile, parts, num_xcds })
     }

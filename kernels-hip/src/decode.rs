@@ -100,7 +100,12 @@ pub(crate) struct Parts {
     pub(crate) pieces: u32,
     /// Words of how shares were dealt.
     dealt_words: u64,
+    /// Whether a row's bits are to be those of its own keys, whatever the call has besides.
+    pub(crate) row_invariant: bool,
 }
+
+/// Keys of a sequence, at most, where rows are to have the same bits in each call: P's scale is one for all lengths.
+const MOST_INVARIANT_KEYS: u32 = (1 << 24) - 1;
 
 impl Parts {
     /// The pieces of keys that are cut so.
@@ -113,8 +118,17 @@ impl Parts {
         arch: Arch,
         block_rows: u32,
         (cut, row_elems): (Cut, i32),
+        options: &PlanOptions,
     ) -> Result<Self, Refusal> {
         let dims = problem.dims;
+        let row_invariant = options.row_invariant;
+        if row_invariant && dims.seqlen_k > MOST_INVARIANT_KEYS {
+            refuse!(
+                kernel,
+                "row_invariant true: seqlen_k {} is larger than {MOST_INVARIANT_KEYS}",
+                dims.seqlen_k
+            );
+        }
         let rows_of_sequence = u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let rows = u64::from(dims.batch) * rows_of_sequence;
         let row_blocks = row_blocks(problem, block_rows);
@@ -147,6 +161,7 @@ impl Parts {
             num_parts,
             pieces: pieces as u32,
             dealt_words,
+            row_invariant,
         };
         if parts.workspace_bytes() >= 1 << 62 {
             refuse!(kernel, "the workspace would be 2^62 bytes or more");
@@ -205,6 +220,8 @@ impl Parts {
             num_waves: self.pieces as i32,
             waves_of_group: waves_of_group as i32,
             num_xcds: num_xcds as i32,
+            scale_keys: if self.row_invariant { MOST_INVARIANT_KEYS as i32 } else { 0 },
+            reserved: 0,
         }
     }
 
@@ -270,7 +287,8 @@ pub(crate) fn leaves_to_forward(
         true => (rdna::NAME, rdna::accept(problem, device, &whole).is_ok()),
         false => (cdna::NAME, cdna::accept(problem, device, &whole).is_ok()),
     };
-    if options.kernel.as_deref() == Some(kernel) || !is_taken {
+    // One kernel has all calls where rows are to have the same bits in each: the forward reads no pages.
+    if options.kernel.as_deref() == Some(kernel) || !is_taken || options.row_invariant {
         return Ok(());
     }
     let dims = problem.dims;

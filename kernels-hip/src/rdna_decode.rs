@@ -142,13 +142,13 @@ impl Split for RdnaDecode {
         let load = if loads_wide(problem) { LoadPath::Chunks } else { LoadPath::Element };
         let tile = RdnaTile {
             block_m: asked.block_m,
-            block_n: block_n(&spec, load),
+            block_n: block_n(&spec, load, options.row_invariant),
             load,
             store: StorePath::Vector,
             column_waves: if shares_rows { COLUMN_WAVES.cast_signed() } else { 1 },
             split: true,
         };
-        let parts = Parts::of(NAME, problem, device.arch, block_rows, (cut, spec.head_dim_v))?;
+        let parts = Parts::of(NAME, problem, device.arch, block_rows, (cut, spec.head_dim_v), options)?;
         Ok(Self { spec, stored: problem.stored_k(), tile, parts })
     }
 
@@ -187,7 +187,8 @@ impl Split for RdnaDecode {
 
     fn for_any_address(&self) -> Option<Self> {
         let load = LoadPath::Element;
-        let tile = RdnaTile { load, block_n: block_n(&self.spec, load), ..self.tile };
+        let block_n = block_n(&self.spec, load, self.parts.row_invariant);
+        let tile = RdnaTile { load, block_n, ..self.tile };
         (tile != self.tile).then_some(Self { tile, ..*self })
     }
 
@@ -210,8 +211,10 @@ impl Split for RdnaDecode {
     }
 }
 
-/// Keys of a step: as many as registers and LDS leave room for.
-fn block_n(spec: &CdnaSpec, load: LoadPath) -> i32 {
+/// Keys of a step: as many as registers and LDS leave room for; one number for every way of loading where a row is to
+/// have the same bits in each call.
+fn block_n(spec: &CdnaSpec, load: LoadPath, row_invariant: bool) -> i32 {
+    let load = if row_invariant { LoadPath::Element } else { load };
     match spec.head_dim_qk.max(spec.head_dim_v) {
         257.. => 16,
         // Addresses of single elements, and modifiers, take registers too.

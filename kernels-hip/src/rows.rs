@@ -40,6 +40,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             fmha_core::cache_update::header(),
             fmha_core::lists::header(),
             fmha_core::masks::header(),
+            fmha_core::small_outputs::header(),
         ]);
         headers
     })
@@ -66,7 +67,10 @@ pub(crate) fn row_launch(
         | RowKernel::SimtCaptured
         | RowKernel::MaskedSimt
         | RowKernel::MaskedSimtStats
-        | RowKernel::MaskedSimtBwd => rows.div_ceil(of_group),
+        | RowKernel::MaskedSimtBwd
+        | RowKernel::SmallRows { .. }
+        | RowKernel::SmallHeads { .. }
+        | RowKernel::SmallKeys { .. } => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
@@ -85,6 +89,9 @@ pub(crate) fn row_launch(
                     "lengths, heads and batch make {rows} rows of gradients, more than {}",
                     most * of_group
                 )
+            }
+            RowKernel::SmallRows { .. } | RowKernel::SmallHeads { .. } | RowKernel::SmallKeys { .. } => {
+                format!("lengths, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
             RowKernel::Combine => format!(
                 "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"

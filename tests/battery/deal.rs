@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use fmha_core::cache::{KernelJob, Precompile};
-use fmha_core::{AnyProblem, Device, FwdProblem, PlanOptions, ProblemError};
+use fmha_core::{AnyProblem, BwdProblem, Device, FwdProblem, PlanOptions, ProblemError};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -64,15 +64,12 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
         Body::Law(law) => {
             let of_rows = match law.kind {
                 LawKind::RowsOfCalls(first) => jobs_of_rows(compiler, first, options),
+                LawKind::KeysOfGradients(_) => backward_jobs(compiler, &law.gradients(), options),
                 _ => None,
             };
             of_rows.or_else(|| forward_jobs(compiler, &law.forward.problem, options))
         }
-        Body::Backward(backward) => {
-            let problem = backward.problem.clone().validate().ok();
-            let options = backward.options(options);
-            problem.and_then(|problem| compiler.jobs(AnyProblem::Backward(&problem), &options).ok())
-        }
+        Body::Backward(backward) => backward_jobs(compiler, &backward.problem, &backward.options(options)),
         Body::Combine(combine) => {
             let problem = combine.problem.clone().validate().ok();
             problem.and_then(|problem| compiler.jobs(AnyProblem::Combine(&problem), options).ok())
@@ -108,6 +105,15 @@ fn forward_jobs(
 fn hash(text: &str) -> u64 {
     text.bytes()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+fn backward_jobs(
+    compiler: &dyn Precompile,
+    problem: &BwdProblem,
+    options: &PlanOptions,
+) -> Option<Vec<KernelJob>> {
+    let problem = problem.clone().validate().ok()?;
+    compiler.jobs(AnyProblem::Backward(&problem), options).ok()
 }
 
 #[cfg(test)]

@@ -188,6 +188,7 @@ impl<'a> Resident<'a> {
         let appends = plan.problem().cache.append.is_some();
         let facts = (totals, plan.problem().dims.batch);
         let mut outputs = vec![Operand::O, Operand::Lse, Operand::KeepMask];
+        outputs.extend([Operand::RowMax, Operand::HeadMax, Operand::KeySum]);
         if appends {
             outputs.extend([Operand::K, Operand::V]);
         }
@@ -213,6 +214,9 @@ impl<'a> Resident<'a> {
             .cache(cache_of(|operand| views.get(operand)))
             .scale_o(views.get(Operand::ScaleO))
             .keep_mask(views.outputs.remove(&Operand::KeepMask))
+            .row_max(views.outputs.remove(&Operand::RowMax))
+            .head_max(views.outputs.remove(&Operand::HeadMax))
+            .key_sum(views.outputs.remove(&Operand::KeySum))
             .workspace(views.workspace.filter(|_| scratch));
             plan.run(&mut args, stream)
         })

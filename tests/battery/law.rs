@@ -2,8 +2,8 @@
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    Append, CombineProblem, DType, Descale, Device, FwdPlan, FwdProblem, KvLayout, MaskShape, PlanOptions,
-    QLayout, Result, SeqSpan, Shape, Strides, VLayout,
+    Append, BwdProblem, CombineProblem, DType, Descale, Device, FwdPlan, FwdProblem, KvLayout, MaskShape,
+    PlanOptions, QLayout, Result, SeqSpan, Shape, Strides, VLayout,
 };
 
 use crate::case::Forward;
@@ -59,6 +59,9 @@ pub enum LawKind {
     SplitsCombine(u32),
     /// Itself, so many times more; where the plan promises to be deterministic.
     Repeated(u32),
+    /// Its backward, so many times more: dK and dV, whatever the plan promises; where it promises to be deterministic
+    /// every gradient.
+    KeysOfGradients(u32),
     /// Calls of each of its sequences alone.
     AloneIsInBatch,
     /// Calls of each of its packed sequences alone, all planned with `batch_invariant`.
@@ -71,12 +74,20 @@ pub enum LawKind {
 pub const BIT_FOR_BIT: &str = "bit for bit";
 
 impl Law {
+    /// The backward of the call, whose gradients are f32.
+    pub(crate) fn gradients(&self) -> BwdProblem {
+        BwdProblem::new(self.forward.problem.clone()).dtype_grad(DType::F32)
+    }
+
     pub(crate) fn run(&self, backend: &Device, options: &Options) -> Result<Verdict> {
         if self.kind == LawKind::Recorded {
             return recorded(backend, options, &self.forward);
         }
         if let LawKind::Repeated(_) | LawKind::AloneIsInBatch | LawKind::AloneIsInPack = self.kind {
             return bits::run(backend, options, self);
+        }
+        if let LawKind::KeysOfGradients(times) = self.kind {
+            return bits::keys_of_gradients(backend, options, self, times);
         }
         let Forward { problem, lengths, data, .. } = &self.forward;
         if let LawKind::RowsOfCalls(seed) = self.kind {

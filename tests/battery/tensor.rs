@@ -54,6 +54,9 @@ pub enum Operand {
     DescaleV,
     ScaleO,
     KeepMask,
+    RowMax,
+    HeadMax,
+    KeySum,
     PartO(u32),
     PartLse(u32),
 }

@@ -135,6 +135,15 @@ impl HostFwd {
         if problem.dropout.write_keep_mask {
             operands.put(Operand::KeepMask, Tensor::u8s(problem.keep_mask_bytes(), data.room)?);
         }
+        for (operand, wanted, elems) in [
+            (Operand::RowMax, problem.outputs.row_max, extents.lse_elems),
+            (Operand::HeadMax, problem.outputs.head_max, problem.dims.num_heads_q.into()),
+            (Operand::KeySum, problem.outputs.key_sum, problem.key_sum_elems()),
+        ] {
+            if wanted {
+                operands.put(operand, Tensor::row(DType::F32, elems, data.room)?);
+            }
+        }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
         Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }

@@ -56,6 +56,8 @@ const NONE: Cases = Cases { filter: "", deal: 0 };
 
 /// Families that every forward kernel takes in `--all`.
 const FORWARD: &str = "^(addresses|combine|definition|edges|fp8|guards|heads|laws|parts|rare|rows)/";
+/// Cases of small outputs.
+const SMALL: &str = "^(code/)?small/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
@@ -202,6 +204,33 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^bits/few/", deal: 1 },
         ..HOPPER
     },
+    // Small outputs behind a fast kernel, and behind the slow one.
+    Row {
+        kernel: None,
+        in_test: Cases {
+            filter: "^small/(mask/bf16/d128|masks/f16/window|lengths/bf16/no_queries)",
+            deal: 1,
+        },
+        in_all: Cases { filter: SMALL, deal: 1 },
+        ..HOPPER
+    },
+    Row { kernel: None, in_all: Cases { filter: SMALL, deal: 1 }, ..AMPERE },
+    Row { kernel: None, in_all: Cases { filter: SMALL, deal: 1 }, ..BLACKWELL },
+    Row {
+        in_test: Cases { filter: "^small/(lengths/f16/packed|mask/bf16/d64/b/2)$", deal: 1 },
+        in_all: Cases { filter: SMALL, deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row { in_all: Cases { filter: SMALL, deal: 1 }, ..amd("gfx1100", NONE) },
+    // dK and dV of parts of a kv head's queries, which end in another order each time.
+    Row {
+        kernel: Some("sm90"),
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_test: Cases { filter: "^bits/few_keys/bf16/d64/0/h6kv1/", deal: 1 },
+        in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
+        ..HOPPER
+    },
     // Gradients: of the fast kernel where it takes a problem, else of the fallback.
     Row {
         in_test: Cases {
@@ -340,6 +369,12 @@ pub(crate) const ROWS: &[Row] = &[
         multiprocessors: Some(9),
         in_test: Cases { filter: "^backward/in_turns/f32_gradients/", deal: 1 },
         in_all: Cases { filter: "^backward/in_turns/.*/d(64|128)/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::DrawnOrder,
+        multiprocessors: Some(3),
+        in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },

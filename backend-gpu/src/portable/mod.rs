@@ -2,6 +2,7 @@
 
 mod combine;
 mod simt;
+pub(crate) mod small;
 pub mod update;
 
 pub use combine::Combine;
@@ -31,6 +32,24 @@ pub enum RowKernel {
     /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
     /// takes as many elements.
     SimtCaptured,
+    /// What small outputs need of each query row, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their
+    /// parameters follow.
+    SmallRows {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
+    /// The greatest score of each head, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
+    /// follow, unread.
+    SmallHeads {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
+    /// Each key's sum of probabilities, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
+    /// follow.
+    SmallKeys {
+        /// Whether there are masks as data.
+        masked: bool,
+    },
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
@@ -61,6 +80,9 @@ impl RowKernel {
         const BWD_LISTS: &str = "BwdParams p, ListParams lists";
         const FWD_MASKS: &str = "FwdParams p, MaskDataParams m";
         const BWD_MASKS: &str = "BwdParams p, MaskDataParams m";
+        const SMALL: &str = "fmha/simt/small.h";
+        const SMALL_PARAMS: &str = "FwdParams p, SmallParams s";
+        const SMALL_MASKS: &str = "FwdParams p, SmallParams s, MaskDataParams m";
         Ok(match self {
             Self::Simt => [FWD, "FwdParams p", "simt::fwd<kSpec>(p);"],
             Self::SimtStats => [BWD, "BwdParams p", "simt::bwd_stats<kSpec>(p);"],
@@ -72,6 +94,16 @@ impl RowKernel {
             Self::MaskedSimt => [MASKED, FWD_MASKS, "simt::masked_fwd<kSpec>(p, m);"],
             Self::MaskedSimtStats => [MASKED, BWD_MASKS, "simt::masked_bwd_stats<kSpec>(p, m);"],
             Self::MaskedSimtBwd => [MASKED, BWD_MASKS, "simt::masked_bwd<kSpec>(p, m);"],
+            Self::SmallRows { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_rows<kSpec>(p, s);"],
+            Self::SmallRows { masked: true } => {
+                [SMALL, SMALL_MASKS, "simt::small_rows<kSpec>(p, s, DataMasks{m});"]
+            }
+            Self::SmallHeads { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);"],
+            Self::SmallHeads { masked: true } => [SMALL, SMALL_MASKS, "simt::small_heads<kSpec>(p, s);"],
+            Self::SmallKeys { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_keys<kSpec>(p, s);"],
+            Self::SmallKeys { masked: true } => {
+                [SMALL, SMALL_MASKS, "simt::small_keys<kSpec>(p, s, DataMasks{m});"]
+            }
             Self::Combine => return Err(OwnText::Combine),
             Self::UpdateCache => return Err(OwnText::UpdateCache),
         })

@@ -8,6 +8,10 @@ use fmha_core::{BwdProblem, MaskKind, QLayout};
 use super::cost;
 use super::tile::Sm90BwdTile;
 
+/// Bytes of the sums of dK and dV that all parts of a call have. MQA 32/1 of 16k tokens, D 128, in eight parts has
+/// 268 MB.
+const MOST_SUMS_BYTES: u64 = 1 << 30;
+
 /// Parts of a kv head's queries, which tiles share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadParts {
@@ -46,8 +50,7 @@ impl Sm90BwdTile {
             return of_heads(self.ordered_parts(problem, spec, num_sms));
         }
         let modelled = self.head_parts_candidates(problem, spec, num_sms);
-        let is_short = self.tiles_of_all_heads(problem) < 2 * u64::from(num_sms);
-        let by_rule = || of_heads(if is_short { self.parts_by_rule(problem, num_sms) } else { 1 });
+        let by_rule = || of_heads(self.parts_by_rule(problem, spec, num_sms));
         modelled.cheapest(cost::least_gain(problem)).map_or_else(by_rule, |best| best.choice)
     }
 
@@ -65,7 +68,7 @@ impl Sm90BwdTile {
         }
         let ratio = problem.fwd.gqa_ratio();
         let tiles = self.tiles_of_all_heads(problem);
-        let by_rule = if tiles < 2 * u64::from(num_sms) { self.parts_by_rule(problem, num_sms) } else { 1 };
+        let by_rule = self.parts_by_rule(problem, spec, num_sms);
         // Many tiles fill the multiprocessors as they are. The main kernel finishes dQ by heads, whole ones.
         let is_packed = problem.fwd.layout.q == QLayout::Packed;
         let share = if is_packed { cost::PACKED_SHARE } else { 1.0 };
@@ -82,7 +85,9 @@ impl Sm90BwdTile {
         };
         let heads = std::iter::once(by_rule)
             .chain((1..=ratio).filter(|&parts| parts != by_rule && ratio.is_multiple_of(parts)));
-        let parts = heads.flat_map(|heads| queries.iter().map(move |&queries| HeadParts { heads, queries }));
+        let parts = heads
+            .flat_map(|heads| queries.iter().map(move |&queries| HeadParts { heads, queries }))
+            .filter(|parts| self.has_room_for_sums(problem, spec, parts));
         cost::head_parts(self, problem, spec, num_sms, parts)
     }
 
@@ -99,14 +104,28 @@ impl Sm90BwdTile {
         keys * u64::from(dims.num_heads_kv) * u64::from(dims.batch)
     }
 
+    /// Whether the sums of dK and dV, which each part has for itself, are few enough. One part has none.
+    fn has_room_for_sums(&self, problem: &BwdProblem, spec: &BwdSpec, parts: &HeadParts) -> bool {
+        let parts = u64::from(parts.heads) * u64::from(parts.queries);
+        let tiles = self.tiles_of_all_heads(problem).saturating_mul(parts);
+        parts == 1 || tiles.saturating_mul(self.sums_of_tile(spec)) <= MOST_SUMS_BYTES
+    }
+
     /// Parts of a kv head's query heads, by rule: parts of equal size, so many that each multiprocessor has
-    /// some three tiles, or four behind a mask, where tiles differ in length. MQA 32/1, S 8192, causal: 2, 4
-    /// and 8 parts run at 522, 569 and 596 TFLOP/s; full, S 4096: 4 and 8 parts at 616 and 592.
-    fn parts_by_rule(&self, problem: &BwdProblem, num_sms: u32) -> u32 {
+    /// some three tiles, or four behind a mask, where tiles differ in length; one where a call has tiles enough, or
+    /// the parts' sums are many bytes. MQA 32/1, S 8192, causal: 2, 4 and 8 parts run at 522, 569 and 596 TFLOP/s;
+    /// full, S 4096: 4 and 8 parts at 616 and 592.
+    fn parts_by_rule(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();
+        let of_call = self.tiles_of_all_heads(problem);
+        if of_call >= 2 * u64::from(num_sms) {
+            return 1;
+        }
         let tiles = if problem.fwd.mask.kind() == MaskKind::Full { 3 } else { 4 };
-        let wanted = (tiles * u64::from(num_sms)).div_ceil(self.tiles_of_all_heads(problem).max(1));
+        let wanted = (tiles * u64::from(num_sms)).div_ceil(of_call.max(1));
         let divides = |&parts: &u32| ratio.is_multiple_of(parts) && u64::from(parts) >= wanted;
-        (1..ratio).find(divides).unwrap_or(ratio)
+        let heads = (1..ratio).find(divides).unwrap_or(ratio);
+        let has_room = self.has_room_for_sums(problem, spec, &HeadParts { heads, queries: 1 });
+        if has_room { heads } else { 1 }
     }
 }

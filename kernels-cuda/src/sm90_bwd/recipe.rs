@@ -215,12 +215,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             ),
             workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
-                // Sums without an order are deterministic only where a single key block adds to dQ, and a
-                // single tile to dK and dV.
+                // dK and dV have one order in every call. Sums of dQ without one are deterministic only where a
+                // single key block adds to them.
                 // Gradients of captured tensors are added to in memory, by whoever comes first.
                 deterministic: is_ordered
-                    && (spec.deterministic
-                        || schedule.num_key_blocks <= tile.walk.cluster() && !tile.head_parts),
+                    && (spec.deterministic || schedule.num_key_blocks <= tile.walk.cluster()),
                 batch_invariant: false,
                 row_invariant: false,
                 graph_capturable: true,

@@ -9,6 +9,14 @@ use super::spec::{leaves_far_queries, padded_dim, repairs};
 use super::tile::Sm90BwdTile;
 use super::walk::DqPath;
 
+/// Whether each part of a kv head's queries has sums of dK and dV of its own, as the device text has it (`work.cuh`):
+/// all but deterministic packed calls, whose parts add to the same sums one after another. So dK and dV have one order
+/// of additions in every call.
+#[must_use]
+pub(super) fn keeps_head_sums_apart(spec: &BwdSpec) -> bool {
+    !(spec.deterministic && spec.fwd.q_layout == QLayout::Packed)
+}
+
 impl Sm90BwdTile {
     /// The statistics of `q_blocks` query blocks, the sums of dQ, and flags: what is not finite, query blocks
     /// with far queries; where the main kernel finishes dQ, the number of each head's key blocks that are
@@ -66,17 +74,20 @@ impl Sm90BwdTile {
         Ok(())
     }
 
-    /// The f32 sums of dK and dV in bytes, those of a key block or, of deterministic calls of equal lengths,
-    /// of each of its tiles, and how many additions a key block's have had; 0 where each tile has a kv head's
-    /// query heads alone.
+    /// The f32 sums of dK and dV in bytes, of each tile or, where parts wait for each other, of each key block, and how
+    /// many additions a key block's have had; 0 where each tile has a kv head's query heads alone.
     #[must_use]
     pub fn head_sums_bytes(&self, spec: &BwdSpec, schedule: &Sm90BwdSchedule) -> u64 {
         let parts = (schedule.num_head_parts * schedule.num_query_parts).unsigned_abs().max(1);
-        let apart = spec.deterministic && spec.fwd.q_layout == QLayout::Batch;
-        let tiles = u64::from(schedule.num_tiles.unsigned_abs() / if apart { 1 } else { parts });
-        let sums = u64::from(self.block_n.unsigned_abs()) * 8 * u64::from(padded_dim(spec).unsigned_abs());
+        let shared_by = if keeps_head_sums_apart(spec) { 1 } else { parts };
+        let tiles = u64::from(schedule.num_tiles.unsigned_abs() / shared_by);
         let counts = 16 * u64::from(self.num_consumers().unsigned_abs());
-        if self.head_parts { tiles * (sums + counts) } else { 0 }
+        if self.head_parts { tiles * (self.sums_of_tile(spec) + counts) } else { 0 }
+    }
+
+    /// Bytes of a tile's sums of dK and dV.
+    pub(super) fn sums_of_tile(&self, spec: &BwdSpec) -> u64 {
+        u64::from(self.block_n.unsigned_abs()) * 8 * u64::from(padded_dim(spec).unsigned_abs())
     }
 
     /// Flags, one to each consumer warp of each tile and one to each CTA that finishes dQ, or each query

@@ -22,6 +22,79 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }
 
+/// Lengths of queries and keys of FlashAttention's test suites, whose race tests want equal dK and dV of two runs without
+/// `deterministic`.
+const SUITES: [(u32, u32); 12] = [
+    (1, 239),
+    (3, 799),
+    (113, 203),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (512, 256),
+    (1024, 1024),
+    (1023, 1024),
+    (64, 128),
+    (2048, 2048),
+];
+
+#[test]
+fn no_parts_of_a_call_add_to_the_same_keys_without_an_order() {
+    let mut in_parts = 0;
+    for (lengths, dim, heads, mask, packed) in SUITES.into_iter().flat_map(|lengths| {
+        [32, 64, 96, 128, 192, 256].into_iter().flat_map(move |dim| {
+            [[6, 6], [6, 2], [6, 1], [9, 1], [32, 1]].into_iter().flat_map(move |heads| {
+                ["0", "b", "b:40,20"]
+                    .into_iter()
+                    .flat_map(move |mask| [false, true].map(|packed| (lengths, dim, heads, mask, packed)))
+            })
+        })
+    }) {
+        let [num_heads_q, num_heads_kv] = heads;
+        let dims = Dims { batch: 4, num_heads_q, num_heads_kv, ..dims(1, lengths, (dim, dim)) };
+        let fwd = if packed { FwdProblem::group } else { FwdProblem::batch }(DType::Bf16, dims);
+        let problem = BwdProblem::new(fwd.mask(mask.parse().unwrap()).write_lse(true));
+        for deterministic in [false, true] {
+            let spec = BwdSpec { deterministic, ..BwdSpec::of(&problem) };
+            let mut tile = sm90_bwd::choose_tile(&problem, &spec);
+            tile.head_parts = tile.wants_head_parts(&problem, &spec, 132);
+            if !tile.head_parts {
+                continue;
+            }
+            in_parts += 1;
+            let schedule = tile.schedule(&problem, &spec, 132).unwrap();
+            let dim = u64::from(sm90_bwd::padded_dim(&spec).unsigned_abs());
+            let of_tile = u64::from(tile.block_n.unsigned_abs()) * 2 * dim * size_of::<f32>() as u64;
+            let of_all = u64::from(schedule.num_tiles.unsigned_abs()) * of_tile;
+            // Parts that share a sum wait for each other.
+            let waits = deterministic && packed;
+            let bytes = tile.head_sums_bytes(&spec, &schedule);
+            assert!(waits || bytes >= of_all, "{problem:?}: {bytes} bytes of sums, not {of_all}");
+        }
+    }
+    assert!(in_parts > 500, "{in_parts} calls");
+}
+
+/// A kv head's parts are as few as leave room for the sums that each has.
+#[test]
+fn sums_of_parts_are_a_gibibyte_at_most() {
+    for (heads, seqlen, batch) in
+        [([71, 1], 4096, 8), ([64, 1], 16384, 8), ([128, 2], 8192, 4), ([32, 1], 65536, 1)]
+    {
+        let [num_heads_q, num_heads_kv] = heads;
+        let dims = Dims { batch, num_heads_q, num_heads_kv, ..dims(1, (seqlen, seqlen), (128, 128)) };
+        for fwd in [FwdProblem::group(DType::Bf16, dims), FwdProblem::batch(DType::Bf16, dims)] {
+            let problem = BwdProblem::new(fwd.mask(MaskSpec::CAUSAL));
+            let spec = BwdSpec::of(&problem);
+            let mut tile = sm90_bwd::choose_tile(&problem, &spec);
+            tile.head_parts = tile.wants_head_parts(&problem, &spec, 132);
+            let bytes = tile.head_sums_bytes(&spec, &tile.schedule(&problem, &spec, 132).unwrap());
+            assert!(bytes < (1 << 30) + (1 << 24), "{heads:?}, {seqlen}: {bytes}");
+        }
+    }
+}
+
 /// Packed sequences may end with the longest one's longest tile, of all query heads of a kv head; where there are many
 /// tiles beside it the sums of parts cost more.
 #[test]

@@ -44,6 +44,7 @@ constexpr float kMaxToLog2 = kNatural<spec, tile> ? kLog2E : 1.f;
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
+  if constexpr (tile.split) return job.scale_below_keys();
   return __builtin_clz(job.span.seqlen_k | 1) - 32;
 }
 

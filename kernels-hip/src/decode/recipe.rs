@@ -102,10 +102,6 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<K, Refusal> {
-        if options.row_invariant {
-            let reason = "row_invariant true: keys that other rows see change a row's last bits";
-            return Err(Refusal::new(K::NAME, reason));
-        }
         K::accept(problem, facts.device, &options.clone().tile(fields.clone()))
     }
 
@@ -125,7 +121,12 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             workspace: update::workspace(problem, workspace_of_parts(&kernel)).map_err(refuse)?,
             // A row's keys have one order in each part, and its parts too; tiles and parts begin at its first key. A
             // part has so many keys whatever else is in the call where that is asked for.
-            promises: Promises { batch_invariant: options.batch_invariant, ..deterministic_rows() },
+            // Tiles that a row sees nothing of leave its numbers as they are. P's scale is one for all lengths then.
+            promises: Promises {
+                batch_invariant: options.batch_invariant,
+                row_invariant: parts.row_invariant,
+                ..deterministic_rows()
+            },
             details: kernel.details(problem),
             kernel: Self(kernel),
         })

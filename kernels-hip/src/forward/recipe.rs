@@ -102,7 +102,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         fields: &TileOptions,
     ) -> Result<K, Refusal> {
         if options.row_invariant {
-            let reason = "row_invariant true: it reads no pages, and the kernel that does sums keys in parts";
+            let reason = "row_invariant true: it reads no pages, and the kernel that does has all calls";
             return Err(Refusal::new(K::NAME, reason));
         }
         K::accept(problem, facts.device, &options.clone().tile(fields.clone()))

@@ -53,8 +53,69 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     let mut all = Forward::default();
     parts.into_iter().for_each(|part| all.merge(part));
     let tensors = all.verdicts(&host.problem, host.problem.write_lse);
+    if !selection.is_partial() {
+        all.faults.extend(small_outputs(host, &inputs)?);
+    }
     all.faults.truncate(4);
     Ok(Verdict { logits: all.logits(), tensors, faults: all.faults, note: None })
+}
+
+/// What f32 may be off of a small output, relative to 1 and to the number.
+const SMALL_TOLERANCE: f64 = 3e-5;
+
+/// Faults of the small outputs that a call has written.
+fn small_outputs(host: &HostFwd, inputs: &Inputs<'_>) -> Result<Vec<String>, ProblemError> {
+    let problem = &*host.problem;
+    let mut faults = Vec::new();
+    if problem.outputs.is_empty() {
+        return Ok(faults);
+    }
+    let heads = problem.dims.num_heads_q;
+    let of = |operand| host.operands.get(operand);
+    let mut compare = |what: &str, at: String, got: f64, want: f64| {
+        let equal = got == want || got.is_nan() && want.is_nan();
+        if !equal && !((got - want).abs() <= SMALL_TOLERANCE * (1.0 + want.abs())) {
+            faults.push(format!("{what} of {at} is {got}, not {want}"));
+        }
+    };
+    let mut greatest = vec![f64::NEG_INFINITY; heads as usize];
+    let mut of_rows: Vec<usize> = Vec::new();
+    for span in &host.spans {
+        for i_head in 0..heads {
+            let rows: Vec<u32> = (0..span.seqlen_q).collect();
+            let head = forward_rows(problem, inputs, *span, i_head, &rows, Precision::Exact)?;
+            let place = format!("batch {} head {i_head}", span.i_batch);
+            for (&i, &max) in rows.iter().zip(&head.row_max) {
+                let so_far = &mut greatest[i_head as usize];
+                *so_far = if max > *so_far || max.is_nan() { max } else { *so_far };
+                if let Some(tensor) = of(Operand::RowMax) {
+                    let at = span.lse_index(problem, i_head, i);
+                    of_rows.push(at);
+                    compare("row_max", format!("{place} row {i}"), tensor.nth(at), max);
+                }
+            }
+            if let Some(tensor) = of(Operand::KeySum) {
+                let first = u64::from(span.i_batch * heads + i_head) * u64::from(problem.dims.seqlen_k);
+                for key in 0..problem.dims.seqlen_k {
+                    let want = head.key_sum.get(key as usize).copied().unwrap_or(0.0);
+                    let got = tensor.nth((first + u64::from(key)) as usize);
+                    compare("key_sum", format!("{place} key {key}"), got, want);
+                }
+            }
+        }
+    }
+    if let Some(tensor) = of(Operand::HeadMax) {
+        for (i_head, &max) in greatest.iter().enumerate() {
+            compare("head_max", format!("head {i_head}"), tensor.nth(i_head), max);
+        }
+    }
+    if let Some(tensor) = of(Operand::RowMax) {
+        of_rows.sort_unstable();
+        let elems = problem.extents(host.totals).lse_elems as usize;
+        let written = (0..elems).find(|at| of_rows.binary_search(at).is_err() && !tensor.nth(*at).is_nan());
+        faults.extend(written.map(|at| format!("row_max at {at}, which no sequence has, was written")));
+    }
+    Ok(faults)
 }
 
 fn check_head(

@@ -167,7 +167,7 @@ fn label(head_dim: u32, head_dim_v: u32) -> String {
     if head_dim == head_dim_v { format!("d{head_dim}") } else { format!("d{head_dim}x{head_dim_v}") }
 }
 
-fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
+pub(super) fn modified(mut fwd: FwdProblem, modifier: &str) -> BwdProblem {
     let has = |what: &str| modifier.contains(what);
     if has("softcap") {
         fwd.score.softcap = Some(if has("large") { 70.0 } else { 2.0 });

@@ -54,5 +54,41 @@ pub(crate) fn cases() -> Vec<Case> {
             }
         }
     }
+    keys_of_gradients(&mut cases);
     cases
+}
+
+/// dK and dV of few keys, whose queries several tiles may share: of a group's heads, of one head's queries, and both;
+/// of equal lengths and packed.
+fn keys_of_gradients(cases: &mut Vec<Case>) {
+    for (head_dim, mask) in [(64, "0"), (64, "b"), (128, "b"), (128, "0"), (256, "0")] {
+        for heads in [[6, 1], [1, 1], [8, 2]] {
+            for packed in [false, true] {
+                let dims = Dims {
+                    batch: 2,
+                    seqlen_q: 260,
+                    seqlen_k: 200,
+                    num_heads_q: heads[0],
+                    num_heads_kv: heads[1],
+                    head_dim_qk: head_dim,
+                    head_dim_v: head_dim,
+                };
+                let lie = if packed { "packed" } else { "batch" };
+                let [q, kv] = heads;
+                let name = format!("bits/few_keys/bf16/d{head_dim}/{mask}/h{q}kv{kv}/{lie}");
+                let problem = if packed {
+                    FwdProblem::group(DType::Bf16, dims)
+                } else {
+                    FwdProblem::batch(DType::Bf16, dims)
+                };
+                let problem = problem.mask(masked(DType::Bf16, dims, mask).mask).write_lse(true);
+                let lengths =
+                    if packed { Lengths::packed(&[(260, 200), (130, 90)]) } else { Lengths::default() };
+                let data = Data { init: Init::Normal, ..data(&name) };
+                let forward = Forward { problem, lengths, data, plant: Plant::Nothing };
+                let kind = LawKind::KeysOfGradients(3);
+                cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+            }
+        }
+    }
 }

@@ -44,7 +44,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {
+pub(super) fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {
     let seqlen_q = if variant == "few_queries" { 3 } else { 70 };
     let dims = Dims {
         batch: 2,

@@ -63,7 +63,7 @@ pub(crate) fn cases() -> Vec<Case> {
     cases
 }
 
-fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, Lengths) {
+pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, Lengths) {
     let head_dim = if variant == "wide_heads" { 128 } else { 32 };
     let dims = Dims {
         batch: 2,

@@ -6,10 +6,11 @@ use super::{
     BIT_FOR_BIT, Law, LawKind, copy, difference, difference_in_sequence, run as run_plan, same_tile,
 };
 use crate::case::Forward;
-use crate::check::{Selection, check_fwd};
+use crate::check::{Selection, check_bwd, check_fwd};
+use crate::execute::run_bwd;
 use crate::run::Options;
 use crate::tensor::Operand;
-use crate::tensors::{HostFwd, Lengths};
+use crate::tensors::{HostBwd, HostFwd, Lengths};
 use crate::verdict::Verdict;
 
 /// Multiplications that the reference may spend on one case: bits are compared in every row, values in some.
@@ -45,6 +46,40 @@ pub(super) fn run(backend: &Device, options: &Options, law: &Law) -> Result<Verd
             continue;
         }
         verdict.faults.extend(difference_in_sequence(&together, span, &alone, &alone.spans[0]));
+    }
+    Ok(verdict)
+}
+
+/// Runs the backward of a law's call, and again so many times.
+pub(super) fn keys_of_gradients(
+    backend: &Device,
+    options: &Options,
+    law: &Law,
+    times: u32,
+) -> Result<Verdict> {
+    let Forward { lengths, data, .. } = &law.forward;
+    let problem = law.gradients();
+    let plan = backend.plan_bwd(&problem.clone().validate()?, &options.plan)?;
+    let mut host = HostBwd::new(problem, lengths, *data)?;
+    host.fill_forward()?;
+    run_bwd(backend, &plan, &mut host)?;
+    let mut verdict = check_bwd(&host, &Selection::default(), &|_, _| ())?;
+    verdict.note = Some(BIT_FOR_BIT);
+    let mut compared = vec![Operand::Dk, Operand::Dv];
+    compared.extend(plan.promises().deterministic.then_some(Operand::Dq));
+    let all = [Operand::Dq, Operand::Dk, Operand::Dv];
+    let before: Vec<Vec<u8>> =
+        compared.iter().map(|&operand| host.operands.expect(operand).elems().to_vec()).collect();
+    for _ in 0..times {
+        all.into_iter().for_each(|operand| host.operands.expect_mut(operand).repoison());
+        run_bwd(backend, &plan, &mut host)?;
+        for (&operand, before) in compared.iter().zip(&before) {
+            let elems = host.operands.expect(operand).elems();
+            let differing = before.iter().zip(elems).position(|(a, b)| a != b);
+            verdict.faults.extend(
+                differing.map(|at| format!("{operand:?}: another run has other bits from byte {at} on")),
+            );
+        }
     }
     Ok(verdict)
 }

@@ -96,7 +96,7 @@ FMHA_DEVICE void store_gradients(const Consumer<spec, tile, Keys>& c, const Sm90
       const int64_t place = place_of_sums<spec, tile>(p, schedule, work);
       constexpr bool in_order = has_own_parts<spec, tile>();
       if constexpr (in_order) wait_for_parts_before<spec, tile>(schedule, work, place, c.signals);
-      const bool stores = keeps_head_sums_apart<spec, tile>() || (in_order && work.i_part == 0);
+      const bool stores = !in_order || work.i_part == 0;
       float* const sums = head_sums_of<spec, tile>(schedule, place) + c.index * share;
       if constexpr (of_dv > 0) add_head_sums(sums, c.dv, dv_factor, stores);
       add_head_sums(sums + of_dv, c.dk, S::has_dv(c.index) ? dv_factor : dk_factor, stores);

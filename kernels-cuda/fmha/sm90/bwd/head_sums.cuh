@@ -1,7 +1,7 @@
-// dK and dV of a kv head whose queries several tiles share (`head_parts`). The tiles of a key block add to the same
-// f32 sums, which begin as zeros that preprocess has written; a launch of its own rounds them. In deterministic calls
-// additions have an order. With packed sequences each warp waits until the warps of the parts before have added to
-// its keys, and the first part stores; with equal lengths each part leaves sums of its own, and the launch adds them.
+// dK and dV of a kv head whose queries several tiles share (`head_parts`): f32 sums in memory, which a launch of its
+// own rounds. Additions always have one order, the parts'. Each part stores sums of its own, and the launch adds them.
+// Deterministic calls of packed sequences have one sum: each warp waits until the warps of the parts before have added
+// to its keys, and the first part stores.
 #pragma once
 #include <fmha/ptx/flag.cuh>
 #include <fmha/sm90/bwd/epilogue.cuh>

@@ -89,21 +89,8 @@ FMHA_DEVICE void measure_far_rows(const BwdParams& p, const QueryBlock& block, c
   }
 }
 
-// The sums to which parts of a kv head add dK and dV (head_sums.cuh), of key blocks that a sequence has, a CTA to one.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void clear_head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t num_blocks) {
-  constexpr int num_fours = tile.block_n * kHeadSumsRow<spec, tile> / 4;
-  for (int32_t block = blockIdx.x; block < num_blocks; block += gridDim.x) {
-    const int32_t head = block / schedule.num_key_blocks, first_key = (block - head * schedule.num_key_blocks) * tile.block_n;
-    const SeqSpan span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, head / p.fwd.num_heads_kv);
-    if (first_key >= span.seqlen_k) continue;
-    float4* fours = reinterpret_cast<float4*>(schedule.head_sums) + int64_t(block) * num_fours;
-    for (int32_t i = threadIdx.x; i < num_fours; i += kRowThreads) fours[i] = {0.f, 0.f, 0.f, 0.f};
-  }
-}
-
-// Zeros the counters (dq/sums.cuh), the tiles' flags of non-finite values, and the sums of dK and dV (head_sums.cuh)
-// or, where additions to these have an order, their counters. All CTAs of the launch share the work.
+// Zeros the counters (dq/sums.cuh), the tiles' flags of non-finite values, and the counters of parts that wait for each
+// other (head_sums.cuh). All CTAs of the launch share the work.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedule) {
   const int32_t thread = blockIdx.x * kRowThreads + threadIdx.x, threads = gridDim.x * kRowThreads;
@@ -121,14 +108,10 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
     int32_t* first = done_key_blocks<spec, tile>(p, schedule, 0);
     for (int32_t i = thread; i < num; i += threads) first[i] = 0;
   }
-  if constexpr (tile.head_parts && !keeps_head_sums_apart<spec, tile>()) {
+  if constexpr (has_own_parts<spec, tile>()) {
     const int32_t num_blocks = schedule.num_tiles / num_parts<tile>(schedule);
-    if constexpr (has_own_parts<spec, tile>()) {
-      int32_t* added = reinterpret_cast<int32_t*>(schedule.head_sums + num_head_sums<spec, tile>(schedule));
-      for (int32_t i = thread; i < num_blocks * num_consumer_warps(tile); i += threads) added[i] = 0;
-    } else {
-      clear_head_sums<spec, tile>(p, schedule, num_blocks);
-    }
+    int32_t* added = reinterpret_cast<int32_t*>(schedule.head_sums + num_head_sums<spec, tile>(schedule));
+    for (int32_t i = thread; i < num_blocks * num_consumer_warps(tile); i += threads) added[i] = 0;
   }
   if constexpr (makes_delta(tile)) {
     // Flags of the query blocks whose rows the main kernel looks at.

@@ -117,11 +117,12 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool has_own_parts() {
   return tile.head_parts && spec.deterministic && spec.fwd.q_layout == QLayout::Packed;
 }
-// Whether each part has sums of dK and dV of its own, which a launch adds in their order (head_sums.cuh): so it is
-// for ordered additions where lengths are equal. Otherwise parts add to the same sums.
+// Whether each part has sums of dK and dV of its own, which a launch adds in their order (head_sums.cuh): in all calls
+// but those whose sequences have parts of their own, which add to the same sums one after another. So dK and dV have
+// the same bits in every run, deterministic or not: `deterministic` orders the additions to dQ alone.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE constexpr bool keeps_head_sums_apart() {
-  return spec.deterministic && !has_own_parts<spec, tile>();
+  return tile.head_parts && !has_own_parts<spec, tile>();
 }
 // Numbers that a key has in the sums of dV and dK; below it the number that all keys have.
 template <BwdSpec spec, Sm90BwdTile tile>

@@ -38,7 +38,7 @@ struct Wave {
   // Scale of P, in log2. For bf16, whose V may reach f32's largest number, P lies below 1 by the number of keys, so
   // that no sum of P V leaves f32 where O does not. gfx90a's matrix unit reads subnormal f16 as 0.
   FMHA_DEVICE int p_scale_log2() const {
-    if constexpr (spec.dtype == DType::Bf16) return __builtin_clz(job.span.seqlen_k | 1) - 32;
+    if constexpr (spec.dtype == DType::Bf16) return job.scale_below_keys();
     return kArch == Arch::Gfx90a ? 12 : 0;
   }
 
@@ -300,6 +300,7 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   const int32_t at = work_of<spec>(params);
   if (at < 0) return;
   Job job;
+  job.scale_keys = params.scale_keys;
   if constexpr (Config<spec>::column_waves == 1) {
     walk_piece<kEdge>(params, at, true, job, [&]() __attribute__((always_inline)) { compute<spec>(job, AllColumns{}); });
   } else {

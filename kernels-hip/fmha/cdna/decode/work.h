@@ -16,6 +16,12 @@ struct Job {
   Range keys, sinks;            // that the piece has; of sink columns alone these
   int32_t first_row, num_rows;  // of the group's rows; rows that there are
   Range queries;                // of these rows
+  int32_t scale_keys;           // of CdnaDecodeParams
+
+  // P's scale for bf16, in log2: below 1 by the number of keys.
+  FMHA_DEVICE int scale_below_keys() const {
+    return __builtin_clz((scale_keys != 0 ? scale_keys : span.seqlen_k) | 1) - 32;
+  }
 };
 
 FMHA_DEVICE KvKind layout_of(const FwdParams& p) {

@@ -252,6 +252,7 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   const FwdParams& p = params.call.fwd;
   Job job;
   job.scale = p.softmax_scale;
+  job.scale_keys = params.scale_keys;
   job.has_tree = params.tree_mask != nullptr;
   const bool is_first_wave = v_readfirstlane_b32(thread_idx() / kWaveSize) == 0;
   cdna::decode::walk_piece<tile.block_m>(params, workgroup_idx(), is_first_wave, job, [&]() __attribute__((always_inline)) {
