@@ -4,7 +4,8 @@
 // copied, and these are zeros: memory there may hold NaN, of V too.
 //
 // Otherwise threads copy every row from where it lies, as where pages are not whole boxes, and barriers count the
-// copies. The block table is read a block ahead.
+// copies. The block table is read a block ahead. Over lists of keys, the list is read two blocks ahead, and what is
+// absent is zeros.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
@@ -17,13 +18,14 @@
 
 namespace fmha::mla {
 
-template <FwdSpec spec, Sm90MlaTile tile>
+template <FwdSpec spec, Sm90MlaTile tile, class Keys = EveryKey>
 struct Loader {
   const FwdParams& p;
   const Maps& maps;
   const Work& work;
   Smem<spec, tile>& smem;
   ptx::CacheHint hint;
+  Keys keys = {};
   Copier<16, CopyWarps<0, 15>> copier;
   using P = Plan<spec, tile>;
   using Chunk = typename P::Chunk;
@@ -54,7 +56,7 @@ struct Loader {
   }
   FMHA_DEVICE Row query_row() const {
     const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
-    if (i >= work.span.seqlen_q) return nullptr;
+    if (i >= work.end_query) return nullptr;
     return static_cast<Row>(p.q.data) + query_offset(p, work.span, i, work.head_of(p, row, i));
   }
   // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
@@ -131,7 +133,7 @@ struct Loader {
     const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
     const uint32_t phase = P::phase_of(block);
     if constexpr (P::v_in_k) {
-      const uint32_t tail = at == P::half_with_tail(slot) ? smem.k[slot][2 * P::chunks_half].address() : 0;
+      const uint32_t tail = P::comes_with_tail(slot, at) ? smem.k[slot][2 * P::chunks_half].address() : 0;
       return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, tail, P::part_of(slot, at), phase, false};
     } else {
       if (at == 0) return {smem.k[0][0].address(), 0, 0, 0, phase, false};
@@ -344,6 +346,9 @@ struct Loader {
     if constexpr (widens) {
       load_q();
       widen_all();
+    } else if constexpr (are_of_token<Keys>()) {
+      load_q();
+      gather_listed();
     } else if constexpr (gathers(tile)) {
       load_q();
       gather_all();
@@ -373,24 +378,75 @@ struct Loader {
       const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
       // Entry of the next block; it arrives during this block's copies.
       entry = entry_of(j - kKeys);
-      if constexpr (P::v_in_k) {
-        const Rows rows = told(found);
-#pragma unroll 1
-        for (int32_t half = 0; half < 2; ++half)
-          gather_part<spec.head_dim_qk, P::chunks_half>(P::part_of(slot, half), smem.k[slot], half * P::chunks_half,
-                                                        half == P::half_with_tail(slot), rows, p.k.data, phase);
-      } else {
-        gather_part<spec.head_dim_qk, P::chunks_k>(0, smem.k[0], 0, false, told(found), p.k.data, phase);
-        const Rows rows = told(found_v);
-#pragma unroll 1
-        for (int32_t half = 0; half < 2; ++half)
-          gather_part<spec.head_dim_v, P::chunks_half, kWholeV>(P::part_of(0, half), smem.v, half * P::chunks_half, false, rows,
-                                                                p.v.data, phase);
-      }
+      gather_block(slot, phase, found, found_v);
     }
-    // Copies of threads that have ended are not relied upon.
+    end_gathers();
+  }
+  // A block from the rows that the lanes have found, of K and of a V apart from it.
+  FMHA_DEVICE void gather_block(int32_t slot, uint32_t phase, Row found, Row found_v) const {
+    if constexpr (P::v_in_k) {
+      const Rows rows = told(found);
+#pragma unroll 1
+      for (int32_t half = 0; half < 2; ++half)
+        gather_part<spec.head_dim_qk, P::chunks_half>(P::part_of(slot, half), smem.k[slot], half * P::chunks_half,
+                                                      P::comes_with_tail(slot, half), rows, p.k.data, phase);
+    } else {
+      gather_part<spec.head_dim_qk, P::chunks_k>(0, smem.k[0], 0, false, told(found), p.k.data, phase);
+      const Rows rows = told(found_v);
+#pragma unroll 1
+      for (int32_t half = 0; half < 2; ++half)
+        gather_part<spec.head_dim_v, P::chunks_half, kWholeV>(P::part_of(0, half), smem.v, half * P::chunks_half, false, rows,
+                                                              p.v.data, phase);
+    }
+  }
+  // Copies of threads that have ended are not relied upon.
+  FMHA_DEVICE static void end_gathers() {
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
+  }
+
+  // What stands in the list at a place; outside the part's places, what is absent.
+  FMHA_DEVICE int32_t listed_at(int32_t place) const {
+    return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
+  }
+  // The block table's entry of a key that is there.
+  FMHA_DEVICE int32_t page_with(int32_t key) const {
+    if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
+    return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
+  }
+  // Address of a key's row, whose page the block table says; null: zeros.
+  FMHA_DEVICE Row listed_row(const View& view, int32_t key, int32_t page) const {
+    if (key < 0) return nullptr;
+    KvRow at;
+    if constexpr (spec.kv_layout == KvKind::Paged) {
+      const int32_t of_address = key / p.page_size;
+      at = {keys.list.lists.addresses ? of_address : clamp(page, 0, p.num_pages - 1), key - of_address * p.page_size};
+    } else {
+      at = kv_row(p, spec.kv_layout, work.span, key);
+    }
+    return static_cast<Row>(view.data) + row_offset(view, at, work.i_head_kv);
+  }
+  // The keys of a token's list. What a block's addresses need has been asked for a block before, and the list's entries
+  // a block before that, so that copies wait for neither. The consumers are told which keys are there once the block's
+  // places are free: they have then read this word of two blocks before.
+  FMHA_DEVICE void gather_listed() const {
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    int32_t place = work.last_block * kKeys + found_row;
+    int32_t key = keys.list.key_of(listed_at(place), place), page = page_with(key);
+    int32_t entry = listed_at(place - kKeys);
+#pragma unroll 1
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      const Row found = listed_row(p.k, key, page), found_v = P::v_in_k ? nullptr : listed_row(p.v, key, page);
+      const uint32_t present = ptx::vote_ballot(key >= 0);
+      place -= kKeys;
+      key = keys.list.key_of(entry, place);
+      page = page_with(key);
+      entry = listed_at(place - kKeys);
+      gather_block(P::slot_of(i), P::phase_of(i), found, found_v);
+      if (lane == 0) ptx::st_shared_b32(ptx::shared_address(&smem.list.present[i % 2][warp]), present & 0xffffu);
+      ptx::mbarrier_arrive_if(smem.list.told[i % 2], lane == 0);
+    }
+    end_gathers();
   }
   FMHA_DEVICE void copy_all() {
 #pragma unroll 1
@@ -403,7 +459,7 @@ struct Loader {
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
         if constexpr (P::v_in_k) {
-          const bool with_tail = half == P::half_with_tail(slot);
+          const bool with_tail = P::comes_with_tail(slot, half);
           load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
           load_part<spec.head_dim_v, P::chunks_half, kWholeV>(part, p.v, maps.v, smem.v, first, false, first_key, phase);
