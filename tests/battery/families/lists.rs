@@ -24,6 +24,7 @@ pub(crate) fn cases() -> Vec<Case> {
         head_dims(&mut cases, dtype);
         scores(&mut cases, dtype);
         parts(&mut cases, dtype);
+        wide(&mut cases, dtype);
         blocks(&mut cases, dtype);
         gradients(&mut cases, dtype);
         unordered_gradients(&mut cases, dtype);
@@ -355,6 +356,78 @@ fn blocks(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
     }
+}
+
+/// Latent rows over lists of several blocks: V in K's rows, with and without elements besides, and apart from it.
+fn wide(cases: &mut Vec<Case>, dtype: DType) {
+    let sized = |batch, tokens, keys, heads, qk| Dims {
+        head_dim_v: 512,
+        batch,
+        ..dims(tokens, keys, (heads, 1), qk)
+    };
+    let in_k = |mut problem: FwdProblem| {
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        problem
+    };
+    let name = |what: &str| format!("lists/wide/{dtype}/{what}");
+    for (style, qk) in
+        [("scattered", 576), ("some_empty", 576), ("repeated", 512), ("absent", 512), ("beyond", 512)]
+    {
+        let name = name(&format!("d{qk}/{style}"));
+        let problem = in_k(masked(dtype, sized(1, 3, 190, 5, qk), "b"));
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 150, style, data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    // Two tiles of heads to a token; rows of a tile end inside a token.
+    let apart = name("d576/apart/h70");
+    let (mut problem, mut lengths) =
+        with_lists(masked(dtype, sized(1, 2, 100, 70, 576), "0"), Lengths::default(), 130, "scattered", 5);
+    problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+    lengths.topk_length = vec![65, 999];
+    push(cases, apart, problem, lengths);
+    let many = name("d576/infinite_sink_apart/h128");
+    let problem = in_k(masked(dtype, sized(1, 2, 100, 128, 576), "0").sink(true));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 70, "some_empty", data(&many).seed);
+    let plant = Plant::FarRows { bias: None, sink: Some(f64::INFINITY) };
+    push_planted(cases, many, finished(problem, "infinite_sink_apart"), lengths, plant);
+    let sequences = [(0, 9), (5, 140), (3, 0), (2, 165), (1, 13)];
+    for qk in [576, 512] {
+        let name = name(&format!("d{qk}/packed"));
+        let problem = in_k(group(dtype, Dims { batch: 5, ..sized(1, 5, 165, 3, qk) }, &sequences, "b"));
+        let (mut problem, mut lengths) =
+            with_lists(problem, Lengths::packed(&sequences), 200, "scattered", data(&name).seed);
+        problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+        lengths.topk_length = vec![200, 0, 64, 65, -1, 300, 128, 129, 1, 199, 70];
+        push(cases, name, problem, lengths);
+    }
+    for (qk, page_size) in [(576, 5), (512, 64)] {
+        let name = name(&format!("d{qk}/addresses_of_{page_size}"));
+        let mut problem = masked(dtype, sized(2, 2, 0, 4, qk), "0").softcap(2.0);
+        problem.layout.kv = KvLayout::Paged { page_size };
+        problem.strides.k = Strides::bshd(problem.shape_k());
+        problem = in_k(problem);
+        problem.lists = Some(KeyLists::new(&problem, 140).entries(ListEntries::Addresses));
+        let totals = Totals { num_pages: Some(7), ..Totals::NONE };
+        let mut lengths = Lengths { totals, ..Lengths::default() };
+        lengths.indices = indices(&problem, &lengths, "beyond", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (what, topk, size) in [("pages_of_7", 200, 1), ("blocks_of_16", 9, 16)] {
+        let name = name(&format!("d576/{what}"));
+        let (mut problem, mut lengths) = (masked(dtype, sized(1, 2, 170, 4, 576), "b"), Lengths::default());
+        if size == 1 {
+            (problem, lengths) = super::decode::in_pages(problem, 7, lengths, &name);
+        }
+        problem = in_k(problem);
+        let entries = if size == 1 { ListEntries::Positions } else { ListEntries::Blocks { size } };
+        problem.lists = Some(KeyLists::new(&problem, topk).entries(entries));
+        lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    let long = name("d512/parts");
+    let problem = in_k(masked(dtype, sized(1, 1, 900, 20, 512), "0").sink(true));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 700, "beyond", data(&long).seed);
+    push(cases, long, finished(problem, "sink_apart"), lengths);
 }
 
 /// Caches that are appended to, turned, and narrower than their queries; FP8 throughout.
