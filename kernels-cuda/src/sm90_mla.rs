@@ -240,9 +240,6 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
-    if problem.lists.is_some() && problem.cache.dtype.is_some() {
-        return refuse(format!("dtype_cache {} beside lists of keys", stored(problem)));
-    }
     lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
     refuse_faint_alibi(problem, NAME)?;
     if problem.drops() || problem.dropout.write_keep_mask {
@@ -473,6 +470,70 @@ mod tests {
             let schedule = tile.schedule(&problem).unwrap();
             assert_eq!(schedule.num_parts, parts, "{batch} sequences of {seqlen_k} keys: {tile:?}");
             assert!(schedule.num_tiles <= 132);
+        }
+    }
+
+    fn latent_lists(batch: u32, tokens: u32, heads: u32, topk: u32) -> FwdProblem {
+        let mut problem = latent(batch, heads, 65536);
+        problem.dims.seqlen_q = tokens;
+        let lists = fmha_core::KeyLists::new(&problem, topk);
+        problem.lists(lists)
+    }
+
+    #[test]
+    fn lists_are_taken_beside_what_needs_no_position_and_other_rows_are_refused_by_name() {
+        type Change = fn(&mut FwdProblem);
+        let taken: [Change; 6] = [
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
+            |p| p.score.sink = true,
+            |p| p.score.softcap = Some(30.0),
+            |p| p.mask = fmha_core::MaskSpec::CAUSAL,
+            |p| p.dims.head_dim_qk = 512,
+            |p| p.cache.v_in_k = false,
+        ];
+        for change in taken {
+            let mut problem = latent_lists(2, 3, 128, 2048);
+            change(&mut problem);
+            assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
+            let tile = choose_tile(&problem, 132);
+            assert!(tile.listed && !tile.by_tma && tile.v_in_k == problem.cache.v_in_k, "{tile:?}");
+            assert_eq!(tile.check(&problem), Ok(()));
+            let asked = Sm90MlaTile { by_tma: true, ..tile };
+            assert!(asked.check(&problem).unwrap_err().contains("by_tma=1 beside lists of keys"));
+            assert!(tile.smem_bytes(&FwdSpec::of(&problem)) <= 227 << 10);
+        }
+        let refused: [(&str, Change); 4] = [
+            ("bias Alibi { per_batch: false } beside indices of topk 2048", |p| {
+                p.score.bias = fmha_core::Bias::Alibi { per_batch: false };
+            }),
+            ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
+            ("dtype_cache e4m3fnuz", |p| p.cache.dtype = Some(DType::E4m3Fnuz)),
+            ("head_dim_v 128: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (128, 128)),
+        ];
+        for (words, change) in refused {
+            let mut problem = latent_lists(2, 3, 128, 2048);
+            change(&mut problem);
+            let refusal = accepts(&problem).unwrap_err().to_string();
+            assert!(refusal.contains(words) && refusal.contains(NAME), "{words}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn lists_have_a_tile_for_64_heads_of_each_token_and_parts_where_tokens_are_few() {
+        for (batch, tokens, heads, parts, tiles) in [
+            (1, 4096, 128, 1, 8192),
+            (1, 4096, 16, 1, 4096),
+            (128, 1, 128, 1, 256),
+            (1, 1, 128, 32, 64),
+            (2, 3, 70, 11, 132),
+        ] {
+            let problem = latent_lists(batch, tokens, heads, 2048);
+            let schedule = choose_tile(&problem, 132).schedule(&problem).unwrap();
+            assert_eq!(
+                (schedule.num_parts, schedule.num_tiles),
+                (parts, tiles),
+                "{batch} x {tokens} x {heads}"
+            );
         }
     }
 

@@ -36,6 +36,7 @@ FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tm
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
+constexpr int kLoaders = 6;     // the load role, over lists of keys
 constexpr int kBothGroups = 2 * kWarpgroup;
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
@@ -112,7 +113,9 @@ struct PresentKeys {};
 template <>
 struct PresentKeys<true> {
   alignas(16) uint32_t present[2][4];
-  Barrier told[2];  // one arrival per warp of the load role
+  Barrier told[2];     // one arrival per warp of the load role
+  int32_t num_blocks;  // of the tile, without those left out
+  Barrier counted;     // one arrival
 };
 
 template <FwdSpec spec, Sm90MlaTile tile>

@@ -92,22 +92,32 @@ struct Consumer {
     s.hide(mask.columns(Work::query_of(p, row), first_key), mask.columns(Work::query_of(p, row + 8), first_key));
   }
 
-  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role, whose
-  // lane l finds row 4 * warp + l % 4 + 16 * (l / 4).
+  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role: bit n is
+  // row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
   FMHA_DEVICE void hide_absent(int32_t i) {
     if constexpr (tile.listed) {
       ptx::mbarrier_wait_parity(smem.list.told[group], i / 2 % 2);
       uint32_t words[4];
       ptx::ld_shared_v4_b32(words, ptx::shared_address(smem.list.present[group]));
-      if (ptx::uniform(words[0] & words[1] & words[2] & words[3]) == 0xffffu) return;
+      constexpr bool by_sixteens = is_fp8(tile.stored);
+      constexpr int32_t every = by_sixteens ? 0x33333333 : 0xffff;
+      if (ptx::uniform(int32_t(words[0] & words[1] & words[2] & words[3])) == every) return;
       const int32_t quad_lane = threadIdx.x % 4;
-      // Columns 2 * quad_lane and the next of the even eights of columns, and of the odd ones.
-      const uint32_t of_lane[2] = {(quad_lane < 2 ? words[0] : words[1]) >> quad_lane % 2 * 2,
-                                   (quad_lane < 2 ? words[2] : words[3]) >> quad_lane % 2 * 2};
+      if constexpr (by_sixteens) {
 #pragma unroll
-      for (int e = 0; e < Scores::num_elems; ++e) {
-        const int eight = e / 4;
-        if (!(of_lane[eight % 2] >> (eight / 2 * 4 + (e & 1)) & 1)) s[e] = -infinity();
+        for (int e = 0; e < Scores::num_elems; ++e) {
+          const int eight = e / 4;
+          if (!(words[eight / 2] >> 8 * quad_lane >> ((e & 1) * 4 + eight % 2) & 1)) s[e] = -infinity();
+        }
+      } else {
+        // Columns 2 * quad_lane and the next of the even eights of columns, and of the odd ones.
+        const uint32_t of_lane[2] = {(quad_lane < 2 ? words[0] : words[1]) >> quad_lane % 2 * 2,
+                                     (quad_lane < 2 ? words[2] : words[3]) >> quad_lane % 2 * 2};
+#pragma unroll
+        for (int e = 0; e < Scores::num_elems; ++e) {
+          const int eight = e / 4;
+          if (!(of_lane[eight % 2] >> (eight / 2 * 4 + (e & 1)) & 1)) s[e] = -infinity();
+        }
       }
     }
   }
@@ -241,13 +251,23 @@ struct Consumer {
     finish_and_release(other);
   }
 
+  // Blocks of the tile; of a list, without those that the load role leaves out.
+  FMHA_DEVICE int32_t blocks_of_tile() const {
+    if constexpr (tile.listed) {
+      ptx::mbarrier_wait_parity(smem.list.counted, 0);
+      return smem.list.num_blocks;
+    } else {
+      return work.num_blocks;
+    }
+  }
+
   // Walks the blocks in order. A slot is refilled while the other slot's block is computed; memory that the products
   // of a block have read is released before the scores of the next one are waited for.
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();
     wait_full(smem.q_full, 0);
-    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    const int32_t num_blocks = ptx::uniform(blocks_of_tile());
     int32_t i = 0;
 #pragma unroll 1
     for (; i + 1 < num_blocks; i += 2) {

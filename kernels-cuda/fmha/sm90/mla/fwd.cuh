@@ -50,6 +50,7 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
     }
     if constexpr (tile.listed) {
       for (Barrier& told : smem.list.told) ptx::mbarrier_init(told, kWarpgroup / 32);
+      ptx::mbarrier_init(smem.list.counted, 1);
     }
     ptx::fence_mbarrier_init();
   }
