@@ -102,6 +102,7 @@ fn entry(style: &str, reach: u32, random: u64, token: u64, e: u32) -> i32 {
         "absent" => [-1, i32::MIN, reach.cast_signed(), i32::MAX][(random % 4) as usize],
         "repeated" => avoid(((token % 5) as u32 + 11 * (random % 3) as u32) % reach.max(1)).cast_signed(),
         "some_empty" if token % 3 == 1 => -1,
+        "padded" if u64::from(e) >= 20 + 90 * (token / 131 % 3) => -1,
         "runs" => avoid((token as u32 % 13 + e) % reach.max(1)).cast_signed(),
         "beyond" if random >> 40 & 1 == 1 => (reach + (random >> 48) as u32 % 1000).cast_signed(),
         _ if random >> 50 & 7 == 0 => -1,
@@ -424,10 +425,37 @@ fn wide(cases: &mut Vec<Case>, dtype: DType) {
         lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
         push(cases, name, problem, lengths);
     }
+    let padded = name("d576/padded");
+    let problem = in_k(masked(dtype, sized(1, 3, 190, 3, 576), "0"));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 400, "padded", data(&padded).seed);
+    push(cases, padded, problem, lengths);
+    for seed in 1..=3 {
+        drawn(cases, name(&format!("drawn/{seed}")), dtype, seed);
+    }
     let long = name("d512/parts");
     let problem = in_k(masked(dtype, sized(1, 1, 900, 20, 512), "0").sink(true));
     let (problem, lengths) = with_lists(problem, Lengths::default(), 700, "beyond", data(&long).seed);
     push(cases, long, finished(problem, "sink_apart"), lengths);
+}
+
+/// A call over latent rows that a seed draws: lengths, heads, band, sink, style, entries in use, pages.
+fn drawn(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
+    let draw = |what: u64, most: u32| (mix(seed << 8 ^ what) % u64::from(most)) as u32;
+    let qk = [576, 512][draw(0, 2) as usize];
+    let (tokens, heads) = (1 + draw(1, 4), 1 + draw(2, 70));
+    let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(tokens, 40 + draw(3, 200), (heads, 1), qk) };
+    let mask = ["0", "b"][draw(4, 2) as usize];
+    let (mut problem, mut lengths) = (masked(dtype, sizes, mask).sink(draw(5, 2) == 1), Lengths::default());
+    if draw(6, 2) == 1 {
+        (problem, lengths) = super::decode::in_pages(problem, 1 + draw(7, 20), lengths, &name);
+    }
+    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    let topk = 1 + draw(8, 300);
+    let style = STYLES[draw(9, STYLES.len() as u32) as usize];
+    let (mut problem, mut lengths) = with_lists(problem, lengths, topk, style, seed);
+    problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+    lengths.topk_length = (0..tokens).map(|i| draw(10 + u64::from(i), topk + 9).cast_signed() - 4).collect();
+    push(cases, name, problem, lengths);
 }
 
 /// Caches that are appended to, turned, and narrower than their queries; FP8 throughout.
@@ -449,6 +477,26 @@ fn caches(cases: &mut Vec<Case>) {
             problem.cache.dtype = Some(cache);
             (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
             let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "runs", data(&name).seed);
+            push(cases, name, problem, lengths);
+        }
+        for (cache, descale, qk, page_size, v_in_k) in [
+            (DType::E4m3Fn, Descale::PerTensor, 576, None, true),
+            (DType::E5m2, Descale::PerKvHead, 512, Some(7), true),
+            (DType::E4m3Fn, Descale::PerKvHead, 576, None, false),
+        ] {
+            let apart = if v_in_k { "" } else { "/apart" };
+            let name = format!("lists/wide_fp8/{cache}/{dtype}/d{qk}{apart}");
+            let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(3, 170, (5, 1), qk) };
+            let (mut problem, mut lengths) = (masked(dtype, sizes, "b").sink(true), Lengths::default());
+            if let Some(page_size) = page_size {
+                (problem, lengths) = super::decode::in_pages(problem, page_size, lengths, &name);
+            }
+            if v_in_k {
+                (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+            }
+            problem.cache.dtype = Some(cache);
+            (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
+            let (problem, lengths) = with_lists(problem, lengths, 150, "scattered", data(&name).seed);
             push(cases, name, problem, lengths);
         }
     }
