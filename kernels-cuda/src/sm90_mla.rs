@@ -119,8 +119,8 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Dynamic shared memory of a CTA: Q, and two blocks of K, with P where K's rows leave no room for it; or one block of K,
-    /// one of V and P. The entry asserts that the device agrees.
+    /// Dynamic shared memory of a CTA: Q, and two blocks of K, with P where K's rows leave no room for it; or one
+    /// block of K, one of V and P. The entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (chunks(spec.head_dim_qk), 2 * chunks_of_half(spec));
@@ -298,8 +298,8 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     }
 }
 
-/// Whether V in K's rows is read once, with K: two blocks are in shared memory. Of all keys of 512 elements, which leave P
-/// no room in K's, it is read by itself.
+/// Whether V in K's rows is read once, with K: two blocks are in shared memory. Rows of 512 elements leave P no
+/// room in K's block; without lists their V is read by itself.
 const fn shares_rows(dims: Dims, listed: bool) -> bool {
     dims.head_dim_v == DIM_V && (dims.head_dim_qk == DIM_QK || listed && dims.head_dim_qk == DIM_V)
 }
@@ -344,8 +344,8 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
     }
 }
 
-/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over lists of
-/// keys [`ListParams`](fmha_core::lists::ListParams).
+/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over
+/// lists of keys [`ListParams`](fmha_core::lists::ListParams).
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     // The length of a part is an argument: the text says only that there are parts.

@@ -159,8 +159,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
                 (&raw mut schedule).cast(),
                 (&raw mut listed).cast(),
             ];
-            // SAFETY: the kernel takes FwdParams, Maps, MlaSchedule and, over lists, ListParams; `check_fwd` saw that the memory covers the
-            // problem.
+            // SAFETY: the kernel takes FwdParams, Maps, MlaSchedule and, over lists, ListParams; `check_fwd` saw that
+            // the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));

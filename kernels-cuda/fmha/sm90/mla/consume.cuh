@@ -92,8 +92,8 @@ struct Consumer {
     s.hide(mask.columns(Work::query_of(p, row), first_key), mask.columns(Work::query_of(p, row + 8), first_key));
   }
 
-  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role: bit n is
-  // row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
+  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role: bit n
+  // is row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
   FMHA_DEVICE void hide_absent(int32_t i) {
     if constexpr (tile.listed) {
       ptx::mbarrier_wait_parity(smem.list.told[group], i / 2 % 2);

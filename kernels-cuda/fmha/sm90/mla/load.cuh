@@ -170,8 +170,8 @@ struct Loader {
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // What is known ahead of the lane's two rows of a block: the block table's entries; over a list the keys, and the
-  // list's entries of the block after.
+  // Numbers of the lane's two rows of a block that are known ahead: the block table's entries; over a list the keys,
+  // and the list's entries of the block after.
   struct Ahead {
     int32_t pages[2], keys[2], entries[2];
   };
@@ -452,7 +452,7 @@ struct Loader {
     ptx::cp_async_wait_group<0>();
   }
 
-  // What stands in the list at a place; outside the part's places, what is absent.
+  // Entry of the list for a place; an absent one outside the part's places.
   FMHA_DEVICE int32_t listed_at(int32_t place) const {
     return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
   }
@@ -474,8 +474,8 @@ struct Loader {
     }
     return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
   }
-  // Leaves out the last blocks two by two as long as no key is there, as where a list that is not full ends with what is
-  // absent, and tells the consumers how many blocks are left.
+  // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full, and
+  // tells the consumers how many blocks are left.
   FMHA_DEVICE void leave_out_absent() {
     static_assert(2 * kKeys == kWarpgroup, "a thread looks at one place of two blocks");
     while (work.num_blocks > 0) {
