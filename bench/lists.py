@@ -1,15 +1,22 @@
-"""Attention over lists of keys: `FMHA_LIB=libfmha_c.so python3 lists.py KIT [--rows REGEX] [--seed N]`, on a GPU.
+"""Attention over lists of keys: `FMHA_LIB=libfmha_c.so python3 lists.py KIT [--rows REGEX] [--kernels A,B]`, on a GPU.
 
 KIT is a folder with bench/ours.py as its ours.py. Lists are drawn by the seed. Each row's outputs, and of a backward its
 gradients, are first held to float64 at some tokens; then calls are timed by events, one after another with the L2 full
 of other keys, and the median is printed as microseconds, TFLOP/s of selected work (2 (head_dim_qk + head_dim_v) a listed
 key and query head; backward 2 (3 head_dim_qk + 2 head_dim_v)) and TB/s of the rows that are gathered. The exit status is
 1 if a row was wrong. Words of ours.py (OURS_KERNEL, OURS_TILE, OURS_FALLBACK, OURS_DETERMINISTIC) are honoured.
+
+Each row has a turn by each of `--kernels`; `own` is the plan's choice. All kernels are first compiled into the cache
+(FMHA_CACHE_DIR) by `--jobs` processes beside each other, so that no device waits for a compiler; `--compile` stops then.
+`python3 lists.py KIT --rows '^(prefill|decode).*/512' --kernels sm90_mla,sm80` compares Hopper's kernels of latent rows; its
+rows `every key` and `dense` have the same keys.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
 import statistics
 import sys
@@ -23,9 +30,16 @@ parser.add_argument("kit")
 parser.add_argument("--rows", default="")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--repeats", type=int, default=20)
+parser.add_argument("--kernels", default="own", help="names, a comma between two; own: the plan's choice")
+parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
+parser.add_argument("--compile", action="store_true", help="compile the rows' kernels and stop")
 arguments = parser.parse_args()
 sys.path.insert(0, arguments.kit)
 import ours  # noqa: E402
+
+
+# The kernel of turns that `--kernels` leaves to the plan.
+OWN = os.environ.get("OURS_KERNEL", "")
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,8 @@ ROWS = (
     Row("decode 576/512 H128 B128 T1 top 2048", 128, 1, 32768, 128, 1, 576, 512, 2048, page_size=64),
     Row("decode 576/512 H64 B128 T2 top 2048", 128, 2, 32768, 64, 1, 576, 512, 2048, page_size=64),
     Row("decode 576/512 H128 B1 T1 top 2048", 1, 1, 131072, 128, 1, 576, 512, 2048, page_size=64),
+    Row("decode 576/512 H128 B66 every key", 66, 1, 8192, 128, 1, 576, 512, 8192, every=True),
+    Row("decode 576/512 H128 B66 dense", 66, 1, 8192, 128, 1, 576, 512, 0, dense=True),
     Row("decode 576/512 H16 B32 every key", 32, 1, 8192, 16, 1, 576, 512, 8192, every=True),
     Row("decode 576/512 H16 B32 dense", 32, 1, 8192, 16, 1, 576, 512, 0, dense=True),
     Row("prefill D128 H64/4, 16 blocks of 128", 1, 4096, 131072, 64, 4, 128, 128, 16, block=128),
@@ -81,9 +97,11 @@ ROWS = (
 )
 
 
-def lists_of(row: Row, draw: torch.Generator) -> torch.Tensor:
+def lists_of(row: Row, draw: torch.Generator | None) -> torch.Tensor:
     """i32 `[batch, tokens, heads_kv, topk]`: positions, blocks, or addresses of a sequence's own pages; none twice."""
     shape = (row.batch, row.tokens, row.heads_kv, row.topk)
+    if draw is None:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
     if row.every:
         return torch.arange(row.topk, dtype=torch.int32, device="cuda").expand(shape).contiguous()
     reach = row.keys // row.block
@@ -97,8 +115,12 @@ def lists_of(row: Row, draw: torch.Generator) -> torch.Tensor:
     return found.to(torch.int32)
 
 
-def inputs_of(row: Row, draw: torch.Generator) -> tuple:
+def inputs_of(row: Row, draw: torch.Generator | None) -> tuple:
+    """Q, K, V, dO and lists; without a generator they have no memory, as for a plan alone."""
+
     def normal(*shape):
+        if draw is None:
+            return torch.empty(shape, dtype=torch.bfloat16, device="meta")
         return torch.randn(shape, generator=draw, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
     q = normal(row.batch, row.tokens, row.heads, row.dim_qk)
@@ -110,14 +132,15 @@ def inputs_of(row: Row, draw: torch.Generator) -> tuple:
 
 def made(row: Row, q, k, v, dout, indices):
     """A function that runs the call once and gives O, or dQ, dK and dV."""
-    o = torch.empty(*q.shape[:-1], row.dim_v, device="cuda", dtype=q.dtype)
-    lse = torch.empty(row.batch, row.heads, row.tokens, device="cuda")
+    o = torch.empty(*q.shape[:-1], row.dim_v, device=q.device, dtype=q.dtype)
+    lse = torch.empty(row.batch, row.heads, row.tokens, device=q.device)
+    stream = None if q.is_meta else torch.cuda.current_stream().cuda_stream
     code = ours.DTYPE[torch.bfloat16]
     call = ours.FmhaCall(
         struct_bytes=sizeof(ours.FmhaCall), batch=row.batch, seqlen_q=row.tokens, seqlen_k=row.keys,
         num_heads_q=row.heads, num_heads_kv=row.heads_kv, head_dim_qk=row.dim_qk, head_dim_v=row.dim_v,
         mask=b"0", softmax_scale=pointer(c_float(row.dim_qk**-0.5)), dtype_qk=code, dtype_v=code, dtype_o=code,
-        q=ours._tensor(q), o=ours._tensor(o), lse=lse.data_ptr(), stream=torch.cuda.current_stream().cuda_stream,
+        q=ours._tensor(q), o=ours._tensor(o), lse=ours._address(lse), stream=stream,
     )  # fmt: skip
     if row.page_size:
         k = k.view(-1, row.page_size, row.heads_kv, row.dim_qk)
@@ -131,7 +154,7 @@ def made(row: Row, q, k, v, dout, indices):
     if indices is not None:
         strides = dict(zip(("batch_stride", "seqlen_stride", "head_stride"), indices.stride()))
         call.lists = pointer(ours.FmhaLists(
-            struct_bytes=sizeof(ours.FmhaLists), topk=row.topk, indices=indices.data_ptr(),
+            struct_bytes=sizeof(ours.FmhaLists), topk=row.topk, indices=ours._address(indices),
             addresses=int(row.page_size > 0), block=row.block, **strides,
         ))  # fmt: skip
     forward = ours._runner(call, ours._options(timed=not row.backward, backward=False))
@@ -143,7 +166,8 @@ def made(row: Row, q, k, v, dout, indices):
 
         run.held = call, k, v, indices, lse
         return run
-    forward()
+    if not q.is_meta:
+        forward()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     gradients = ours.FmhaGradients(struct_bytes=sizeof(ours.FmhaGradients), dtype_grad=code)
     for name, x in dict(dout=dout, dq=dq, dk=dk, dv=dv).items():
@@ -219,18 +243,40 @@ def micros(run) -> float:
     return statistics.median(times)
 
 
+def name_kernel(kernel: str) -> None:
+    os.environ["OURS_KERNEL"] = OWN if kernel == "own" else kernel
+
+
+def compiled(turn: tuple[Row, str]) -> str:
+    """Plans a call without memory, in a process of its own; what it was refused for, or nothing."""
+    row, kernel = turn
+    name_kernel(kernel)
+    try:
+        made(row, *inputs_of(row, None))
+    except RuntimeError as error:
+        return f"{row.name} by {kernel}: {str(error).splitlines()[0]}"
+    return ""
+
+
 def main() -> None:
+    rows = [row for row in ROWS if re.search(arguments.rows, row.name)]
+    turns = [(row, kernel) for row in rows for kernel in arguments.kernels.split(",")]
+    # Processes that begin before this one has a device.
+    with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(turns) or 1), maxtasksperchild=1) as pool:
+        refused = pool.map(compiled, turns, chunksize=1)
+    print(f"{len(turns) - sum(map(bool, refused))} of {len(turns)} plans made", flush=True)
+    if arguments.compile:
+        print("\n".join(filter(None, refused)))
+        sys.exit(0)
     wrong = 0
-    for row in ROWS:
-        if not re.search(arguments.rows, row.name):
+    for (row, kernel), reason in zip(turns, refused):
+        if reason:
+            print(reason, flush=True)
             continue
+        name_kernel(kernel)
         draw = torch.Generator(device="cuda").manual_seed(arguments.seed)
         inputs = inputs_of(row, draw)
-        try:
-            run = made(row, *inputs)
-        except RuntimeError as error:
-            print(f"{row.name}: {str(error).splitlines()[0]}", flush=True)
-            continue
+        run = made(row, *inputs)
         found = run()
         torch.cuda.synchronize()
         error = error_of(row, *inputs, found)
@@ -238,7 +284,7 @@ def main() -> None:
         wrong += bad
         took = micros(run)
         print(
-            f"{row.name}: {took:.1f} us, {row.flops / took / 1e6:.0f} TFLOP/s, {row.bytes / took / 1e6:.2f} TB/s, "
+            f"{row.name} by {kernel}: {took:.1f} us, {row.flops / took / 1e6:.0f} TFLOP/s, {row.bytes / took / 1e6:.2f} TB/s, "
             f"error {error:.1e}{' WRONG' if bad else ''}",
             flush=True,
         )

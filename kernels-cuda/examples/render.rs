@@ -51,6 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 vector_store: true,
                 v_in_k: (spec.head_dim_qk, spec.head_dim_v) == (576, 512),
                 stored: spec.dtype_qk,
+                listed: false,
                 split_keys: 0,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {

@@ -1,11 +1,38 @@
 //! Lists of keys as tiles see them: a tile has query heads of one token and kv head, and walks its list.
 
-use fmha_core::{FwdProblem, KvLayout, MaskSpec, QLayout};
+use fmha_core::mask::MaskKind;
+use fmha_core::spec::FwdSpec;
+use fmha_core::{Bias, FwdProblem, KvLayout, MaskSpec, QLayout, VLayout};
 
 use crate::schedule::{MAX_TILES, TileSchedule};
 
 /// Last parameter of an entry.
 pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
+
+/// Spec of a kernel over lists, which hides keys by what stands at a place, and whose absent keys come as zeros.
+pub(crate) fn spec(spec: FwdSpec) -> FwdSpec {
+    FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec }
+}
+
+/// Whether a kernel that sees places in a list, not positions, takes what a problem has beside its lists.
+///
+/// # Errors
+/// What asks for positions, or for columns of V.
+pub(crate) fn takes_places(problem: &FwdProblem, kernel: &'static str) -> Result<(), String> {
+    let Some(lists) = &problem.lists else { return Ok(()) };
+    let beside = if problem.score.bias != Bias::None {
+        format!("bias {:?}", problem.score.bias)
+    } else if problem.drops() {
+        format!("p_drop {}", problem.dropout.p_drop)
+    } else if problem.layout.v == VLayout::ColMajor {
+        "v_layout col-major".to_owned()
+    } else if let Err(refusal) = problem.code.refuse(kernel) {
+        refusal.reason
+    } else {
+        return Ok(());
+    };
+    Err(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk))
+}
 
 /// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are
 /// chosen for.

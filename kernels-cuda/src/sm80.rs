@@ -4,7 +4,7 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
 
 use crate::operands::{
     keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences, strides, swizzle_span,
@@ -380,7 +380,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     if !problem.masks.is_empty() {
         problem.refuse_cache_beside_masks(NAME)?;
     }
-    takes_lists(problem).map_err(|reason| Refusal::new(NAME, reason))?;
+    lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
@@ -409,23 +409,6 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
     }
     refuse_faint_alibi(problem, NAME)?;
     refuse_long_sequences(problem, NAME)
-}
-
-/// Whether the kernel takes what a problem has beside lists of keys: what sees a position would see a place in a list.
-fn takes_lists(problem: &FwdProblem) -> Result<(), String> {
-    let Some(lists) = &problem.lists else { return Ok(()) };
-    let beside = if problem.score.bias != Bias::None {
-        format!("bias {:?}", problem.score.bias)
-    } else if problem.drops() {
-        format!("p_drop {}", problem.dropout.p_drop)
-    } else if problem.layout.v == VLayout::ColMajor {
-        "v_layout col-major".to_owned()
-    } else if let Err(refusal) = problem.code.refuse(NAME) {
-        refusal.reason
-    } else {
-        return Ok(());
-    };
-    Err(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk))
 }
 
 /// Whether Q and K, and V beside them, are FP8 that the products take.

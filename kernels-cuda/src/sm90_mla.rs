@@ -10,8 +10,9 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, Dims, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec, abi_struct};
 
 use crate::operands::{refuse_faint_alibi, refuse_long_sequences, stores_vectors, strides};
+use crate::schedule::{self, TileSchedule};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
-use crate::{schedule, split};
+use crate::{lists, split};
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_mla";
@@ -55,6 +56,8 @@ abi_spec! {
         pub v_in_k: bool = Takes::nothing(),
         /// K and V as they lie in memory: of Q's type, or in FP8, which is widened on its way to shared memory.
         pub stored: DType = Takes::nothing(),
+        /// Keys are those of a token's list: a tile has heads of one token and gathers their rows.
+        pub listed: bool = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -76,7 +79,8 @@ impl Sm90MlaTile {
     /// Cut of the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: false, shares: None }
+        // Every token's list is cut alike.
+        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 
     /// Sets one field from its name and value.
@@ -98,6 +102,9 @@ impl Sm90MlaTile {
                 cluster => Err(format!("tile cluster={cluster} with by_tma=0: a cluster loads by TMA")),
             };
         }
+        if self.listed {
+            return Err("tile by_tma=1 beside lists of keys: their rows are gathered one by one".to_owned());
+        }
         if self.stored.is_fp8() {
             return Err(format!(
                 "tile by_tma=1: a cache of {} is widened on its way, which TMA does not",
@@ -112,12 +119,18 @@ impl Sm90MlaTile {
         Ok(())
     }
 
-    /// Dynamic shared memory of a CTA: Q, and two blocks of K or one of K, one of V and P. The entry asserts
-    /// that the device agrees.
+    /// Dynamic shared memory of a CTA: Q, and two blocks of K, with P where K's rows leave no room for it; or one
+    /// block of K, one of V and P. The entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (chunks(spec.head_dim_qk), 2 * chunks_of_half(spec));
-        let blocks = if self.v_in_k { 2 * k } else { k + v + 1 };
+        let blocks = if !self.v_in_k {
+            k + v + 1
+        } else if k > v {
+            2 * k
+        } else {
+            2 * k + 1
+        };
         (k + blocks) * CHUNK_BYTES + 2048
     }
 
@@ -133,6 +146,10 @@ impl Sm90MlaTile {
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
         let num_parts = self.cut().num_parts(problem);
+        if problem.lists.is_some() {
+            let TileSchedule { num_tiles, num_m_blocks, .. } = lists::schedule(problem, ROWS, num_parts)?;
+            return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles });
+        }
         let (units, num_m_blocks) = units(problem, self.cluster);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
         if num_tiles > MAX_TILES {
@@ -223,11 +240,12 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if problem.cache.tree_mask {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
+    lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
     refuse_faint_alibi(problem, NAME)?;
     if problem.drops() || problem.dropout.write_keep_mask {
         return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
     }
-    if problem.mask.sink_columns > 0 {
+    if problem.mask.sink_columns > 0 && problem.lists.is_none() {
         return refuse(format!(
             "sink_columns {}: blocks of keys are those of a band",
             problem.mask.sink_columns
@@ -263,18 +281,27 @@ pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
-    let split_keys = split_keys(problem, num_sms);
+    let listed = problem.lists.is_some();
+    // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
+    let split_keys =
+        if listed { split_keys(&lists::of_tokens(problem), num_sms) } else { split_keys(problem, num_sms) };
     Sm90MlaTile {
-        by_tma: !copies_rows(problem, split_keys),
+        by_tma: !listed && !copies_rows(problem, split_keys),
         stored: stored(problem),
         cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
-        v_in_k: problem.cache.v_in_k
-            && (problem.dims.head_dim_qk, problem.dims.head_dim_v) == (DIM_QK, DIM_V),
+        v_in_k: problem.cache.v_in_k && shares_rows(problem.dims, listed),
+        listed,
         vector_store: stores_vectors(problem),
         split_keys,
     }
+}
+
+/// Whether V in K's rows is read once, with K: two blocks are in shared memory. Rows of 512 elements leave P no
+/// room in K's block; without lists their V is read by itself.
+const fn shares_rows(dims: Dims, listed: bool) -> bool {
+    dims.head_dim_v == DIM_V && (dims.head_dim_qk == DIM_QK || listed && dims.head_dim_qk == DIM_V)
 }
 
 /// Whether threads copy rows of K one by one: of an FP8 cache, where a block of keys is not one box of TMA,
@@ -317,12 +344,18 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
     }
 }
 
-/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`].
+/// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over
+/// lists of keys [`ListParams`](fmha_core::lists::ListParams).
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
+    let (last_param, call) = if tile.listed {
+        (lists::PARAM, "mla::fwd_lists<kSpec, kTile>(p, maps, schedule, lists)")
+    } else {
+        ("", "mla::fwd<kSpec, kTile>(p, maps, schedule)")
+    };
     let entry = Entry {
         include: HEADER,
         constants: &constants,
@@ -331,11 +364,13 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
         } else {
             "__launch_bounds__(mla::kNumThreads, 1)"
         },
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ mla::Maps maps, \
-                 const __grid_constant__ MlaSchedule schedule",
+        params: &format!(
+            "const __grid_constant__ FwdParams p, const __grid_constant__ mla::Maps maps, \
+             const __grid_constant__ MlaSchedule schedule{last_param}"
+        ),
         call: &format!(
             "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem<kSpec, kTile>) <= {}, \
-             \"host and device disagree\"); mla::fwd<kSpec, kTile>(p, maps, schedule);",
+             \"host and device disagree\"); {call};",
             tile.smem_bytes(spec)
         ),
     };
@@ -347,7 +382,7 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
             WgmmaShape { dtype, n: half, a: OperandA::Shared, sums },
             WgmmaShape { dtype, n: half, a: OperandA::Registers, sums },
         ];
-        [wgmma::header(&shapes), schedule::header(), host_header()]
+        [wgmma::header(&shapes), schedule::header(), fmha_core::lists::header(), host_header()]
     })
 }
 
@@ -435,6 +470,70 @@ mod tests {
             let schedule = tile.schedule(&problem).unwrap();
             assert_eq!(schedule.num_parts, parts, "{batch} sequences of {seqlen_k} keys: {tile:?}");
             assert!(schedule.num_tiles <= 132);
+        }
+    }
+
+    fn latent_lists(batch: u32, tokens: u32, heads: u32, topk: u32) -> FwdProblem {
+        let mut problem = latent(batch, heads, 65536);
+        problem.dims.seqlen_q = tokens;
+        let lists = fmha_core::KeyLists::new(&problem, topk);
+        problem.lists(lists)
+    }
+
+    #[test]
+    fn lists_are_taken_beside_what_needs_no_position_and_other_rows_are_refused_by_name() {
+        type Change = fn(&mut FwdProblem);
+        let taken: [Change; 6] = [
+            |p| p.cache.dtype = Some(DType::E4m3Fn),
+            |p| p.score.sink = true,
+            |p| p.score.softcap = Some(30.0),
+            |p| p.mask = fmha_core::MaskSpec::CAUSAL,
+            |p| p.dims.head_dim_qk = 512,
+            |p| p.cache.v_in_k = false,
+        ];
+        for change in taken {
+            let mut problem = latent_lists(2, 3, 128, 2048);
+            change(&mut problem);
+            assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
+            let tile = choose_tile(&problem, 132);
+            assert!(tile.listed && !tile.by_tma && tile.v_in_k == problem.cache.v_in_k, "{tile:?}");
+            assert_eq!(tile.check(&problem), Ok(()));
+            let asked = Sm90MlaTile { by_tma: true, ..tile };
+            assert!(asked.check(&problem).unwrap_err().contains("by_tma=1 beside lists of keys"));
+            assert!(tile.smem_bytes(&FwdSpec::of(&problem)) <= 227 << 10);
+        }
+        let refused: [(&str, Change); 4] = [
+            ("bias Alibi { per_batch: false } beside indices of topk 2048", |p| {
+                p.score.bias = fmha_core::Bias::Alibi { per_batch: false };
+            }),
+            ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
+            ("dtype_cache e4m3fnuz", |p| p.cache.dtype = Some(DType::E4m3Fnuz)),
+            ("head_dim_v 128: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (128, 128)),
+        ];
+        for (words, change) in refused {
+            let mut problem = latent_lists(2, 3, 128, 2048);
+            change(&mut problem);
+            let refusal = accepts(&problem).unwrap_err().to_string();
+            assert!(refusal.contains(words) && refusal.contains(NAME), "{words}: {refusal}");
+        }
+    }
+
+    #[test]
+    fn lists_have_a_tile_for_64_heads_of_each_token_and_parts_where_tokens_are_few() {
+        for (batch, tokens, heads, parts, tiles) in [
+            (1, 4096, 128, 1, 8192),
+            (1, 4096, 16, 1, 4096),
+            (128, 1, 128, 1, 256),
+            (1, 1, 128, 32, 64),
+            (2, 3, 70, 11, 132),
+        ] {
+            let problem = latent_lists(batch, tokens, heads, 2048);
+            let schedule = choose_tile(&problem, 132).schedule(&problem).unwrap();
+            assert_eq!(
+                (schedule.num_parts, schedule.num_tiles),
+                (parts, tiles),
+                "{batch} x {tokens} x {heads}"
+            );
         }
     }
 

@@ -87,6 +87,9 @@ const HOPPER_WALKING: Row =
 /// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
+/// Lists of keys of latent rows.
+const LATENT_LISTS: &str = "^lists/(wide/b?f16|wide_fp8/|latent/b?f16/d5|parts/b?f16/latent)";
+
 /// The kernels of mma.sync where no faster one is.
 const AMPERE: Row = Row { kernel: Some("sm80"), arch: "sm_80", ..HOPPER };
 
@@ -651,10 +654,30 @@ pub(crate) const ROWS: &[Row] = &[
             deal: 1,
         },
         in_all: Cases {
-            filter: "^lists/(forward|topk|layout|tokens|heads|latent|score|parts|blocks|appended|fp8|fp8_cache|twice|repeated)/",
+            filter: "^lists/(forward|topk|layout|tokens|heads|latent|wide|wide_fp8|score|parts|blocks|appended|fp8|fp8_cache|twice|repeated)/",
             deal: 1,
         },
         ..AMPERE
+    },
+    // Latent rows gathered for wgmma: V in K's rows and apart, blocks of which keys are absent, parts.
+    Row {
+        kernel: Some("sm90_mla"),
+        in_test: Cases { filter: "^lists/wide/bf16/(d576/(padded|blocks_of_16)|d512/packed)$", deal: 1 },
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        tile: Some("split_keys=64"),
+        in_test: Cases { filter: "^lists/wide/f16/d576/infinite_sink_apart/h128$", deal: 1 },
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        mode: Mode::Garbage,
+        in_all: Cases { filter: LATENT_LISTS, deal: 1 },
+        ..HOPPER
     },
     Row {
         kernel: Some("sm80_lists"),

@@ -28,11 +28,18 @@ struct TokenList {
   }
 
   // The key that stands there; -1 of one that is absent or hidden.
-  FMHA_DEVICE int32_t key(int32_t at) const {
+  FMHA_DEVICE int32_t key(int32_t at) const { return key_of(entry(at), at); }
+
+  // The entry that has the key at a place, as it is read: nothing waits for it until it is a key.
+  FMHA_DEVICE int32_t entry(int32_t at) const {
     const int64_t list = span.storage_batch * lists.batch + token() * lists.row + i_head_kv * lists.head;
-    const int32_t in_list = lists.block == 1 ? at : at / lists.block;
-    const int32_t entry = lists.indices[list + in_list];
-    const int64_t j = int64_t(entry) * lists.block + (at - in_list * lists.block);
+    return lists.indices[list + entry_at(at)];
+  }
+  FMHA_DEVICE int32_t entry_at(int32_t at) const { return lists.block == 1 ? at : at / lists.block; }
+
+  // The key of a place that has such an entry.
+  FMHA_DEVICE int32_t key_of(int32_t entry, int32_t at) const {
+    const int64_t j = int64_t(entry) * lists.block + (at - entry_at(at) * lists.block);
     const int64_t end = lists.addresses ? int64_t(p.num_pages) * p.page_size : int64_t(span.seqlen_k);
     if (entry < 0 || j >= end) return -1;
     // An address has no position, so no band hides it.

@@ -4,13 +4,13 @@ use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::lists::list_params;
-use fmha_core::mask::MaskKind;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
+use crate::lists;
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::row_order;
@@ -186,7 +186,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         }
         let tree = tree_mask::bind(call.problem, call.args);
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let lists = list_params(call.problem, &call.args.seq);
+        let listed = list_params(call.problem, &call.args.seq);
         let has_masks = !call.problem.masks.is_empty();
         let by_tma = tile.tma && tile.split_keys == 0;
         let maps = match by_tma {
@@ -196,11 +196,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let in_parts = (tile.cut(), tile.rows_at_once(call.problem));
         let main = |params: &mut FwdParams, (first, count)| {
             let (mut rows, mut tree, mut masks) = (schedule.of_blocks(first, count), tree, masks);
-            let mut lists = lists;
+            let mut listed = listed;
             // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a
             // kernel has.
             let last = match (by_tma, has_masks) {
-                _ if call.problem.lists.is_some() => (&raw mut lists).cast(),
+                _ if call.problem.lists.is_some() => (&raw mut listed).cast(),
                 (true, _) => (&raw const maps).cast_mut().cast(),
                 (false, true) => (&raw mut masks).cast(),
                 (false, false) => (&raw mut tree).cast(),
@@ -227,9 +227,8 @@ fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOption
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-    // Lists hide keys by what stands at a place, and what is hidden comes as zeros.
     if problem.lists.is_some() {
-        return FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec };
+        return lists::spec(spec);
     }
     if !problem.masks.is_empty() || options.row_invariant { row_order::under_a_mask(spec) } else { spec }
 }

@@ -3,11 +3,13 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
+use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
+use crate::lists;
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90::recipe::needs;
@@ -32,7 +34,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm90MlaTile>(text::NAME, &[text::HEADER]);
-        About { tiles: Some(tiles), ..About::new(text::NAME) }
+        About { tiles: Some(tiles), takes_lists: true, ..About::new(text::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -81,10 +83,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         tile: Sm90MlaTile,
         problem: &ValidFwd,
         facts: &DeviceFacts,
-        _: &PlanOptions,
+        options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        let spec = FwdSpec::of(problem);
+        let spec = spec_of(problem);
         let is_split = tile.split_keys > 0;
         let schedule = tile.schedule(problem).map_err(refuse)?;
         // Parts are f32 in the workspace, which begin on 16 bytes.
@@ -113,8 +115,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             promises: Promises {
                 deterministic: true,
                 // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
-                // but how its keys are split depends on what else is in the call.
-                batch_invariant: !is_split,
+                // but how its keys are split depends on what else is in the call, and whether a list is cut.
+                batch_invariant: !is_split && (problem.lists.is_none() || options.batch_invariant),
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
@@ -122,7 +124,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             },
             details: vec![
                 ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
-                ("order", "a CTA a tile, row blocks of a part side by side".to_owned()),
+                ("order", order_words(problem)),
                 ("schedule", schedule_words(&tile, &schedule)),
             ],
         })
@@ -145,14 +147,20 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
         let maps = Maps::of::<V::Driver>(call, &tile)?;
+        let listed = list_params(call.problem, &call.args.seq);
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
-            let mut schedule = schedule;
-            let mut arguments =
-                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut schedule).cast()];
-            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the
-            // problem.
+            let (mut schedule, mut listed) = (schedule, listed);
+            // A kernel over all keys takes one argument fewer; the driver reads as many as a kernel has.
+            let mut arguments = [
+                (&raw mut *params).cast(),
+                (&raw const maps).cast_mut().cast(),
+                (&raw mut schedule).cast(),
+                (&raw mut listed).cast(),
+            ];
+            // SAFETY: the kernel takes FwdParams, Maps, MlaSchedule and, over lists, ListParams; `check_fwd` saw that
+            // the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
@@ -191,6 +199,19 @@ impl Maps {
             }
         }
         Ok(maps)
+    }
+}
+
+/// Spec of the main kernel.
+fn spec_of(problem: &ValidFwd) -> FwdSpec {
+    let spec = FwdSpec::of(problem);
+    if problem.lists.is_some() { lists::spec(spec) } else { spec }
+}
+
+fn order_words(problem: &ValidFwd) -> String {
+    match problem.lists {
+        Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
+        None => "a CTA a tile, row blocks of a part side by side".to_owned(),
     }
 }
 

@@ -24,6 +24,7 @@ pub(crate) fn cases() -> Vec<Case> {
         head_dims(&mut cases, dtype);
         scores(&mut cases, dtype);
         parts(&mut cases, dtype);
+        wide(&mut cases, dtype);
         blocks(&mut cases, dtype);
         gradients(&mut cases, dtype);
         unordered_gradients(&mut cases, dtype);
@@ -101,6 +102,7 @@ fn entry(style: &str, reach: u32, random: u64, token: u64, e: u32) -> i32 {
         "absent" => [-1, i32::MIN, reach.cast_signed(), i32::MAX][(random % 4) as usize],
         "repeated" => avoid(((token % 5) as u32 + 11 * (random % 3) as u32) % reach.max(1)).cast_signed(),
         "some_empty" if token % 3 == 1 => -1,
+        "padded" if u64::from(e) >= 20 + 90 * (token / 131 % 3) => -1,
         "runs" => avoid((token as u32 % 13 + e) % reach.max(1)).cast_signed(),
         "beyond" if random >> 40 & 1 == 1 => (reach + (random >> 48) as u32 % 1000).cast_signed(),
         _ if random >> 50 & 7 == 0 => -1,
@@ -357,6 +359,105 @@ fn blocks(cases: &mut Vec<Case>, dtype: DType) {
     }
 }
 
+/// Latent rows over lists of several blocks: V in K's rows, with and without elements besides, and apart from it.
+fn wide(cases: &mut Vec<Case>, dtype: DType) {
+    let sized = |batch, tokens, keys, heads, qk| Dims {
+        head_dim_v: 512,
+        batch,
+        ..dims(tokens, keys, (heads, 1), qk)
+    };
+    let in_k = |mut problem: FwdProblem| {
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        problem
+    };
+    let name = |what: &str| format!("lists/wide/{dtype}/{what}");
+    for (style, qk) in
+        [("scattered", 576), ("some_empty", 576), ("repeated", 512), ("absent", 512), ("beyond", 512)]
+    {
+        let name = name(&format!("d{qk}/{style}"));
+        let problem = in_k(masked(dtype, sized(1, 3, 190, 5, qk), "b"));
+        let (problem, lengths) = with_lists(problem, Lengths::default(), 150, style, data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    // Two tiles of heads to a token; rows of a tile end inside a token.
+    let apart = name("d576/apart/h70");
+    let (mut problem, mut lengths) =
+        with_lists(masked(dtype, sized(1, 2, 100, 70, 576), "0"), Lengths::default(), 130, "scattered", 5);
+    problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+    lengths.topk_length = vec![65, 999];
+    push(cases, apart, problem, lengths);
+    let many = name("d576/infinite_sink_apart/h128");
+    let problem = in_k(masked(dtype, sized(1, 2, 100, 128, 576), "0").sink(true));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 70, "some_empty", data(&many).seed);
+    let plant = Plant::FarRows { bias: None, sink: Some(f64::INFINITY) };
+    push_planted(cases, many, finished(problem, "infinite_sink_apart"), lengths, plant);
+    let sequences = [(0, 9), (5, 140), (3, 0), (2, 165), (1, 13)];
+    for qk in [576, 512] {
+        let name = name(&format!("d{qk}/packed"));
+        let problem = in_k(group(dtype, Dims { batch: 5, ..sized(1, 5, 165, 3, qk) }, &sequences, "b"));
+        let (mut problem, mut lengths) =
+            with_lists(problem, Lengths::packed(&sequences), 200, "scattered", data(&name).seed);
+        problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+        lengths.topk_length = vec![200, 0, 64, 65, -1, 300, 128, 129, 1, 199, 70];
+        push(cases, name, problem, lengths);
+    }
+    for (qk, page_size) in [(576, 5), (512, 64)] {
+        let name = name(&format!("d{qk}/addresses_of_{page_size}"));
+        let mut problem = masked(dtype, sized(2, 2, 0, 4, qk), "0").softcap(2.0);
+        problem.layout.kv = KvLayout::Paged { page_size };
+        problem.strides.k = Strides::bshd(problem.shape_k());
+        problem = in_k(problem);
+        problem.lists = Some(KeyLists::new(&problem, 140).entries(ListEntries::Addresses));
+        let totals = Totals { num_pages: Some(7), ..Totals::NONE };
+        let mut lengths = Lengths { totals, ..Lengths::default() };
+        lengths.indices = indices(&problem, &lengths, "beyond", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    for (what, topk, size) in [("pages_of_7", 200, 1), ("blocks_of_16", 9, 16)] {
+        let name = name(&format!("d576/{what}"));
+        let (mut problem, mut lengths) = (masked(dtype, sized(1, 2, 170, 4, 576), "b"), Lengths::default());
+        if size == 1 {
+            (problem, lengths) = super::decode::in_pages(problem, 7, lengths, &name);
+        }
+        problem = in_k(problem);
+        let entries = if size == 1 { ListEntries::Positions } else { ListEntries::Blocks { size } };
+        problem.lists = Some(KeyLists::new(&problem, topk).entries(entries));
+        lengths.indices = indices(&problem, &lengths, "scattered", data(&name).seed);
+        push(cases, name, problem, lengths);
+    }
+    let padded = name("d576/padded");
+    let problem = in_k(masked(dtype, sized(1, 3, 190, 3, 576), "0"));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 400, "padded", data(&padded).seed);
+    push(cases, padded, problem, lengths);
+    for seed in 1..=3 {
+        drawn(cases, name(&format!("drawn/{seed}")), dtype, seed);
+    }
+    let long = name("d512/parts");
+    let problem = in_k(masked(dtype, sized(1, 1, 900, 20, 512), "0").sink(true));
+    let (problem, lengths) = with_lists(problem, Lengths::default(), 700, "beyond", data(&long).seed);
+    push(cases, long, finished(problem, "sink_apart"), lengths);
+}
+
+/// A call over latent rows that a seed draws: lengths, heads, band, sink, style, entries in use, pages.
+fn drawn(cases: &mut Vec<Case>, name: String, dtype: DType, seed: u64) {
+    let draw = |what: u64, most: u32| (mix(seed << 8 ^ what) % u64::from(most)) as u32;
+    let qk = [576, 512][draw(0, 2) as usize];
+    let (tokens, heads) = (1 + draw(1, 4), 1 + draw(2, 70));
+    let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(tokens, 40 + draw(3, 200), (heads, 1), qk) };
+    let mask = ["0", "b"][draw(4, 2) as usize];
+    let (mut problem, mut lengths) = (masked(dtype, sizes, mask).sink(draw(5, 2) == 1), Lengths::default());
+    if draw(6, 2) == 1 {
+        (problem, lengths) = super::decode::in_pages(problem, 1 + draw(7, 20), lengths, &name);
+    }
+    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    let topk = 1 + draw(8, 300);
+    let style = STYLES[draw(9, STYLES.len() as u32) as usize];
+    let (mut problem, mut lengths) = with_lists(problem, lengths, topk, style, seed);
+    problem.lists = problem.lists.map(|lists| lists.length(ListLength::Token));
+    lengths.topk_length = (0..tokens).map(|i| draw(10 + u64::from(i), topk + 9).cast_signed() - 4).collect();
+    push(cases, name, problem, lengths);
+}
+
 /// Caches that are appended to, turned, and narrower than their queries; FP8 throughout.
 fn caches(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
@@ -376,6 +477,26 @@ fn caches(cases: &mut Vec<Case>) {
             problem.cache.dtype = Some(cache);
             (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
             let (problem, lengths) = with_lists(problem, Lengths::default(), 24, "runs", data(&name).seed);
+            push(cases, name, problem, lengths);
+        }
+        for (cache, descale, qk, page_size, v_in_k) in [
+            (DType::E4m3Fn, Descale::PerTensor, 576, None, true),
+            (DType::E5m2, Descale::PerKvHead, 512, Some(7), true),
+            (DType::E4m3Fn, Descale::PerKvHead, 576, None, false),
+        ] {
+            let apart = if v_in_k { "" } else { "/apart" };
+            let name = format!("lists/wide_fp8/{cache}/{dtype}/d{qk}{apart}");
+            let sizes = Dims { head_dim_v: 512, batch: 1, ..dims(3, 170, (5, 1), qk) };
+            let (mut problem, mut lengths) = (masked(dtype, sizes, "b").sink(true), Lengths::default());
+            if let Some(page_size) = page_size {
+                (problem, lengths) = super::decode::in_pages(problem, page_size, lengths, &name);
+            }
+            if v_in_k {
+                (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+            }
+            problem.cache.dtype = Some(cache);
+            (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
+            let (problem, lengths) = with_lists(problem, lengths, 150, "scattered", data(&name).seed);
             push(cases, name, problem, lengths);
         }
     }

@@ -36,6 +36,7 @@ FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tm
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
+constexpr int kLoaders = 6;     // the load role, over lists of keys
 constexpr int kBothGroups = 2 * kWarpgroup;
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
@@ -67,6 +68,8 @@ static_assert(kRows == kKeys, "queries and keys lie alike");
 // no more, and takes its probabilities; it comes with the part of the warpgroup that reads the other's probabilities
 // there.
 //
+// Where K's rows have no element besides V's, there is no tail, and probabilities have a chunk of their own.
+//
 // V apart from K: there is one slot of K and one of V: the next K arrives during the exponentials and the products of
 // V, the next V during the scores. The parts are K and the two halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
@@ -77,28 +80,47 @@ struct Plan {
   static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
   static constexpr int chunks = v_in_k ? chunks_k : chunks_k + 2 * chunks_half;  // of a block
   static constexpr int slots = v_in_k ? 2 : 1, parts = v_in_k ? 4 : 3;
-  static_assert(!v_in_k || (spec.head_dim_v % (2 * kSpan) == 0 && spec.head_dim_qk == spec.head_dim_v + kSpan),
-                "sm90_mla: a V in K leaves one chunk of K for P");
+  // Whether a V in K leaves a chunk of K's, which takes P; else P has a chunk of its own.
+  static constexpr bool has_tail = v_in_k && spec.head_dim_qk > spec.head_dim_v;
+  static_assert(!v_in_k || (spec.head_dim_v % (2 * kSpan) == 0 && spec.head_dim_qk == spec.head_dim_v + has_tail * kSpan),
+                "sm90_mla: a V in K leaves one chunk of K for P, or none");
 
   FMHA_DEVICE static int32_t slot_of(int32_t block) { return v_in_k ? block % 2 : 0; }
   FMHA_DEVICE static uint32_t phase_of(int32_t block) { return v_in_k ? block / 2 % 2 : block % 2; }
   // The part with a half of a slot's V.
   FMHA_DEVICE static constexpr int part_of(int slot, int half) { return v_in_k ? 2 * slot + half : 1 + half; }
-  // The half with which the tail of a slot comes.
-  FMHA_DEVICE static constexpr int half_with_tail(int slot) { return 1 - slot; }
+  // Whether the tail of a slot comes with a half.
+  FMHA_DEVICE static constexpr bool comes_with_tail(int slot, int half) { return has_tail && half == 1 - slot; }
 };
 
 // V and the probabilities where they have room of their own.
-template <class Chunk, int chunks_half, bool v_in_k>
+template <class Chunk, int chunks_v, bool has_tail>
 struct ValueChunks {
-  Chunk v[2 * chunks_half];
+  Chunk v[chunks_v];
   Chunk probs;
 };
-template <class Chunk, int chunks_half>
-struct ValueChunks<Chunk, chunks_half, true> {};
+template <class Chunk>
+struct ValueChunks<Chunk, 0, false> {
+  Chunk probs;
+};
+template <class Chunk>
+struct ValueChunks<Chunk, 0, true> {};
+
+// Which keys of a block are there, where these are a token's list's: a bit a key, of even and of odd blocks. A warp of
+// the load role has a word, of its rows in the order in which its lanes find them.
+template <bool listed>
+struct PresentKeys {};
+template <>
+struct PresentKeys<true> {
+  alignas(16) uint32_t present[2][4];
+  Barrier told[2];     // one arrival per warp of the load role
+  int32_t num_blocks;  // of the tile, without those left out
+  Barrier counted;     // one arrival
+};
 
 template <FwdSpec spec, Sm90MlaTile tile>
-struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::chunks_half, tile.v_in_k> {
+struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 * Plan<spec, tile>::chunks_half,
+                          Plan<spec, tile>::has_tail> {
   using P = Plan<spec, tile>;
   using Chunk = typename P::Chunk;
   Chunk q[P::chunks_k];
@@ -109,6 +131,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
   Barrier q_full;           // one arrival per thread of the load role
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
   Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
+  PresentKeys<tile.listed> list;
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {
@@ -119,7 +142,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, Plan<spec, tile>::ch
   }
   // Place of the probabilities of a slot's block.
   FMHA_DEVICE const Chunk& probs_of(int slot) const {
-    if constexpr (P::v_in_k) {
+    if constexpr (P::has_tail) {
       return k[slot][2 * P::chunks_half];
     } else {
       return this->probs;

@@ -57,7 +57,7 @@ struct Consumer {
       wait_full(smem.full[P::part_of(group, 1)], phase);
       ptx::wgmma_fence();
       issue_abt<dtype, sign, half>(s, smem.q + half, k + half, true);
-      issue_abt<dtype, sign, 1>(s, smem.q + 2 * half, k + 2 * half, true);
+      if constexpr (P::has_tail) issue_abt<dtype, sign, 1>(s, smem.q + 2 * half, k + 2 * half, true);
     } else {
       wait_full(smem.full[0], phase);
       ptx::wgmma_fence();
@@ -81,14 +81,45 @@ struct Consumer {
     }
   }
 
-  // -inf where the mask or the sequence's end hides a key of the i-th block.
+  // -inf where the mask or the sequence's end hides a key of the i-th block, or the list has none.
   FMHA_DEVICE void mask(int32_t i) {
+    if constexpr (tile.listed) return hide_absent(i);
     const int32_t begin = key_of(i), end = begin + kKeys;
     const int32_t first_query = Work::query_of(p, work.first_row), last_query = Work::query_of(p, work.first_row + kRows - 1);
     const MaskOf<spec> mask = {work.band, work.span.seqlen_k};
     if (!mask.cuts(first_query, last_query, {begin, end})) return;
     const int32_t first_key = begin + mma::fragment_column(), row = work.first_row + tile_row;
     s.hide(mask.columns(Work::query_of(p, row), first_key), mask.columns(Work::query_of(p, row + 8), first_key));
+  }
+
+  // -inf where the list has no key at a place of the i-th block. A word has the rows of a warp of the load role: bit n
+  // is row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
+  FMHA_DEVICE void hide_absent(int32_t i) {
+    if constexpr (tile.listed) {
+      ptx::mbarrier_wait_parity(smem.list.told[group], i / 2 % 2);
+      uint32_t words[4];
+      ptx::ld_shared_v4_b32(words, ptx::shared_address(smem.list.present[group]));
+      constexpr bool by_sixteens = is_fp8(tile.stored);
+      constexpr int32_t every = by_sixteens ? 0x33333333 : 0xffff;
+      if (ptx::uniform(int32_t(words[0] & words[1] & words[2] & words[3])) == every) return;
+      const int32_t quad_lane = threadIdx.x % 4;
+      if constexpr (by_sixteens) {
+#pragma unroll
+        for (int e = 0; e < Scores::num_elems; ++e) {
+          const int eight = e / 4;
+          if (!(words[eight / 2] >> 8 * quad_lane >> ((e & 1) * 4 + eight % 2) & 1)) s[e] = -infinity();
+        }
+      } else {
+        // Columns 2 * quad_lane and the next of the even eights of columns, and of the odd ones.
+        const uint32_t of_lane[2] = {(quad_lane < 2 ? words[0] : words[1]) >> quad_lane % 2 * 2,
+                                     (quad_lane < 2 ? words[2] : words[3]) >> quad_lane % 2 * 2};
+#pragma unroll
+        for (int e = 0; e < Scores::num_elems; ++e) {
+          const int eight = e / 4;
+          if (!(of_lane[eight % 2] >> (eight / 2 * 4 + (e & 1)) & 1)) s[e] = -infinity();
+        }
+      }
+    }
   }
 
   FMHA_DEVICE void wait_for_scores() {
@@ -220,13 +251,23 @@ struct Consumer {
     finish_and_release(other);
   }
 
+  // Blocks of the tile; of a list, without those that the load role leaves out.
+  FMHA_DEVICE int32_t blocks_of_tile() const {
+    if constexpr (tile.listed) {
+      ptx::mbarrier_wait_parity(smem.list.counted, 0);
+      return smem.list.num_blocks;
+    } else {
+      return work.num_blocks;
+    }
+  }
+
   // Walks the blocks in order. A slot is refilled while the other slot's block is computed; memory that the products
   // of a block have read is released before the scores of the next one are waited for.
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();
     wait_full(smem.q_full, 0);
-    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    const int32_t num_blocks = ptx::uniform(blocks_of_tile());
     int32_t i = 0;
 #pragma unroll 1
     for (; i + 1 < num_blocks; i += 2) {

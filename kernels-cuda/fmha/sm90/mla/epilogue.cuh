@@ -37,8 +37,9 @@ FMHA_DEVICE constexpr FwdSpec half_of() {
   return half;
 }
 
-template <FwdSpec spec, Sm90MlaTile tile, int group>
-FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
+// `keys`: those that rows see; of a list their places are the part's.
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
+FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) {
   using RowSoftmax = typename Consumer<spec, tile, group>::RowSoftmax;
   constexpr bool in_parts = tile.split_keys > 0;
   const FwdParams& p = consumer.p;
@@ -73,15 +74,16 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
   for (int r = 0; r < 2; ++r) {
     const int32_t row = consumer.tile_row + 8 * r, packed_row = work.first_row + row, i = Work::query_of(p, packed_row);
     const int32_t i_head = work.head_of(p, packed_row, i);
-    const bool stored = i < work.span.seqlen_q;
+    const bool stored = i < work.end_query;
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
     // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
-    RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
+    const RowEnd end = finish_row_of<spec>(p, keys, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
+    RowResult result = end.row;
     result.factor *= to_descale_v;
     suspect[r] = stored && (is_far || RowSoftmax::is_too_large(row_max, consumer.scale_log2));
     // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-    if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && result.lse < infinity();
+    if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && end.lse_of_keys < infinity();
     const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * Plan<spec, tile>::columns_half;
     if constexpr (!tile.vector_store) {
       store_elements<half, false>(p.o.data, at, consumer.o, r, result.factor, stored);
@@ -111,7 +113,10 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer) {
       if (!ptx::uniform(lanes >> lane & 1)) continue;
       const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
       const int32_t i = Work::query_of(p, packed_row);
-      RecomputedRow<spec, tile.stored> again{p, work.span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys};
+      SeqSpan span = work.span;
+      // Keys of a list are its places.
+      if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
+      RecomputedRow<spec, tile.stored, Keys> again{p, span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys, keys};
       again.run();
     }
   }

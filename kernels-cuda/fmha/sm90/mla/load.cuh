@@ -4,12 +4,14 @@
 // copied, and these are zeros: memory there may hold NaN, of V too.
 //
 // Otherwise threads copy every row from where it lies, as where pages are not whole boxes, and barriers count the
-// copies. The block table is read a block ahead.
+// copies. The block table is read a block ahead. Over lists of keys, the list is read two blocks ahead, and what is
+// absent is zeros.
 //
 // Caches in FP8 are copied as they are to where they will lie in 16 bits, and widened there.
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/widen.cuh>
+#include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/collective.cuh>
 #include <fmha/ptx/tma.cuh>
 #include <fmha/ptx/warp.cuh>
@@ -17,13 +19,24 @@
 
 namespace fmha::mla {
 
-template <FwdSpec spec, Sm90MlaTile tile>
+// The work of a loader, which over a list leaves out blocks of it.
+template <class Keys>
+struct LoaderWork {
+  using Type = const Work&;
+};
+template <>
+struct LoaderWork<TokenKeys> {
+  using Type = Work;
+};
+
+template <FwdSpec spec, Sm90MlaTile tile, class Keys = EveryKey>
 struct Loader {
   const FwdParams& p;
   const Maps& maps;
-  const Work& work;
+  typename LoaderWork<Keys>::Type work;
   Smem<spec, tile>& smem;
   ptx::CacheHint hint;
+  Keys keys = {};
   Copier<16, CopyWarps<0, 15>> copier;
   using P = Plan<spec, tile>;
   using Chunk = typename P::Chunk;
@@ -54,7 +67,7 @@ struct Loader {
   }
   FMHA_DEVICE Row query_row() const {
     const int32_t row = work.first_row + found_row, i = Work::query_of(p, row);
-    if (i >= work.span.seqlen_q) return nullptr;
+    if (i >= work.end_query) return nullptr;
     return static_cast<Row>(p.q.data) + query_offset(p, work.span, i, work.head_of(p, row, i));
   }
   // The block table's entry with key `j`, as it is read: nothing waits for it until it is an address.
@@ -131,7 +144,7 @@ struct Loader {
     const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
     const uint32_t phase = P::phase_of(block);
     if constexpr (P::v_in_k) {
-      const uint32_t tail = at == P::half_with_tail(slot) ? smem.k[slot][2 * P::chunks_half].address() : 0;
+      const uint32_t tail = P::comes_with_tail(slot, at) ? smem.k[slot][2 * P::chunks_half].address() : 0;
       return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, tail, P::part_of(slot, at), phase, false};
     } else {
       if (at == 0) return {smem.k[0][0].address(), 0, 0, 0, phase, false};
@@ -157,14 +170,41 @@ struct Loader {
     return at < count ? part.address + half / 2 * Chunk::tile_bytes + (bytes_of_lane ^ half % 2 * 64)
                       : part.tail + (bytes_of_lane ^ 64);
   }
-  // Looks up the entries of the lane's two rows of a block; `find_rows` finds where these rows lie, null for zeros.
-  FMHA_DEVICE void look_up(int32_t first_key, int32_t (&entries)[2]) const {
+  // Numbers of the lane's two rows of a block that are known ahead: the block table's entries; over a list the keys,
+  // and the list's entries of the block after.
+  struct Ahead {
+    int32_t pages[2], keys[2], entries[2];
+  };
+  // Looks up a block's rows, of a list from the entries that are known of it; `find_rows` finds where these rows lie,
+  // null for zeros.
+  FMHA_DEVICE void look_up(int32_t first_key, Ahead& ahead) const {
 #pragma unroll
-    for (int word = 0; word < 2; ++word) entries[word] = entry_of(first_key + lane_row + 8 * word);
+    for (int word = 0; word < 2; ++word) {
+      const int32_t j = first_key + lane_row + 8 * word;
+      if constexpr (are_of_token<Keys>()) {
+        ahead.keys[word] = keys.list.key_of(ahead.entries[word], j);
+        ahead.pages[word] = page_with(ahead.keys[word]);
+        ahead.entries[word] = listed_at(j - kKeys);
+      } else {
+        ahead.pages[word] = entry_of(j);
+      }
+    }
   }
-  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, const int32_t (&entries)[2], NarrowRow (&rows)[2]) const {
+  FMHA_DEVICE void find_rows(const View& view, int32_t first_key, const Ahead& ahead, NarrowRow (&rows)[2]) const {
 #pragma unroll
-    for (int word = 0; word < 2; ++word) rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, entries[word]);
+    for (int word = 0; word < 2; ++word) {
+      if constexpr (are_of_token<Keys>()) {
+        rows[word] = listed_row<NarrowRow>(view, ahead.keys[word], ahead.pages[word]);
+      } else {
+        rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, ahead.pages[word]);
+      }
+    }
+  }
+  // The warp's word of which rows of the block that is looked up are there.
+  FMHA_DEVICE uint32_t present_of(const Ahead& ahead) const {
+    constexpr uint32_t one_of_four = 0x11111111u;
+    const uint32_t upper = ptx::vote_ballot(ahead.keys[0] >= 0), lower = ptx::vote_ballot(ahead.keys[1] >= 0);
+    return (upper & one_of_four) | (lower & one_of_four) << 1;
   }
   // `whole` as above.
   template <int dim, int count, bool whole = dim % kSpan == 0>
@@ -252,10 +292,17 @@ struct Loader {
     const float descale_v = P::v_in_k ? descale_k : scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
     const int32_t count = ptx::uniform(work.num_blocks) * kPartsOfBlock;
     NarrowRow rows[2];
-    int32_t entries[2], copied = 0;
-    look_up(work.last_block * kKeys, entries);
-    find_rows(p.k, work.last_block * kKeys, entries, rows);
-    if constexpr (P::v_in_k) look_up((work.last_block - 1) * kKeys, entries);
+    Ahead ahead;
+    int32_t copied = 0;
+    uint32_t present = 0;
+    if constexpr (are_of_token<Keys>()) {
+#pragma unroll
+      for (int word = 0; word < 2; ++word) ahead.entries[word] = listed_at(work.last_block * kKeys + lane_row + 8 * word);
+    }
+    look_up(work.last_block * kKeys, ahead);
+    find_rows(p.k, work.last_block * kKeys, ahead, rows);
+    if constexpr (are_of_token<Keys>()) present = present_of(ahead);
+    if constexpr (P::v_in_k) look_up((work.last_block - 1) * kKeys, ahead);
 #pragma unroll 1
     for (int32_t done = 0; done < count; ++done) {
 #pragma unroll 1
@@ -273,14 +320,18 @@ struct Loader {
         ++copied;
         // Rows are found beneath the copies, and the next block's entries looked up.
         const int32_t block = copied / kPartsOfBlock, at = copied % kPartsOfBlock, first_key = (work.last_block - block) * kKeys;
+        if constexpr (are_of_token<Keys>()) {
+          if (at == 0) tell(block - 1, present);
+        }
         if (at == 0 && copied < count) {
-          find_rows(p.k, first_key, entries, rows);
-          if constexpr (P::v_in_k) look_up(first_key - kKeys, entries);
+          find_rows(p.k, first_key, ahead, rows);
+          if constexpr (are_of_token<Keys>()) present = present_of(ahead);
+          if constexpr (P::v_in_k) look_up(first_key - kKeys, ahead);
         }
         if constexpr (!P::v_in_k) {
           if (at == 1) {
-            find_rows(p.v, first_key, entries, rows);
-            look_up(first_key - kKeys, entries);
+            find_rows(p.v, first_key, ahead, rows);
+            look_up(first_key - kKeys, ahead);
           }
         }
       }
@@ -341,14 +392,15 @@ struct Loader {
   }
 
   FMHA_DEVICE void run() {
+    load_q();
+    if constexpr (are_of_token<Keys>()) leave_out_absent();
     if constexpr (widens) {
-      load_q();
       widen_all();
+    } else if constexpr (are_of_token<Keys>()) {
+      gather_listed();
     } else if constexpr (gathers(tile)) {
-      load_q();
       gather_all();
     } else {
-      load_q();
       copy_all();
     }
   }
@@ -373,24 +425,94 @@ struct Loader {
       const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
       // Entry of the next block; it arrives during this block's copies.
       entry = entry_of(j - kKeys);
-      if constexpr (P::v_in_k) {
-        const Rows rows = told(found);
-#pragma unroll 1
-        for (int32_t half = 0; half < 2; ++half)
-          gather_part<spec.head_dim_qk, P::chunks_half>(P::part_of(slot, half), smem.k[slot], half * P::chunks_half,
-                                                        half == P::half_with_tail(slot), rows, p.k.data, phase);
-      } else {
-        gather_part<spec.head_dim_qk, P::chunks_k>(0, smem.k[0], 0, false, told(found), p.k.data, phase);
-        const Rows rows = told(found_v);
-#pragma unroll 1
-        for (int32_t half = 0; half < 2; ++half)
-          gather_part<spec.head_dim_v, P::chunks_half, kWholeV>(P::part_of(0, half), smem.v, half * P::chunks_half, false, rows,
-                                                                p.v.data, phase);
-      }
+      gather_block(slot, phase, found, found_v);
     }
-    // Copies of threads that have ended are not relied upon.
+    end_gathers();
+  }
+  // A block from the rows that the lanes have found, of K and of a V apart from it.
+  FMHA_DEVICE void gather_block(int32_t slot, uint32_t phase, Row found, Row found_v) const {
+    if constexpr (P::v_in_k) {
+      const Rows rows = told(found);
+#pragma unroll 1
+      for (int32_t half = 0; half < 2; ++half)
+        gather_part<spec.head_dim_qk, P::chunks_half>(P::part_of(slot, half), smem.k[slot], half * P::chunks_half,
+                                                      P::comes_with_tail(slot, half), rows, p.k.data, phase);
+    } else {
+      gather_part<spec.head_dim_qk, P::chunks_k>(0, smem.k[0], 0, false, told(found), p.k.data, phase);
+      const Rows rows = told(found_v);
+#pragma unroll 1
+      for (int32_t half = 0; half < 2; ++half)
+        gather_part<spec.head_dim_v, P::chunks_half, kWholeV>(P::part_of(0, half), smem.v, half * P::chunks_half, false, rows,
+                                                              p.v.data, phase);
+    }
+  }
+  // Copies of threads that have ended are not relied upon.
+  FMHA_DEVICE static void end_gathers() {
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
+  }
+
+  // Entry of the list for a place; an absent one outside the part's places.
+  FMHA_DEVICE int32_t listed_at(int32_t place) const {
+    return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
+  }
+  // The block table's entry of a key that is there.
+  FMHA_DEVICE int32_t page_with(int32_t key) const {
+    if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
+    return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
+  }
+  // Address of a key's row, whose page the block table says; null: zeros.
+  template <class Pointer>
+  FMHA_DEVICE Pointer listed_row(const View& view, int32_t key, int32_t page) const {
+    if (key < 0) return nullptr;
+    KvRow at;
+    if constexpr (spec.kv_layout == KvKind::Paged) {
+      const int32_t of_address = key / p.page_size;
+      at = {keys.list.lists.addresses ? of_address : clamp(page, 0, p.num_pages - 1), key - of_address * p.page_size};
+    } else {
+      at = kv_row(p, spec.kv_layout, work.span, key);
+    }
+    return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
+  }
+  // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full, and
+  // tells the consumers how many blocks are left.
+  FMHA_DEVICE void leave_out_absent() {
+    static_assert(2 * kKeys == kWarpgroup, "a thread looks at one place of two blocks");
+    while (work.num_blocks > 0) {
+      const int32_t place = (work.last_block + 1) * kKeys - 1 - int32_t(threadIdx.x);
+      const bool absent = keys.list.key_of(listed_at(place), place) < 0;
+      if (!ptx::bar_red_and<kWarpgroup>(kLoaders, absent)) break;
+      work.last_block -= 2;
+      work.num_blocks = max(work.num_blocks - 2, 0);
+    }
+    if (threadIdx.x == 0) smem.list.num_blocks = work.num_blocks;
+    ptx::mbarrier_arrive_if(smem.list.counted, threadIdx.x == 0);
+  }
+  // Tells the consumers which keys of a block are there, by the warp's word. The block's places are free, so that they
+  // have read the word of two blocks before.
+  FMHA_DEVICE void tell(int32_t block, uint32_t present) const {
+    if (lane == 0) ptx::st_shared_b32(ptx::shared_address(&smem.list.present[block % 2][warp]), present);
+    ptx::mbarrier_arrive_if(smem.list.told[block % 2], lane == 0);
+  }
+  // The keys of a token's list. What a block's addresses need has been asked for a block before, and the list's entries
+  // a block before that, so that copies wait for neither.
+  FMHA_DEVICE void gather_listed() const {
+    const int32_t num_blocks = ptx::uniform(work.num_blocks);
+    int32_t place = work.last_block * kKeys + found_row;
+    int32_t key = keys.list.key_of(listed_at(place), place), page = page_with(key);
+    int32_t entry = listed_at(place - kKeys);
+#pragma unroll 1
+    for (int32_t i = 0; i < num_blocks; ++i) {
+      const Row found = listed_row<Row>(p.k, key, page), found_v = P::v_in_k ? nullptr : listed_row<Row>(p.v, key, page);
+      const uint32_t present = ptx::vote_ballot(key >= 0);
+      place -= kKeys;
+      key = keys.list.key_of(entry, place);
+      page = page_with(key);
+      entry = listed_at(place - kKeys);
+      gather_block(P::slot_of(i), P::phase_of(i), found, found_v);
+      tell(i, present & 0xffffu);
+    }
+    end_gathers();
   }
   FMHA_DEVICE void copy_all() {
 #pragma unroll 1
@@ -403,7 +525,7 @@ struct Loader {
       for (int32_t half = 0; half < 2; ++half) {
         const int32_t part = P::part_of(slot, half), first = half * P::chunks_half;
         if constexpr (P::v_in_k) {
-          const bool with_tail = half == P::half_with_tail(slot);
+          const bool with_tail = P::comes_with_tail(slot, half);
           load_part<spec.head_dim_qk, P::chunks_half>(part, p.k, maps.k, smem.k[slot], first, with_tail, first_key, phase);
         } else {
           load_part<spec.head_dim_v, P::chunks_half, kWholeV>(part, p.v, maps.v, smem.v, first, false, first_key, phase);

@@ -1,6 +1,8 @@
-// Work of a CTA: its rows of a sequence and head, and its keys.
+// Work of a CTA: its rows of a sequence and head, and its keys. Over lists of keys its rows are heads of one token, and
+// a key is a place in the token's list.
 #pragma once
 #include <fmha/common/part_keys.cuh>
+#include <fmha/common/token_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
 #include <fmha/sm90/mla/config.cuh>
@@ -11,6 +13,7 @@ struct Work {
   SeqSpan span;
   MaskBand band;
   int32_t i_head_kv, first_row, part;
+  int32_t end_query;   // of the rows; those of queries from here on are not stored
   Range part_keys;     // the part's, or all
   int32_t end;         // keys from here on are seen by no row of the cluster
   int32_t last_block;  // blocks go down from this one,
@@ -44,6 +47,7 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
 
   work.first_row = cluster_row + rank_in<tile>() * kRows;
   const int32_t num_rows = seqlen_q * p.gqa_ratio;
+  work.end_query = seqlen_q;
   work.has_rows = cluster_row < num_rows;
   if (!work.has_rows) return work;
   const int32_t last_row = min(cluster_row + cluster_rows, num_rows) - 1;
@@ -61,6 +65,42 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.end = keys.end;
   work.last_block = ceil_div(keys.end, kKeys) - 1;
   work.num_blocks = keys.empty() ? 0 : work.last_block + 1 - keys.begin / kKeys;
+  return work;
+}
+
+// The keys of the token whose heads are a CTA's rows.
+FMHA_DEVICE TokenKeys keys_of_token(const FwdParams& p, const ListParams& lists, const Work& work) {
+  return {{p, lists, work.span, work.band, work.end_query - 1, work.i_head_kv}};
+}
+
+// Tiles of a token lie side by side, so that their gathers meet in the L2. Every part of every token is a tile, one
+// without keys too: the merge reads all of them.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists, int32_t index) {
+  Work work;
+  const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
+  const int32_t sequence_and_head = heads_and_parts / schedule.num_parts;
+  work.part = heads_and_parts - sequence_and_head * schedule.num_parts;
+  const int32_t i_batch = sequence_and_head / p.num_heads_kv;
+  work.i_head_kv = sequence_and_head - i_batch * p.num_heads_kv;
+  work.span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+
+  const int32_t blocks_of_token = ceil_div(p.gqa_ratio, kRows), i = i_m / blocks_of_token;
+  work.first_row = i * p.gqa_ratio + (i_m - i * blocks_of_token) * kRows;
+  work.end_query = i + 1;
+  work.has_rows = i < work.span.seqlen_q;
+  if (!work.has_rows) return work;
+  work.band = resolve_band(p.mask, work.span.seqlen_q, work.span.seqlen_k);
+  const int32_t count = keys_of_token(p, lists, work).list.count();
+  work.part_keys = {0, count};
+  if constexpr (tile.split_keys > 0) {
+    const int32_t part_keys = keys_of_a_part(lists.topk * lists.block, schedule.num_parts, kKeys);
+    const int32_t begin = work.part * part_keys;
+    work.part_keys = {min(begin, count), min(begin + part_keys, count)};
+  }
+  work.end = work.part_keys.end;
+  work.last_block = ceil_div(work.end, kKeys) - 1;
+  work.num_blocks = work.part_keys.empty() ? 0 : work.last_block + 1 - work.part_keys.begin / kKeys;
   return work;
 }
 
