@@ -2,6 +2,7 @@
 
 mod combine;
 mod simt;
+pub mod tile_list;
 pub mod update;
 
 pub use combine::Combine;
