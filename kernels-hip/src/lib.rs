@@ -23,6 +23,7 @@ mod rdna_bwd;
 mod rdna_decode;
 pub mod recipes;
 mod rows;
+mod tile_list;
 mod widened;
 
 pub use arch::Arch;
@@ -52,7 +53,9 @@ pub fn headers() -> Vec<Header> {
         "isa/widen.h",
         "mma/cdna.h",
         "mma/rdna.h",
+        "amd/mask_lanes.h",
         "amd/score.h",
+        "amd/tile_list.h",
         "cdna/config.h",
         "cdna/load.h",
         "cdna/direct.h",
@@ -106,6 +109,8 @@ pub fn headers() -> Vec<Header> {
     headers.push(cdna_decode::tile_header());
     headers.push(rdna::tile_header());
     headers.push(widened::header());
+    headers.push(fmha_core::masks::header());
+    headers.push(fmha_gpu::tile_list::header());
     headers
 }
 

@@ -60,9 +60,6 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         if kernel == RowKernel::SimtLists || include == LISTS_BWD {
             headers.push(fmha_core::lists::header());
         }
-        if include == MASKED {
-            headers.push(fmha_core::masks::header());
-        }
         headers
     })
 }
