@@ -16,7 +16,9 @@ use fmha_core::spec::BwdSpec;
 use fmha_core::{Bias, BwdProblem, DType, MaskKind, PlanOptions, Refusal, abi_enum, abi_spec, abi_struct};
 
 use crate::CDNA;
+use fmha_core::masks::MaskDataParams;
 use fmha_gpu::Operand;
+use fmha_gpu::tile_list::{self, TileList, TileOf};
 
 use crate::arch::Arch;
 use crate::device::{Device, refuse};
@@ -78,6 +80,8 @@ abi_spec! {
         pub modifies: bool,
         /// Whether there may be dropout.
         pub dropout: bool,
+        /// Whether lists of tiles say what is walked: masks as data, and a mask as code beside them.
+        pub masks: bool,
     }
 }
 
@@ -116,6 +120,18 @@ abi_struct! {
         pub dtype_bias: i32,
         /// 1: probabilities are dropped.
         pub drops: i32,
+    }
+}
+
+abi_struct! {
+    /// Parameters of the launches of products under masks as data.
+    pub struct MaskedBwdParams {
+        /// Parameters of the launches without masks.
+        pub bwd: MatrixBwdParams,
+        /// The masks.
+        pub masks: MaskDataParams,
+        /// Lists of the blocks that own rows walk.
+        pub list: TileList,
     }
 }
 
@@ -198,6 +214,8 @@ pub(crate) struct Backward<U> {
     unit: std::marker::PhantomData<U>,
     spec: MatrixBwdSpec,
     rows_spec: BwdSpec,
+    /// Under masks as data: whether a mask as code joins them.
+    masks_rows: Option<bool>,
     /// Tiles of the launches of products, dQ's first.
     pub(crate) tiles: Vec<MatrixBwdTile>,
     workspace: BwdWorkspace,
@@ -275,7 +293,8 @@ pub(crate) fn accept<U: Unit>(
     Ok(Backward {
         unit,
         spec,
-        rows_spec: BwdSpec::of(problem),
+        rows_spec: rows_spec(problem),
+        masks_rows: (!fwd.masks.is_empty()).then(|| fwd.code.mask.is_some()),
         tiles,
         workspace,
         far_bytes,
@@ -284,20 +303,35 @@ pub(crate) fn accept<U: Unit>(
     })
 }
 
+/// Spec of the launches by rows. Under masks as data these ask a mask as code, too.
+fn rows_spec(problem: &BwdProblem) -> BwdSpec {
+    let mut spec = BwdSpec::of(problem);
+    if !problem.fwd.masks.is_empty() {
+        spec.fwd.code = tile_list::code_beside_lists(&problem.fwd);
+    }
+    spec
+}
+
 /// Spec of the products. Modified scores have one kernel for all modifiers and masks.
 fn spec<U: Unit>(problem: &BwdProblem) -> MatrixBwdSpec {
     let fwd = &problem.fwd;
     let dropout = fwd.drops();
     let modifies = dropout || crate::forward::modifies_score(fwd);
+    let masks = !fwd.masks.is_empty();
     let padded = |dim: u32| dim.max(1).next_multiple_of(U::LINE).cast_signed();
     MatrixBwdSpec {
         dtype: fwd.dtypes.qk,
         dtype_grad: problem.dtype_grad,
         head_dim_qk: padded(fwd.dims.head_dim_qk),
         head_dim_v: padded(fwd.dims.head_dim_v),
-        mask: if modifies || fwd.mask.kind() != MaskKind::Full { MaskKind::Band } else { MaskKind::Full },
+        mask: if modifies || masks || fwd.mask.kind() != MaskKind::Full {
+            MaskKind::Band
+        } else {
+            MaskKind::Full
+        },
         modifies,
         dropout,
+        masks,
     }
 }
 
@@ -324,13 +358,14 @@ impl<U: Unit> Backward<U> {
     /// The launch before.
     #[must_use]
     pub(crate) fn stats_source(&self) -> KernelSource {
-        self.row_source("cdna::bwd::stats<kSpec>(p);")
+        self.row_source(|masks| format!("cdna::bwd::stats<kSpec>(p{masks});"))
     }
 
     /// The launch behind.
     #[must_use]
     pub(crate) fn rest_source(&self) -> KernelSource {
-        self.row_source(&format!("cdna::bwd::rest<kSpec, {}>(p);", self.tiles.len() > 2))
+        let splits_keys = self.tiles.len() > 2;
+        self.row_source(|masks| format!("cdna::bwd::rest<kSpec, {splits_keys}>(p{masks});"))
     }
 
     /// Workgroups of the launch before.
@@ -362,6 +397,14 @@ impl<U: Unit> Backward<U> {
         u64::from(dims.batch) * u64::from(heads) * blocks
     }
 
+    /// Lists that a launch of products walks under masks as data: rows of what, and a tile's queries and keys.
+    pub(crate) fn list(&self, tile: &MatrixBwdTile) -> Option<(TileOf, [i32; 2])> {
+        self.spec.masks.then_some(match tile.sums {
+            BwdSums::Dq => (TileOf::Queries, [tile.rows, tile.columns]),
+            BwdSums::DkDv | BwdSums::Dk | BwdSums::Dv => (TileOf::Keys, [tile.columns, tile.rows]),
+        })
+    }
+
     /// A launch of products.
     #[must_use]
     pub(crate) fn source(&self, tile: &MatrixBwdTile) -> KernelSource {
@@ -374,19 +417,25 @@ impl<U: Unit> Backward<U> {
                 "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}){}))",
                 U::registers(tile)
             ),
-            params: "MatrixBwdParams p",
-            call: &format!("cdna::bwd::main<{}<kSpec, kTile>>(p);", U::CLASS),
+            params: if self.spec.masks { "MaskedBwdParams p" } else { "MatrixBwdParams p" },
+            call: &format!(
+                "cdna::bwd::main<{}<kSpec, kTile>>({});",
+                U::CLASS,
+                if self.spec.masks { "p.bwd" } else { "p" }
+            ),
         };
         crate::source(&entry, CDNA)
     }
 
-    fn row_source(&self, call: &str) -> KernelSource {
+    fn row_source(&self, call: impl Fn(&str) -> String) -> KernelSource {
+        let masks =
+            self.masks_rows.map(|has_function| format!(", ShownPairs<{has_function}>{{{{m}}, p.fwd}}"));
         let entry = Entry {
             include: REST_HEADER,
             constants: &[("kSpec", &self.rows_spec)],
             bounds: &crate::group_of(ROW_THREADS),
-            params: "BwdParams p",
-            call,
+            params: if masks.is_some() { "BwdParams p, MaskDataParams m" } else { "BwdParams p" },
+            call: &call(masks.as_deref().unwrap_or_default()),
         };
         KernelSource::new(entry.render(), crate::headers)
     }
@@ -461,6 +510,7 @@ pub(crate) fn tile_header() -> Header {
         MatrixBwdSpec::c_definition(),
         MatrixBwdTile::c_definition(),
         MatrixBwdParams::c_definition(),
+        MaskedBwdParams::c_definition(),
     ];
     Header::shared("fmha/cdna/bwd/tile.h", "fmha::cdna", &["fmha/cdna/tile.h"], &definitions)
 }

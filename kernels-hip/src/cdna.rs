@@ -108,6 +108,7 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
     let why;
     (tile.order, why) = match asked.order {
         Some(order) => (order, Why::Asked),
+        None if spec.masks => (TileOrder::Single, Why::MasksAsData),
         None => {
             let (block_m, block_n, num) = (tile.block_m, tile.block_n, tiles.unsigned_abs());
             let places = device.num_compute_units * expected_per_compute_unit(&spec, &tile, arch);
@@ -160,7 +161,8 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
     let by_element = load == LoadPath::Element;
     let dropout = by_element || problem.drops() || problem.dropout.write_keep_mask;
     let modifies = dropout || crate::forward::modifies_score(problem);
-    let banded = modifies || problem.mask.kind() != MaskKind::Full;
+    let masks = !problem.masks.is_empty();
+    let banded = modifies || masks || problem.mask.kind() != MaskKind::Full;
     let padded = |dim: u32, wide: &[i32]| {
         let whole = dim.max(1).next_multiple_of(WAVE_ROWS.unsigned_abs()).cast_signed();
         wide.iter().copied().find(|&wide| modifies && whole <= wide).unwrap_or(whole)
@@ -178,9 +180,12 @@ pub(crate) fn spec(problem: &FwdProblem, load: LoadPath) -> CdnaSpec {
         v_layout: if by_element { VLayout::RowMajor } else { problem.layout.v },
         mask: if banded { MaskKind::Band } else { MaskKind::Full },
         // Without a lower bound nothing is hidden that a sink column could show.
-        sink_columns: modifies || problem.mask.kind() == MaskKind::Band && problem.mask.sink_columns > 0,
+        sink_columns: modifies
+            || masks
+            || problem.mask.kind() == MaskKind::Band && problem.mask.sink_columns > 0,
         modifies,
         dropout,
+        masks,
     }
 }
 
@@ -219,8 +224,8 @@ fn default_block_m(spec: &CdnaSpec, problem: &FwdProblem) -> i32 {
     let short = spec.head_dim_qk.max(spec.head_dim_v) <= 64;
     let few_queries = problem.dims.seqlen_q <= MIN_BLOCK_M as u32;
     let wide = spec.head_dim_qk.max(spec.head_dim_v) > 128;
-    // Modified scores and a column-major V take registers that eight waves do not have.
-    let busy = spec.modifies || spec.v_layout == VLayout::ColMajor;
+    // Modified scores, masks as data and a column-major V take registers that eight waves do not have.
+    let busy = spec.modifies || spec.masks || spec.v_layout == VLayout::ColMajor;
     if short || few_queries || wide || busy { MIN_BLOCK_M } else { 2 * MIN_BLOCK_M }
 }
 
@@ -330,8 +335,8 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
         bounds: &format!(
             "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu({waves}, {waves})))"
         ),
-        params: "CdnaParams p",
-        call: "cdna::fwd<kSpec, kTile>(p);",
+        params: crate::forward::entry_params(spec),
+        call: &format!("cdna::fwd<kSpec, kTile>({});", crate::forward::entry_argument(spec)),
     };
     crate::source(&entry, CDNA)
 }
@@ -350,6 +355,10 @@ impl Whole for Cdna {
 
     fn tile(&self) -> CdnaTile {
         self.tile
+    }
+
+    fn block(&self) -> [i32; 2] {
+        [self.tile.block_m, self.tile.block_n]
     }
 
     fn load(&self) -> LoadPath {

@@ -110,5 +110,5 @@ impl Unit for Mfma {
 
 /// Whether modifiers or loads of single elements take the registers of a second wave.
 fn is_busy(spec: &MatrixBwdSpec, by: LoadsAndStores) -> bool {
-    spec.modifies || by.load == LoadPath::Element
+    spec.modifies || spec.masks || by.load == LoadPath::Element
 }

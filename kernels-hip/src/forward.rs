@@ -4,9 +4,11 @@
 pub(crate) mod recipe;
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, FwdParams};
+use fmha_core::masks::MaskDataParams;
 use fmha_core::source::Header;
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, abi_enum, abi_spec, abi_struct};
 use fmha_gpu::Operand;
+use fmha_gpu::tile_list::TileList;
 
 use crate::arch::Arch;
 use crate::cdna::{CdnaTile, TileOrder};
@@ -50,6 +52,8 @@ abi_spec! {
         pub modifies: bool,
         /// Whether there may be dropout, or its mask to write.
         pub dropout: bool,
+        /// Whether lists of tiles say which keys are walked: masks as data, and a mask as code beside them.
+        pub masks: bool,
     }
 }
 
@@ -68,6 +72,18 @@ abi_struct! {
         pub dtype_bias: i32,
         /// 1: probabilities are dropped.
         pub drops: i64,
+    }
+}
+
+abi_struct! {
+    /// Parameters of a forward kernel under masks as data.
+    pub struct MaskedCdnaParams {
+        /// Parameters of the kernel without masks.
+        pub cdna: CdnaParams,
+        /// The masks.
+        pub masks: MaskDataParams,
+        /// Lists of the tiles of keys that tiles of queries see.
+        pub list: TileList,
     }
 }
 
@@ -119,6 +135,16 @@ pub(crate) fn params(problem: &FwdProblem, fwd: &FwdParams) -> CdnaParams {
     }
 }
 
+/// Parameters of a kernel's entry.
+pub(crate) fn entry_params(spec: &CdnaSpec) -> &'static str {
+    if spec.masks { "MaskedCdnaParams p" } else { "CdnaParams p" }
+}
+
+/// The kernel's own argument among them.
+pub(crate) fn entry_argument(spec: &CdnaSpec) -> &'static str {
+    if spec.masks { "p.cdna" } else { "p" }
+}
+
 /// Required alignment of an operand's address for a forward tile kernel, in bytes, from the bytes of its
 /// loads and the kind of its stores.
 pub(crate) fn alignment(problem: &FwdProblem, operand: Operand, (load, store): (u64, StorePath)) -> u64 {
@@ -142,6 +168,8 @@ pub(crate) fn tile_header() -> Header {
         CdnaSpec::c_definition(),
         CdnaTile::c_definition(),
         CdnaParams::c_definition(),
+        MaskedCdnaParams::c_definition(),
     ];
-    Header::shared("fmha/cdna/tile.h", "fmha::cdna", &["fmha/params.h", "fmha/spec.h"], &definitions)
+    let includes = ["fmha/mask_data_params.h", "fmha/params.h", "fmha/spec.h", "fmha/tile_list.h"];
+    Header::shared("fmha/cdna/tile.h", "fmha::cdna", &includes, &definitions)
 }

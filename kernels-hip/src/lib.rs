@@ -23,6 +23,7 @@ mod rdna_bwd;
 mod rdna_decode;
 pub mod recipes;
 mod rows;
+mod tile_list;
 mod widened;
 
 pub use arch::Arch;
@@ -44,6 +45,8 @@ pub fn headers() -> Vec<Header> {
         rdna::tile_header(),
         rows::header(),
         widened::header(),
+        fmha_core::masks::header(),
+        fmha_gpu::tile_list::header(),
     ]);
     headers
 }

@@ -34,6 +34,8 @@ pub(crate) enum Why {
     OneRound,
     /// Lengths are known on the device alone.
     UnknownLengths,
+    /// The masks are read on the device alone.
+    MasksAsData,
     /// Quarter steps until the last tile ends.
     Modelled {
         single: u64,
@@ -48,6 +50,12 @@ impl fmt::Display for Why {
             Self::OneRound => write!(f, "all fit the device at once"),
             Self::UnknownLengths => {
                 write!(f, "lengths are read on the device: its dispatcher evens out what a stride would not")
+            }
+            Self::MasksAsData => {
+                write!(
+                    f,
+                    "masks as data are read on the device: its dispatcher evens out what a stride would not"
+                )
             }
             Self::Modelled { single, strided } => {
                 let steps = |quarters: u64| quarters as f64 / STEP as f64;

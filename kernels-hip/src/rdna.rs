@@ -164,6 +164,10 @@ impl Whole for Rdna {
         self.tile
     }
 
+    fn block(&self) -> [i32; 2] {
+        [self.tile.block_m, self.tile.block_n]
+    }
+
     fn load(&self) -> LoadPath {
         self.tile.load
     }
@@ -188,8 +192,8 @@ impl Whole for Rdna {
             include: HEADER,
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile)],
             bounds: &crate::group_of(threads),
-            params: "CdnaParams p",
-            call: "rdna::fwd<kSpec, kTile>(p);",
+            params: crate::forward::entry_params(&self.spec),
+            call: &format!("rdna::fwd<kSpec, kTile>({});", crate::forward::entry_argument(&self.spec)),
         };
         crate::source(&entry, RDNA)
     }

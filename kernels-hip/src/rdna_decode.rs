@@ -82,6 +82,7 @@ fn spec(problem: &FwdProblem) -> CdnaSpec {
         mask: MaskKind::Band,
         sink_columns: true,
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
+        masks: false,
         dropout: false,
     }
 }

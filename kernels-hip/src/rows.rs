@@ -39,7 +39,6 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         headers.extend([
             fmha_core::cache_update::header(),
             fmha_core::lists::header(),
-            fmha_core::masks::header(),
             fmha_core::small_outputs::header(),
         ]);
         headers

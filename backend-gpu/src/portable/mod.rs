@@ -3,6 +3,7 @@
 mod combine;
 mod simt;
 pub(crate) mod small;
+pub mod tile_list;
 pub mod update;
 
 pub use combine::Combine;

@@ -6,6 +6,7 @@ namespace fmha {
 
 // A call without masks as data.
 struct NoMasks {
+  static constexpr bool all = true;
   FMHA_DEVICE bool sees(const SeqSpan&, int32_t, int32_t, int32_t) const { return true; }
 };
 

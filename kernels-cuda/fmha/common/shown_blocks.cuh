@@ -6,6 +6,7 @@
 #include <fmha/common/data_keys.cuh>
 #include <fmha/mma/fragment.cuh>
 #include <fmha/score.h>
+#include <fmha/shown_pairs.h>
 #include <fmha/tile_list.h>
 
 namespace fmha {
@@ -22,21 +23,6 @@ struct RowBits {
     return count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
   }
   static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
-};
-
-// Masks that decide on a pair, asked alone. `has_function`: a mask as code joins the masks as data.
-template <bool has_function>
-struct ShownPairs {
-  static constexpr bool all = false, has_classes = false, has_tile_list = false;
-  DataMasks masks;
-  const FwdParams& p;
-
-  FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
-    if constexpr (!has_function) return masks.sees(span, i_head, i, j);
-    const DataMasks::Shown shown = masks.shown(span, i_head, i, j);
-    return shown == DataMasks::Shown::Full ||
-           (shown == DataMasks::Shown::Asked && Functions::of(p, span, i_head).shows({i, j}));
-  }
 };
 
 template <bool has_function>

@@ -1,6 +1,7 @@
 // Modifiers that a call decides on at run time, for a fragment of scores at once: of all of them there is one kernel.
 #pragma once
 #include <fmha/isa/num.h>
+#include <fmha/mask_data.h>
 #include <fmha/score.h>
 
 namespace fmha {
@@ -14,12 +15,23 @@ struct VectorUnit {
 // functions.
 FMHA_DEVICE bool is_hidden(float score) { return code::kIsGiven && score == -infinity(); }
 
-// Whether the call's functions show a pair. `product()`: its scaled product, for which a score asks.
-template <class Product>
+// Whether the call's functions show a pair. `product()`: its scaled product, for which a score asks. `hides`: the mask
+// is asked, too.
+template <bool hides = true, class Product>
 FMHA_DEVICE bool functions_show(const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair, Product product) {
   if constexpr (!code::kIsGiven) return true;
-  return Functions::of(p, span, i_head).template at<ExactTanh>(pair, product(), 1.f).score != -infinity();
+  return Functions::of(p, span, i_head).template at<ExactTanh, hides>(pair, product(), 1.f).score != -infinity();
 }
+// Whether masks as data and the call's functions show a pair; full blocks ask no mask as code.
+template <class Product>
+FMHA_DEVICE bool masks_show(const DataMasks& masks, const FwdParams& p, const SeqSpan& span, int32_t i_head, Pair pair,
+                            Product product) {
+  const DataMasks::Shown shown = masks.shown(span, i_head, pair.i(), pair.j());
+  if (shown == DataMasks::Shown::No) return false;
+  if (shown == DataMasks::Shown::Full) return functions_show<false>(p, span, i_head, pair, product);
+  return functions_show(p, span, i_head, pair, product);
+}
+
 // Q[i] . K[j] over the head dimension, scaled.
 template <DType dtype_q, DType dtype_k>
 FMHA_DEVICE float scaled_product(const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t i_head,
@@ -48,7 +60,7 @@ FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSp
   }
 }
 
-template <class Tanh, class Map, class Fragment>
+template <class Tanh, bool hides, class Map, class Fragment>
 FMHA_DEVICE void map_given(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
   if (!Map::given(p)) return;
   const Map map = Map::of(p, span, i_head);
@@ -56,7 +68,9 @@ FMHA_DEVICE void map_given(Fragment fragment, const FwdParams& p, const SeqSpan&
 #pragma unroll
   for (int e = 0; e < Fragment::count; ++e) {
     const bool hidden = !Map::is_first && is_hidden(fragment.at(e));
-    const Scored x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
+    Scored x;
+    if constexpr (Map::is_first) x = map.template at<Tanh, hides>(fragment.pair(e), fragment.at(e), 1.f);
+    else x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
     fragment.set(e, hidden ? -infinity() : x.score);
     fragment.multiply_slope(e, hidden ? 0.f : x.slope);
   }
@@ -72,10 +86,10 @@ FMHA_DEVICE void add_given(Fragment fragment, const FwdParams& p, const SeqSpan&
     fragment.add(e, is_hidden(fragment.at(e)) ? 0.f : x);
   }
 }
-template <class Tanh, class Fragment, class... Map, class... Term>
+template <class Tanh, bool hides, class Fragment, class... Map, class... Term>
 FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head, List<Map...>, List<Term...>) {
-  (map_given<Tanh, Map>(fragment, p, span, i_head), ...);
+  (map_given<Tanh, hides, Map>(fragment, p, span, i_head), ...);
   if (ElementBias::given(p)) {
     switch (dtype_bias) {
       case DType::F16: add_elements<f16>(fragment, p, span, i_head); break;
@@ -88,11 +102,12 @@ FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype
 
 // Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in natural units
 // (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term by `add(e, x)`.
-// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers.
-template <class Tanh, class Fragment>
+// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers. `hides`: a
+// mask as code is asked; else lists of tiles have it, and it is asked behind the scores of tiles that are cut.
+template <class Tanh, bool hides = true, class Fragment>
 FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head) {
-  apply_given<Tanh>(fragment, p, dtype_bias, span, i_head, Maps{}, Terms{});
+  apply_given<Tanh, hides>(fragment, p, dtype_bias, span, i_head, Maps{}, Terms{});
 }
 
 }  // namespace fmha

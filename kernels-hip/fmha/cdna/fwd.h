@@ -67,6 +67,16 @@ FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range
 }
 
 template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE WalkOf<spec> walk_of(const Job& job, Range queries, int32_t m_block) {
+  if constexpr (spec.masks) {
+    const int32_t past_end = ceil_div(job.span.seqlen_k, tile.block_n);
+    return ListWalk::of(reload_params<MaskedCdnaParams>().list, job.span.i_batch, job.i_head, m_block, past_end);
+  } else {
+    return TileWalk::of<spec, tile>(job, queries);
+  }
+}
+
+template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds& lds, int32_t m_block, int32_t i_head,
                           int32_t i_batch) {
   using C = Config<spec, tile>;
@@ -92,7 +102,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   wave.subtracted = false;
   wave.odd_key_sum = 0.f;
 
-  const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
+  const auto walk = walk_of<spec, tile>(job, queries, m_block);
   bool hidden = false;
   if (walk.num_tiles > 0) {
     // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a
@@ -108,7 +118,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   if (hidden) {
 #pragma nounroll
     for (int32_t n = 0; n < walk.num_tiles; ++n) {
-      add_back_nonfinite<spec, tile>(wave, then, job, queries, walk.tile_at(n) * tile.block_n);
+      if (!is_partly_masked<spec, tile>(job, queries, walk, n)) continue;
+      add_back_nonfinite<spec, tile>(wave, then, job, walk.tile_at(n) * tile.block_n);
     }
   }
 }

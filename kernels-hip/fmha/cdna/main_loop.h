@@ -87,10 +87,15 @@ FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
 
+// The walk over keys: under masks as data by a list that a launch before has made.
+template <CdnaSpec spec>
+using WalkOf = typename Choose<spec.masks, ListWalk, TileWalk>::type;
+
 // All waves of a workgroup run the same steps: there are barriers inside.
 template <CdnaSpec spec, CdnaTile tile>
 class MainLoop {
   using C = Config<spec, tile>;
+  using Walk = WalkOf<spec>;
 #if defined(__gfx950__)
   using K = typename Choose<C::direct_k, DirectLoad<typename C::KMatrix, tile.block_n, C::num_threads>, KLoad<spec, tile>>::type;
   using V = typename Choose<C::direct_v, DirectLoad<typename C::VMatrix, tile.block_n, C::num_threads>, VLoad<spec, tile>>::type;
@@ -105,7 +110,7 @@ class MainLoop {
 
  public:
   FMHA_DEVICE MainLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
-                       Range queries, const TileWalk& walk)
+                       Range queries, const Walk& walk)
       : wave_(wave), lds_(lds), p_(p), job_(job), queries_(queries), walk_(walk), k_cursor_(k_cursor<spec, tile>(p, job)),
         v_cursor_(v_cursor<spec, tile>(p, job)) {
     k_cursor_.advance(walk.tile_at(0));
@@ -176,13 +181,17 @@ class MainLoop {
       return;
     }
     visible_to_all_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
-      return !is_partly_masked<spec, tile>(job_, queries_, first_key(n));
+      return !is_partly_masked<spec, tile>(job_, queries_, walk_, n);
     });
   }
 
   // Modifiers, and the mask where this wave's part of the tile needs one; other waves' edges cost it nothing.
   FMHA_DEVICE void modify_and_mask(Scores<spec, tile>& s, int32_t n) const {
     if constexpr (spec.modifies) modify<spec, tile>(s, p_, job_, wave_, first_key(n));
+    if constexpr (spec.masks) {
+      if (walk_.is_cut(n)) mask_by_data<spec, tile>(s, job_, wave_, first_key(n));
+      return;
+    }
     const bool whole = spec.sink_columns ? needs_no_mask<spec, tile>(job_, wave_, first_key(n)) : unmasked_.has(n);
     if (!whole) mask<spec, tile>(s, job_, wave_, first_key(n));
   }
@@ -190,7 +199,7 @@ class MainLoop {
   FMHA_DEVICE void hide(typename C::VMatrix& v, int32_t n) {
     if constexpr (spec.mask == MaskKind::Full) return;
     const bool visible_to_all =
-        spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, first_key(n)) : visible_to_all_.has(n);
+        spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, walk_, n) : visible_to_all_.has(n);
     if (!visible_to_all && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
   }
 
@@ -383,7 +392,7 @@ class MainLoop {
   const CdnaParams& p_;
   const Job& job_;
   Range queries_;
-  const TileWalk& walk_;
+  const Walk& walk_;
   int32_t had_nonfinite_ = 0;
   Steps unmasked_, visible_to_all_;  // where this wave needs no mask; where every query of the workgroup sees every key
   uint32_t wave_bytes_;  // offset of this wave's fragments among those that all threads load at once

@@ -34,9 +34,12 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
   return word & ~((nonfinite_elems<dtype>(word) >> (bits - 1)) * ((1u << bits) - 1));
 }
 
-template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_key) {
+// Whether the n-th tile of a walk may be masked in part.
+template <CdnaSpec spec, CdnaTile tile, class Walk>
+FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& walk, int32_t n) {
   if constexpr (code::kIsGiven) return true;
+  if constexpr (spec.masks) return walk.is_cut(n);
+  const int32_t first_key = walk.tile_at(n) * tile.block_n;
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
@@ -72,10 +75,10 @@ FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
 // Adds the zeroed values of V to the queries that see their keys, after O is written, one element after another; only
 // inputs with NaN or infinity get here.
 template <CdnaSpec spec, CdnaTile tile>
-FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job, Range queries,
-                                int32_t first_key) {
+FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job,
+                                    int32_t first_key) {
   const FwdParams& p = params.fwd;
-  if (!is_partly_masked<spec, tile>(job, queries, first_key) || wave.query >= job.span.seqlen_q) return;
+  if (wave.query >= job.span.seqlen_q) return;
   const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) *
                       (p.scale_o ? *p.scale_o : 1.f);
   const int64_t o = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
@@ -87,7 +90,12 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
       return scaled_product<spec.dtype_qk, spec.dtype_qk>(p, KvKind::Packed, job.span, job.i_head, job.i_head_kv,
                                                           params.head_dim_qk, wave.query, key);
     };
-    if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    if constexpr (spec.masks) {
+      const DataMasks masks = {reload_params<MaskedCdnaParams>().masks};
+      if (!masks_show(masks, p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    } else if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) {
+      continue;
+    }
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
     // This lane has written these elements of O itself, so it needs no synchronisation to read them.
 #pragma nounroll

@@ -28,11 +28,12 @@ struct BlockOfScores {
 };
 
 // A block of raw scores becomes one of natural scores. `first_key` is the lane's.
+template <bool hides = true>
 FMHA_DEVICE void modify_block(Acc& scores, const CdnaParams& params, const ScorePlace& at, float scale,
                               int32_t first_key) {
   scores *= scale;
   const SeqSpan span = {at.i_batch, 0, 0, at.seqlen_q, 0, at.seqlen_k};
-  apply_given<Tanh>(BlockOfScores{scores, at.query, first_key}, params.fwd, DType(params.dtype_bias), span, at.i_head);
+  apply_given<Tanh, hides>(BlockOfScores{scores, at.query, first_key}, params.fwd, DType(params.dtype_bias), span, at.i_head);
 }
 
 }  // namespace fmha::cdna

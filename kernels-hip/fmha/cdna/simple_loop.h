@@ -143,7 +143,7 @@ class SimpleLoop {
 
  public:
   FMHA_DEVICE SimpleLoop(Wave<spec, tile>& wave, typename C::Lds& lds, const CdnaParams& p, const Job& job,
-                         Range queries, const TileWalk& walk)
+                         Range queries, const WalkOf<spec>& walk)
       : wave_(wave), stage_(lds.stage[0]), job_(job), queries_(queries), walk_(walk), tiles_(p, job) {}
 
   // Runs the loop as `MainLoop::run` does.
@@ -163,17 +163,21 @@ class SimpleLoop {
       tiles_.store_to_lds(p, i_tile, stage_);
       if (n + 1 < walk_.num_tiles) tiles_.issue_loads(walk_.tile_at(n + 1), stage_);
       s_barrier();
-      hidden |= is_partly_masked<spec, tile>(job_, queries_, first_key) && zero_nonfinite<spec, tile>(stage_.v);
-      process_tile(p, first_key);
+      hidden |= is_partly_masked<spec, tile>(job_, queries_, walk_, n) && zero_nonfinite<spec, tile>(stage_.v);
+      process_tile(p, n, first_key);
     }
     return hidden;
   }
 
  private:
-  FMHA_DEVICE void process_tile(const CdnaParams& p, int32_t first_key) {
+  FMHA_DEVICE void process_tile(const CdnaParams& p, int32_t n, int32_t first_key) {
     Scores<spec, tile> s = scores<spec, tile>(wave_, stage_.k);
     modify<spec, tile>(s, p, job_, wave_, first_key);
-    if (!needs_no_mask<spec, tile>(job_, wave_, first_key)) mask<spec, tile>(s, job_, wave_, first_key);
+    if constexpr (spec.masks) {
+      if (walk_.is_cut(n)) mask_by_data<spec, tile>(s, job_, wave_, first_key);
+    } else if (!needs_no_mask<spec, tile>(job_, wave_, first_key)) {
+      mask<spec, tile>(s, job_, wave_, first_key);
+    }
     raise_row_max<spec, tile>(wave_, job_, max_of<spec, tile>(wave_, s));
     subtract_first<spec, tile>(s, wave_, job_);
     const PFrags<spec, tile> p_frags = probabilities<spec, tile>(s, wave_, p, job_, first_key);
@@ -184,7 +188,7 @@ class SimpleLoop {
   typename C::Stage& stage_;
   const Job& job_;
   Range queries_;
-  const TileWalk& walk_;
+  const WalkOf<spec>& walk_;
   TilesOfKeys tiles_;
 };
 

@@ -9,7 +9,10 @@
 #include <fmha/online_softmax.h>
 #include <fmha/dropout.h>
 #include <fmha/range.h>
+#include <fmha/amd/mask_lanes.h>
 #include <fmha/cdna/score.h>
+#include <fmha/isa/sched.h>
+#include <fmha/shown_words.h>
 
 namespace fmha::cdna {
 
@@ -137,7 +140,34 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
                             job.span.seqlen_k};
 #pragma unroll
   for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
-    modify_block(s[n], p, place, job.scale, first_key + n * kEdge + acc_row(0, lane_half()));
+    modify_block<!spec.masks>(s[n], p, place, job.scale, first_key + n * kEdge + acc_row(0, lane_half()));
+  }
+}
+
+// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+  constexpr int blocks = Config<spec, tile>::n_tiles;
+  const MaskedCdnaParams& p = reload_params<MaskedCdnaParams>();
+  const int32_t last_query = job.span.seqlen_q - 1, query = min(wave.query, last_query);
+  const Range rows = {min(wave.first_query, last_query), min(wave.first_query + kEdge, job.span.seqlen_q)};
+  const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
+  const auto shown = masks.template of_query<blocks>(job.span, job.i_head, query, rows, first_key);
+  const int32_t first = first_key + acc_row(0, lane_half());
+#pragma unroll
+  for (int n = 0; n < blocks; ++n) {
+    const uint32_t seen = shown.seen[n] >> acc_row(0, lane_half()), full = shown.full[n] >> acc_row(0, lane_half());
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int32_t row = acc_row(i, 0), key = first + n * kEdge + row;
+      bool sees = key < job.span.seqlen_k && visible(job.band, query, key) && (seen >> row & 1);
+      if constexpr (code::kIsGiven) {
+        // No branch: clang 22 lets one around the function hide pairs that it shows.
+        const uint32_t by_function = Functions::of(p.cdna.fwd, job.span, job.i_head).shows({query, key});
+        sees &= ((full >> row | by_function) & 1) != 0;
+      }
+      s[n][i] = sees ? s[n][i] : -infinity();
+    }
   }
 }
 

@@ -147,7 +147,12 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaPara
       return scaled_product<spec.dtype_qk, spec.dtype_qk>(p, KvKind::Packed, job.span, job.i_head, job.i_head_kv,
                                                           params.head_dim_qk, wave.query, key);
     };
-    if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    if constexpr (spec.masks) {
+      const DataMasks masks = {reload_params<MaskedCdnaParams>().masks};
+      if (!masks_show(masks, p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    } else if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) {
+      continue;
+    }
     const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
 #pragma nounroll
     for (int32_t dim = lane_half(); dim < params.head_dim_v; dim += 2) {

@@ -40,9 +40,23 @@ struct TileWalk {
   FMHA_DEVICE int32_t tile_at(int32_t n) const { return n < num_sink_tiles ? n : first_tile + n - num_sink_tiles; }
 };
 
+// The walk over keys: under masks as data by a list that a launch before has made.
 template <CdnaSpec spec, RdnaTile tile>
-FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, int32_t first_key) {
+FMHA_DEVICE auto walk_of(const Job& job, Range queries, int32_t m_block) {
+  if constexpr (spec.masks) {
+    const int32_t past_end = ceil_div(job.span.seqlen_k, tile.block_n);
+    return ListWalk::of(reload_params<MaskedCdnaParams>().list, job.span.i_batch, job.i_head, m_block, past_end);
+  } else {
+    return TileWalk::of<spec, tile>(job, queries);
+  }
+}
+
+// Whether the n-th tile of a walk may be masked in part.
+template <CdnaSpec spec, RdnaTile tile, class Walk>
+FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& walk, int32_t n) {
   if constexpr (code::kIsGiven) return true;
+  if constexpr (spec.masks) return walk.is_cut(n);
+  const int32_t first_key = walk.tile_at(n) * tile.block_n;
   if constexpr (spec.mask == MaskKind::Full) return false;
   return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
 }
@@ -91,7 +105,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
 #pragma unroll
   for (int d = 0; d < C::d_blocks; ++d) wave.o[d] = Acc{};
 
-  const TileWalk walk = TileWalk::of<spec, tile>(job, queries);
+  const auto walk = walk_of<spec, tile>(job, queries, m_block);
   uint32_t zeroed = 0;
 #pragma nounroll
   for (int32_t n = 0; n < walk.num_tiles; ++n) {
@@ -106,9 +120,11 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
                                       params.head_dim_qk));
     zeroed |= copy_v<spec, tile>(lds.v, rows_of(p.v, span.i_batch, first, job.i_head_kv, p.v.dim, C::v_bytes, num_keys,
                                                 params.head_dim_v),
-                                 is_partly_masked<spec, tile>(job, queries, first_key));
+                                 is_partly_masked<spec, tile>(job, queries, walk, n));
     s_barrier();
-    tile_step<spec, tile>(wave, lds, params, job, first_key, AllColumns{});
+    bool is_cut = true;
+    if constexpr (spec.masks) is_cut = walk.is_cut(n);
+    tile_step<spec, tile>(wave, lds, params, job, first_key, AllColumns{}, is_cut);
   }
   // Every wave must know whether any has zeroed values: each has its own word.
   const bool wave_zeroed = v_cmp_ballot(zeroed != 0) != 0;
@@ -123,9 +139,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& params, typename Config<spec, tile>:
     if (v_readfirstlane_b32(any)) {
 #pragma nounroll
       for (int32_t n = 0; n < walk.num_tiles; ++n) {
-        const int32_t first_key = walk.tile_at(n) * tile.block_n;
-        if (is_partly_masked<spec, tile>(job, queries, first_key)) {
-          add_back_nonfinite<spec, tile>(wave, then, job, first_key);
+        if (is_partly_masked<spec, tile>(job, queries, walk, n)) {
+          add_back_nonfinite<spec, tile>(wave, then, job, walk.tile_at(n) * tile.block_n);
         }
       }
     }

@@ -4,6 +4,7 @@
 //   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
 //   O^T += V^T P^T
 #pragma once
+#include <fmha/amd/mask_lanes.h>
 #include <fmha/amd/score.h>
 #include <fmha/dropout.h>
 #include <fmha/isa/sched.h>
@@ -11,6 +12,7 @@
 #include <fmha/online_softmax.h>
 #include <fmha/range.h>
 #include <fmha/rdna/load.h>
+#include <fmha/shown_words.h>
 
 namespace fmha::rdna {
 
@@ -112,7 +114,7 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const J
                         int32_t first_key) {
   const TileOfScores<spec, tile> scores = {s, min(wave.query, job.span.seqlen_q - 1),
                                            first_key + acc_row(0, lane_half(opaque_thread_idx()))};
-  apply_given<ExactTanh>(scores, params.fwd, DType(params.dtype_bias), job.span, wave.i_head);
+  apply_given<ExactTanh, !spec.masks>(scores, params.fwd, DType(params.dtype_bias), job.span, wave.i_head);
 }
 
 template <CdnaSpec spec, RdnaTile tile, class Job>
@@ -126,6 +128,34 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int3
     static_assert(tile.block_n <= 32, "a tile's keys are the bits of a word");
     const uint32_t seen = job.in_tree(query, first_key);
     for_each_score<spec, tile>(s, 0, [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
+  }
+}
+
+// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
+template <CdnaSpec spec, RdnaTile tile, class Job>
+FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+  constexpr int words = max(tile.block_n / 32, 1);
+  const MaskedCdnaParams& p = reload_params<MaskedCdnaParams>();
+  const int32_t last_query = job.span.seqlen_q - 1, query = min(wave.query, last_query);
+  const Range rows = {min(wave.queries.begin, last_query), min(wave.queries.end, job.span.seqlen_q)};
+  const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
+  const auto shown = masks.template of_query<words>(job.span, wave.i_head, query, rows, first_key);
+  const int own = acc_row(0, lane_half(opaque_thread_idx()));
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
+    const int shift = n * kEdge % 32 + own;
+    const uint32_t seen = shown.seen[n * kEdge / 32] >> shift, full = shown.full[n * kEdge / 32] >> shift;
+#pragma unroll
+    for (int i = 0; i < kAccElems; ++i) {
+      const int32_t row = acc_row(i, 0), key = first_key + own + n * kEdge + row;
+      bool sees = key < job.span.seqlen_k && visible(job.band, query, key) && (seen >> row & 1);
+      if constexpr (code::kIsGiven) {
+        // No branch: clang 22 lets one around the function hide pairs that it shows.
+        const uint32_t by_function = Functions::of(p.cdna.fwd, job.span, wave.i_head).shows({query, key});
+        sees &= ((full >> row | by_function) & 1) != 0;
+      }
+      s[n][i] = sees ? s[n][i] : -infinity();
+    }
   }
 }
 
@@ -219,15 +249,19 @@ FMHA_DEVICE void weighted_values(Wave<spec, tile>& wave, const Scores<spec, tile
   }
 }
 
-// `columns`: how waves that share columns meet.
+// `columns`: how waves that share columns meet. `is_cut`: of a tile under masks as data.
 template <CdnaSpec spec, RdnaTile tile, class Job, class Columns>
 FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, tile>::Lds& lds, const CdnaParams& p,
-                           const Job& job, int32_t first_key, const Columns& columns) {
+                           const Job& job, int32_t first_key, const Columns& columns, bool is_cut = true) {
   Scores<spec, tile> s = scores<spec, tile>(wave, lds.k);
   columns.add_others(s);
   for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return x * job.scale; });
   if constexpr (spec.modifies) modify<spec, tile>(s, p, job, wave, first_key);
-  if (!needs_no_mask<spec, tile>(job, wave.queries, first_key)) mask<spec, tile>(s, job, wave.query, first_key);
+  if constexpr (spec.masks) {
+    if (is_cut) mask_by_data<spec, tile>(s, job, wave, first_key);
+  } else if (!needs_no_mask<spec, tile>(job, wave.queries, first_key)) {
+    mask<spec, tile>(s, job, wave.query, first_key);
+  }
   raise_row_max<spec, tile>(wave, s);
   probabilities<spec, tile>(s, wave, job);
   if constexpr (spec.dropout) drop<spec, tile>(s, p, job, wave, first_key);

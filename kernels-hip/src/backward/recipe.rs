@@ -1,11 +1,14 @@
-//! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows.
+//! The recipe of the backward kernels, `cdna_bwd` and `rdna_bwd`: launches of products between two by rows, and under
+//! masks as data launches before them, which make lists of tiles.
 
-use crate::backward::{Backward, MatrixBwdTile, Unit, accept, num_threads};
+use crate::backward::{Backward, MaskedBwdParams, MatrixBwdTile, Unit, accept, num_threads};
 use crate::rows;
 use fmha_core::fields::knob_values;
-use fmha_core::spec::BwdSpec;
+use fmha_core::masks::mask_data_params;
+use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::{TileClass, TileOptions};
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, Workspace, bind};
+use fmha_gpu::tile_list::{TileList, TileListPlan};
 use fmha_gpu::{
     About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows,
 };
@@ -13,7 +16,12 @@ use fmha_gpu::{
 use crate::device::{Amd, DeviceFacts, launch};
 
 /// The backward on matrix instructions.
-pub(crate) struct Products<U>(Backward<U>);
+pub(crate) struct Products<U> {
+    kernel: Backward<U>,
+    /// Lists of tiles under masks as data, and which of them each launch of products walks.
+    lists: Vec<TileListPlan>,
+    list_of_launch: Vec<usize>,
+}
 
 impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
     type Tile = Backward<U>;
@@ -24,7 +32,13 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         let class = |problem: &ValidBwd, _: &PlanOptions| {
             TileClass::of_bwd(problem, &BwdSpec { deterministic: true, ..BwdSpec::of(problem) })
         };
-        About { tiles: Some(Tiles { class, ..tiles }), computes_code: true, ..About::new(U::NAME) }
+        About {
+            tiles: Some(Tiles { class, ..tiles }),
+            computes_code: true,
+            reads_masks: true,
+            computes_code_beside_masks: true,
+            ..About::new(U::NAME)
+        }
     }
 
     fn own_tiles(
@@ -48,9 +62,26 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
     fn plan(
         kernel: Backward<U>,
         problem: &ValidBwd,
-        _: &DeviceFacts,
+        facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
+        let fwd = problem.fwd();
+        let (bytes, zeroed_bytes) = kernel.workspace_bytes();
+        let mut workspace = Workspace { bytes, zeroed_bytes };
+        let (mut lists, mut list_of_launch) = (Vec::<TileListPlan>::new(), Vec::new());
+        for (of, block) in kernel.tiles.iter().filter_map(|tile| kernel.list(tile)) {
+            let place = lists.iter().position(|list| list.is_of(of, block));
+            list_of_launch.push(place.unwrap_or(lists.len()));
+            if place.is_none() {
+                let list;
+                (list, workspace) = TileListPlan::new(fwd, of, block, workspace)
+                    .map_err(|text| Refusal::new(U::NAME, text))?;
+                lists.push(list);
+            }
+        }
+        let (spec, has_function) = (FwdSpec::of(fwd), fwd.code.mask.is_some());
+        let list_launches: Vec<_> =
+            lists.iter().map(|list| list.launch(&spec, has_function, facts)).collect();
         let mut products = Vec::new();
         for tile in &kernel.tiles {
             let (workgroups, threads) = (Backward::<U>::workgroups(problem, tile), num_threads::<U>(tile));
@@ -71,19 +102,24 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         let stats = by_rows(Stage::Prepare, U::STATS, kernel.stats_source(), kernel.stats_workgroups());
         let rest = by_rows(Stage::Repair, U::REST, kernel.rest_source(), kernel.rest_workgroups(problem));
         let main = products.remove(0);
-        let (bytes, zeroed_bytes) = kernel.workspace_bytes();
+        let mut details = kernel.details();
+        details.extend(lists.iter().map(|list| ("tile lists", list.words())));
         Ok(Choice {
-            launches: Launches::new([stats], main, products.into_iter().chain([rest])),
-            workspace: Workspace { bytes, zeroed_bytes },
+            launches: Launches::new(
+                [stats].into_iter().chain(list_launches),
+                main,
+                products.into_iter().chain([rest]),
+            ),
+            workspace,
             // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row.
             promises: deterministic_rows(),
-            details: kernel.details(),
-            kernel: Self(kernel),
+            details,
+            kernel: Self { kernel, lists, list_of_launch },
         })
     }
 
     fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
-        self.0.alignment(problem, operand)
+        self.kernel.alignment(problem, operand)
     }
 
     fn for_any_address(
@@ -92,21 +128,48 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> AnyAddress<ValidBwd, V> {
-        AnyAddress::by_element::<Self>(self.0.for_any_address(), problem, facts, options)
+        AnyAddress::by_element::<Self>(self.kernel.for_any_address(), problem, facts, options)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
-        let mut params = self.0.params(call.problem, &bind::bwd_params(call.problem, call.args), address);
+        let mut params =
+            self.kernel.params(call.problem, &bind::bwd_params(call.problem, call.args), address);
         let mut rows = params.bwd;
+        let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
+        let lists: Vec<TileList> = self.lists.iter().map(|plan| plan.at(address)).collect();
+        let mut unmade = lists.clone().into_iter();
+        let mut of_launches = self.list_of_launch.iter();
         for step in steps.iter() {
-            let argument = match step.stage {
-                Stage::Prepare | Stage::Repair => (&raw mut rows).cast(),
-                _ => (&raw mut params).cast(),
-            };
-            // SAFETY: launches by rows take one BwdParams, those of products one MatrixBwdParams; core saw that its
-            // memory covers the problem, and the workspace is as large as the plan said.
-            unsafe { step.launch(&mut [argument], call.stream)? };
+            let is_masked = !lists.is_empty();
+            let count = if is_masked { 2 } else { 1 };
+            match step.stage {
+                Stage::Prepare | Stage::Repair => {
+                    let mut arguments = [(&raw mut rows).cast(), (&raw mut masks).cast()];
+                    // SAFETY: launches by rows take one BwdParams, and MaskDataParams under masks as data; core saw
+                    // that their memory covers the problem, and the workspace is as large as the plan said.
+                    unsafe { step.launch(&mut arguments[..count], call.stream)? };
+                }
+                Stage::ListTiles => {
+                    let Some(mut list) = unmade.next() else { continue };
+                    let mut arguments =
+                        [(&raw mut rows.fwd).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+                    // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; core saw that the memory covers
+                    // the problem, and the workspace is as large as the plan said.
+                    unsafe { step.launch(&mut arguments, call.stream)? };
+                }
+                _ if is_masked => {
+                    let list = of_launches.next().and_then(|&at| lists.get(at));
+                    let Some(&list) = list else { continue };
+                    let mut masked = MaskedBwdParams { bwd: params, masks, list };
+                    // SAFETY: under masks as data launches of products take one MaskedBwdParams; core saw that its
+                    // memory covers the problem, and the workspace is as large as the plan said.
+                    unsafe { step.launch(&mut [(&raw mut masked).cast()], call.stream)? };
+                }
+                // SAFETY: launches of products take one MatrixBwdParams; core saw that its memory covers the problem,
+                // and the workspace is as large as the plan said.
+                _ => unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? },
+            }
         }
         Ok(())
     }

@@ -1,13 +1,20 @@
-//! The recipe of the forward kernels, `cdna_fwd` and `rdna_fwd`: one launch, a tile of queries to a piece of work.
+//! The recipe of the forward kernels, `cdna_fwd` and `rdna_fwd`: one launch, a tile of queries to a piece of work, and
+//! under masks as data one before it, which makes lists of tiles.
 
 use fmha_core::fields::{Fields, knob_values};
+use fmha_core::masks::mask_data_params;
 use fmha_core::source::KernelSource;
+use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdProblem, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
-use fmha_gpu::{About, AnyAddress, Choice, Kernel, Launch, Operand, Stage, Steps, Tiles, deterministic_rows};
+use fmha_gpu::tile_list::{TileListPlan, TileOf};
+use fmha_gpu::{
+    About, AnyAddress, Choice, Facts as _, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles,
+    deterministic_rows,
+};
 
 use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
-use crate::forward::params;
+use crate::forward::{MaskedCdnaParams, params};
 use crate::paths::LoadPath;
 
 /// A kernel whose pieces of work are tiles of queries, with all of their keys.
@@ -37,6 +44,9 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
     /// The kernel's tile.
     fn tile(&self) -> Self::Tile;
 
+    /// Queries and keys of a tile.
+    fn block(&self) -> [i32; 2];
+
     /// How Q, K and V are read.
     fn load(&self) -> LoadPath;
 
@@ -64,13 +74,18 @@ pub(crate) trait Whole: Copy + std::fmt::Debug + Send + Sync + 'static {
 
 /// The forward on matrix instructions.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Forward<K>(pub(crate) K);
+pub(crate) struct Forward<K> {
+    /// The kernel of tiles.
+    pub(crate) kernel: K,
+    /// Lists of the tiles of keys that tiles of queries see under masks as data.
+    pub(crate) list: Option<TileListPlan>,
+}
 
 impl<K: Whole> Forward<K> {
     /// Sets what of the launch depends on how many workgroups the device holds.
     pub(crate) fn lay_out(&self, device: Device, launch: &mut Launch, usage: Option<&ResourceUsage>) {
         launch.tiles_at_once = device.workgroups_at_once(usage, launch.grid.threads);
-        let workgroups = self.0.workgroups(launch.tiles, launch.tiles_at_once);
+        let workgroups = self.kernel.workgroups(launch.tiles, launch.tiles_at_once);
         launch.grid.groups = u32::try_from(workgroups).unwrap_or(u32::MAX);
     }
 }
@@ -79,7 +94,13 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
     type Tile = K;
 
     fn about() -> About<ValidFwd> {
-        About { computes_code: true, tiles: Some(K::tiles()), ..About::new(K::NAME) }
+        About {
+            computes_code: true,
+            reads_masks: true,
+            computes_code_beside_masks: true,
+            tiles: Some(K::tiles()),
+            ..About::new(K::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -111,26 +132,38 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
     fn plan(
         kernel: K,
         problem: &ValidFwd,
-        _: &DeviceFacts,
+        facts: &DeviceFacts,
         _: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let (tiles, threads) = (kernel.num_tiles(problem), kernel.num_threads());
+        let list = (!problem.masks.is_empty())
+            .then(|| TileListPlan::new(problem, TileOf::Queries, kernel.block(), Workspace::NONE))
+            .transpose()
+            .map_err(|text| Refusal::new(K::NAME, text))?;
+        let (list, workspace) = list.map_or((None, Workspace::NONE), |(list, bytes)| (Some(list), bytes));
+        let has_function = problem.code.mask.is_some();
+        let lists = list.map(|list| list.launch(&FwdSpec::of(problem), has_function, facts));
+        let mut details = kernel.details();
+        details.extend(list.map(|list| ("tile lists", list.words())));
         Ok(Choice {
-            launches: launch(Stage::Main, K::NAME, kernel.source(), tiles, threads).into(),
-            workspace: Workspace::NONE,
+            launches: Launches::new(lists, launch(Stage::Main, K::NAME, kernel.source(), tiles, threads), []),
+            workspace,
             // A row is one wave's, its keys in one order, and every tile's maxima are taken.
             promises: deterministic_rows(),
-            details: kernel.details(),
-            kernel: Self(kernel),
+            details,
+            kernel: Self { kernel, list },
         })
     }
 
     fn lay_out(&self, facts: &DeviceFacts, launch: &mut Launch, usage: Option<&ResourceUsage>) {
-        Self::lay_out(self, facts.device, launch, usage);
+        match launch.stage {
+            Stage::Main => Self::lay_out(self, facts.device, launch, usage),
+            _ => facts.lay_out(launch, usage),
+        }
     }
 
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
-        self.0.alignment(problem, operand)
+        self.kernel.alignment(problem, operand)
     }
 
     fn for_any_address(
@@ -139,12 +172,28 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> AnyAddress<ValidFwd, V> {
-        AnyAddress::by_element::<Self>(self.0.for_any_address(problem), problem, facts, options)
+        AnyAddress::by_element::<Self>(self.kernel.for_any_address(problem), problem, facts, options)
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
-        let mut params = params(call.problem, &bind::fwd_params(call.problem, call.args));
-        // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the problem.
-        unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) }
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        let mut params = params(call.problem, &whole);
+        let Some(list) = self.list.map(|plan| plan.at(whole.workspace.0)) else {
+            // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the
+            // problem.
+            return unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) };
+        };
+        let masks = mask_data_params(call.problem, &call.args.masks);
+        let mut masked = MaskedCdnaParams { cdna: params, masks, list };
+        if let Some(lists) = steps.at(Stage::ListTiles) {
+            let (mut masks, mut list) = (masks, list);
+            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; core saw that the memory covers the
+            // problem, and that the workspace is as large as the plan says.
+            unsafe { lists.launch(&mut arguments, call.stream)? };
+        }
+        // SAFETY: under masks as data the kernel takes one MaskedCdnaParams; core saw that its memory covers the
+        // problem.
+        unsafe { steps.main().launch(&mut [(&raw mut masked).cast()], call.stream) }
     }
 }

@@ -65,7 +65,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
             );
         }
         let places = Places::of(K::WIDENED, problem)?;
-        Ok(Self { reader: Forward(kernel), wide, places, tile_from })
+        Ok(Self { reader: Forward { kernel, list: None }, wide, places, tile_from })
     }
 
     fn plan(
@@ -75,7 +75,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let Self { reader, wide, places, tile_from } = &kernel;
-        let mut choice = <Forward<K> as Kernel<ValidFwd, V>>::plan(reader.0, wide, facts, options)?;
+        let mut choice = <Forward<K> as Kernel<ValidFwd, V>>::plan(reader.kernel, wide, facts, options)?;
         let (stored, bytes) = (problem.stored_k(), places.bytes);
         let words = format!("widened from {stored} in {bytes} bytes of the workspace, read by {}", K::NAME);
         choice.details.insert(1, tile_from.detail());
@@ -96,7 +96,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
 
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         // K and V are read by elements, wherever they lie.
-        self.reader.0.alignment(problem, operand)
+        self.reader.kernel.alignment(problem, operand)
     }
 
     fn for_any_address(
@@ -105,8 +105,8 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> AnyAddress<ValidFwd, V> {
-        let other = self.reader.0.for_any_address(&self.wide);
-        let other = other.map(|other| Self { reader: Forward(other), ..self.clone() });
+        let other = self.reader.kernel.for_any_address(&self.wide);
+        let other = other.map(|other| Self { reader: Forward { kernel: other, list: None }, ..self.clone() });
         AnyAddress::by_element::<Self>(other, problem, facts, options)
     }
 

@@ -19,6 +19,7 @@
 #pragma once
 #include <fmha/blocks.h>
 #include <fmha/bwd.h>
+#include <fmha/amd/mask_lanes.h>
 #include <fmha/cdna/bwd/tile.h>
 #include <fmha/cdna/span.h>
 #include <fmha/isa/sched.h>

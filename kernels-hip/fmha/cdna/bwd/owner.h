@@ -40,7 +40,13 @@ struct Owner {
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i] = v_exp_f32(v_fma_f32(s[i], to_log2, -stats.lse_log2(i)));
     // A hidden dP may be NaN, and 0 times that is NaN.
-    if (edge) {
+    if constexpr (spec.masks) {
+      if (edge) {
+        const uint32_t shown = pairs.shown(at);
+        Pairs<U>::hide(s, shown);
+        if constexpr (C::makes_ds) Pairs<U>::hide(dp, shown);
+      }
+    } else if (edge) {
       pairs.hide(s, at);
       if constexpr (C::makes_ds) pairs.hide(dp, at);
     }

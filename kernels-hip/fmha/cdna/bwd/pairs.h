@@ -5,6 +5,7 @@
 #include <fmha/cdna/bwd/rest.h>
 #include <fmha/dropout.h>
 #include <fmha/mask.h>
+#include <fmha/shown_words.h>
 
 namespace fmha::cdna::bwd {
 
@@ -42,6 +43,42 @@ struct Pairs {
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;
   }
 
+  // The same under masks as data, and a mask as code beside them: a bit to each of a lane's pairs. The whole wave asks.
+  FMHA_DEVICE uint32_t shown(const PairPlace& at) const {
+    const MaskedBwdParams& p = reload_params<MaskedBwdParams>();
+    const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
+    // The first lane has the first own row, and its first register the first walked one.
+    const int32_t first_own = v_readfirstlane_b32(at.own), first_walked = v_readfirstlane_b32(at.walked);
+    ShownBits<1> words;
+    if constexpr (queries_own) {
+      const Range rows = {first_own, min(first_own + U::edge, span.seqlen_q)};
+      words = masks.template of_query<1>(span, i_head, min(at.own, span.seqlen_q - 1), rows, first_walked);
+    } else {
+      const Range keys = {first_own, min(first_own + U::edge, span.seqlen_k)};
+      words = masks.of_key(span, i_head, min(at.own, span.seqlen_k - 1), keys, first_walked);
+    }
+    const int32_t own_row = at.walked - first_walked;
+    const uint32_t seen = words.seen[0] >> own_row, full = words.full[0] >> own_row;
+    uint32_t shown = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int32_t row = U::walked_row(i, 0);
+      const Pair pair = pair_of(at, i);
+      uint32_t is_shown = seen >> row & uint32_t(sees(pair));
+      if constexpr (code::kIsGiven) {
+        // No branch: clang 22 lets one around the function hide pairs that it shows.
+        const uint32_t by_function = Functions::of(p.bwd.bwd.fwd, span, i_head).shows(pair);
+        is_shown &= full >> row | by_function;
+      }
+      shown |= (is_shown & 1) << i;
+    }
+    return shown;
+  }
+  static FMHA_DEVICE void hide(PairValues& x, uint32_t shown) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[i] = shown >> i & 1 ? x[i] : 0.f;
+  }
+
   // A block of scores for `apply_given`.
   struct Fragment {
     static constexpr int count = 16;
@@ -60,7 +97,7 @@ struct Pairs {
     const MatrixBwdParams& params = reload_params<MatrixBwdParams>();
     s *= params.bwd.fwd.softmax_scale;
     slopes = PairValues{} + 1.f;
-    apply_given<typename U::Tanh>(Fragment{s, slopes, at}, params.bwd.fwd, DType(params.dtype_bias), span, i_head);
+    apply_given<typename U::Tanh, !spec.masks>(Fragment{s, slopes, at}, params.bwd.fwd, DType(params.dtype_bias), span, i_head);
   }
 
   // Which of a block's pairs dropout keeps, a bit to each. Parameters are reloaded for each call of the generator: kept

@@ -7,6 +7,7 @@
 //   hidden  rows with a sum that is not finite under a mask: a hidden NaN is multiplied by 0 there.
 #pragma once
 #include <fmha/cdna/bwd/tile.h>
+#include <fmha/shown_pairs.h>
 #include <fmha/simt/bwd.h>
 
 namespace fmha::cdna::bwd {
@@ -43,8 +44,8 @@ FMHA_DEVICE int32_t* has_far(const BwdParams& p, int32_t i_batch, int32_t i_head
 }
 
 // The launch before: rows in whole words, LSE +infinity and delta 0 past a length, so that products read them unasked.
-template <BwdSpec spec>
-FMHA_DEVICE void stats(const BwdParams& p) {
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void stats(const BwdParams& p, const Masks& masks = {}) {
   const int64_t at = simt::row_of_wave();
   const int32_t padded = int32_t(p.stats_batch);
   if (at >= int64_t(p.fwd.batch) * p.fwd.num_heads_q * padded) return;
@@ -52,7 +53,7 @@ FMHA_DEVICE void stats(const BwdParams& p) {
   const SeqSpan span =
       resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, int32_t(at / padded / p.fwd.num_heads_q));
   const int64_t stats = stats_offset(p, span, i_head, i);
-  if (i < span.seqlen_q) bwd_stats_row<spec, simt::Wave>(p, span, i_head, i);
+  if (i < span.seqlen_q) bwd_stats_row<spec, simt::Wave>(p, span, i_head, i, masks);
   if (simt::Wave::index() != 0) return;
   if (i >= span.seqlen_q) {
     p.lse_log2[stats] = infinity();
@@ -82,9 +83,9 @@ FMHA_DEVICE uint32_t rows_there(int32_t first, int32_t end) {
 }
 
 // The launch behind: words of queries, words of keys, then rows of dBias, then dSink.
-template <BwdSpec spec, bool splits_keys>
-FMHA_DEVICE void rest(const BwdParams& p) {
-  constexpr bool masks = hides_pairs(spec.fwd);
+template <BwdSpec spec, bool splits_keys, class Masks = NoMasks>
+FMHA_DEVICE void rest(const BwdParams& p, const Masks& masks = {}) {
+  constexpr bool hides = hides_pairs(spec.fwd) || !Masks::all;
   int64_t at = simt::row_of_wave();
   const auto place = [&](int32_t blocks, int32_t heads, int32_t& head, int32_t& first) {
     first = int32_t(at % blocks) * kRowsOfWord;
@@ -98,9 +99,9 @@ FMHA_DEVICE void rest(const BwdParams& p) {
     const int32_t i = first + simt::Wave::index() % kRowsOfWord;
     const bool is_far = i < span.seqlen_q && is_marked_far(p.lse_log2[stats_offset(p, span, head, i)]);
     uint32_t rows = uint32_t(simt::Wave::ballot(is_far));
-    if constexpr (masks) rows |= uniform_word(*nonfinite_of(p, BwdSums::Dq, span.i_batch, head, first));
+    if constexpr (hides) rows |= uniform_word(*nonfinite_of(p, BwdSums::Dq, span.i_batch, head, first));
     for_each_row(rows & rows_there(first, span.seqlen_q), first,
-                 [&](int32_t i) { bwd_query_row<spec, simt::Wave>(p, span, head, i); });
+                 [&](int32_t i) { bwd_query_row<spec, simt::Wave>(p, span, head, i, masks); });
     return;
   }
   at -= num_query_words(p);
@@ -108,14 +109,14 @@ FMHA_DEVICE void rest(const BwdParams& p) {
     const SeqSpan span = place(ceil_div(p.fwd.seqlen_k, kRowsOfWord), p.fwd.num_heads_kv, head, first);
     if (first >= span.seqlen_k) return;
     uint32_t rows = *has_far(p, span.i_batch, head) ? ~0u : 0;
-    if constexpr (masks) {
+    if constexpr (hides) {
       rows |= *nonfinite_of(p, BwdSums::DkDv, span.i_batch, head, first);
       // No call shows it while both launches walk the same blocks: a dO that is not finite makes delta so, and dK of
       // the same pairs.
       if constexpr (splits_keys) rows |= *nonfinite_of(p, BwdSums::Dv, span.i_batch, head, first);
     }
     for_each_row(uniform_word(rows) & rows_there(first, span.seqlen_k), first,
-                 [&](int32_t j) { bwd_key_row<spec, simt::Wave>(p, span, head, j); });
+                 [&](int32_t j) { bwd_key_row<spec, simt::Wave>(p, span, head, j, AllQueries{}, masks); });
     return;
   }
   at -= num_key_words(p);
@@ -123,7 +124,7 @@ FMHA_DEVICE void rest(const BwdParams& p) {
     if (at < num_bias_rows<spec>(p)) {
       const int32_t heads = p.dbias_per_head ? p.fwd.num_heads_q : 1;
       const int64_t row = at / p.fwd.seqlen_q;
-      bwd_bias_row<spec, simt::Wave>(p, int32_t(row / heads), int32_t(row % heads), int32_t(at % p.fwd.seqlen_q));
+      bwd_bias_row<spec, simt::Wave>(p, int32_t(row / heads), int32_t(row % heads), int32_t(at % p.fwd.seqlen_q), masks);
       return;
     }
     at -= num_bias_rows<spec>(p);

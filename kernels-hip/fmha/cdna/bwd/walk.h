@@ -10,8 +10,57 @@ namespace fmha::cdna::bwd {
 // Position of the walk: blocks of a head, then those of the next.
 struct Place {
   int32_t i_head, i_block;
-  FMHA_DEVICE void advance(const Blocks& blocks) {
-    if (++i_block == blocks.count()) i_block = 0, ++i_head;
+};
+
+// The blocks that each head of a workgroup walks: those that the band shows it, of all heads the same; under masks as
+// data those of the head's list, which a launch before has made.
+template <class U>
+struct HeadBlocks {
+  const Job& job;
+
+  FMHA_DEVICE ListWalk list(int32_t i_head) const {
+    constexpr MatrixBwdTile tile = U::tile;
+    const int32_t length = owns_queries(tile.sums) ? job.span.seqlen_k : job.span.seqlen_q;
+    return ListWalk::of(reload_params<MaskedBwdParams>().list, job.span.i_batch, job.first_head + i_head,
+                        job.first_own / tile.rows, ceil_div(length, tile.columns));
+  }
+  FMHA_DEVICE int32_t count(int32_t i_head) const {
+    if constexpr (U::spec.masks) return list(i_head).num_tiles;
+    return job.blocks.count();
+  }
+  // Blocks of all heads.
+  FMHA_DEVICE int32_t total() const {
+    if constexpr (!U::spec.masks) return job.blocks.count() * job.num_heads;
+    int32_t total = 0;
+#pragma nounroll
+    for (int32_t h = 0; h < job.num_heads; ++h) total += count(h);
+    return total;
+  }
+  FMHA_DEVICE int32_t at(Place place) const {
+    if constexpr (U::spec.masks) return list(place.i_head).tile_at(place.i_block);
+    return job.blocks.at(place.i_block);
+  }
+  // Whether a block is cut, under masks as data.
+  FMHA_DEVICE bool is_cut(Place place) const { return list(place.i_head).is_cut(place.i_block); }
+
+  FMHA_DEVICE Place first() const {
+    Place place = {0, 0};
+    if constexpr (U::spec.masks) skip_heads_without(place);
+    return place;
+  }
+  FMHA_DEVICE void advance(Place& place) const {
+    if constexpr (U::spec.masks) {
+      ++place.i_block;
+      skip_heads_without(place);
+    } else if (++place.i_block == job.blocks.count()) {
+      place.i_block = 0, ++place.i_head;
+    }
+  }
+
+ private:
+  FMHA_DEVICE void skip_heads_without(Place& place) const {
+#pragma nounroll
+    while (place.i_head < job.num_heads && place.i_block >= count(place.i_head)) place.i_block = 0, ++place.i_head;
   }
 };
 
@@ -25,7 +74,7 @@ class Walk {
   FMHA_DEVICE Walk(Owner<U>& owner, typename C::Lds& lds, const Job& job, int32_t first_of_wave,
                    const OwnStats& own_stats, const MatrixBwdParams& params)
       : owner_(owner), lds_(lds), job_(job), own_stats_(own_stats), first_of_wave_(first_of_wave),
-        num_(job.blocks.count() * job.num_heads), load_(params, job) {}
+        blocks_{job}, num_(blocks_.total()), load_(params, job), at_(blocks_.first()), next_(at_) {}
 
   FMHA_DEVICE void run(const MatrixBwdParams& params) {
     if (num_ == 0) return;
@@ -56,12 +105,12 @@ class Walk {
   // The last block is loaded once more behind the walk's end, unread, which saves a branch.
   FMHA_DEVICE Place after(const Place& place) const {
     Place next = place;
-    next.advance(job_.blocks);
+    blocks_.advance(next);
     return next.i_head < job_.num_heads ? next : place;
   }
 
   FMHA_DEVICE void issue(const MatrixBwdParams& params) {
-    load_.issue(params, next_.i_head, job_.blocks.at(next_.i_block));
+    load_.issue(params, next_.i_head, blocks_.at(next_));
     next_ = after(next_);
   }
 
@@ -76,14 +125,16 @@ class Walk {
   FMHA_DEVICE void add_tile(const typename C::Stage& stage, bool adds) {
     const Pairs<U> pairs = {job_.span, job_.band, job_.first_head + at_.i_head};
     const int thread = opaque_thread_idx();
-    const int32_t first_walked = job_.blocks.at(at_.i_block) * tile.columns;
+    const int32_t first_walked = blocks_.at(at_) * tile.columns;
+    bool is_cut = false;
+    if constexpr (U::spec.masks) is_cut = blocks_.is_cut(at_);
 #pragma unroll
     for (int b = 0; b < tile.columns / kBlockRows; ++b) {
       const int32_t walked = first_walked + b * kBlockRows;
       const PairPlace at = {first_of_wave_ + U::lane_col(thread), walked + U::walked_row(0, U::lane_half(thread))};
       const int kind = v_readfirstlane_b32(int(class_of(walked)));
       if (adds && kind != int(BlockClass::Skipped)) {
-        const bool edge = kind == int(BlockClass::Edge);
+        const bool edge = kind == int(BlockClass::Edge) || is_cut;
         if constexpr (C::queries_own) owner_.add(pairs, stage, b, at, edge, own_stats_);
         else owner_.add(pairs, stage, b, at, edge, U::BlockStats::of(stage.stats, b, U::lane_half(thread)));
       }
@@ -106,9 +157,11 @@ class Walk {
   typename C::Lds& lds_;
   const Job& job_;
   const OwnStats own_stats_;
-  int32_t first_of_wave_, num_;
+  int32_t first_of_wave_;
+  HeadBlocks<U> blocks_;
+  int32_t num_;
   typename U::Load load_;
-  Place at_ = {0, 0}, next_ = {0, 0};
+  Place at_, next_;
 };
 
 template <class U>

@@ -41,7 +41,7 @@ struct Config {
 
   // Own rows stay in registers where they and the sums leave enough of a lane's 256 to the pairs and to operands;
   // otherwise they are read again for each block.
-  static constexpr int most_kept = spec.modifies ? 128 : 160, sums = (score_blocks + value_blocks) * kAccElems;
+  static constexpr int most_kept = spec.modifies || spec.masks ? 128 : 160, sums = (score_blocks + value_blocks) * kAccElems;
   static constexpr bool keeps_score = sums + spec.head_dim_qk / 4 <= most_kept;
   static constexpr bool keeps_value = sums + keeps_score * spec.head_dim_qk / 4 + spec.head_dim_v / 4 <= most_kept;
 

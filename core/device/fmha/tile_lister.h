@@ -1,0 +1,237 @@
+// The lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that
+// see tiles of keys: one small launch, a group of threads a tile and head of the masks. Its warps (or waves) class
+// blocks in turn; blocks are stored from the last to the first, those that are cut from the row's begin up, whole ones
+// from its end down.
+#pragma once
+#include <fmha/bwd.h>
+#include <fmha/mask_classes.h>
+#include <fmha/score.h>
+#include <fmha/tile_list.h>
+
+namespace fmha {
+
+// `Group`: a vendor's group of threads (`threads`, `thread()`, `group_index()`, `barrier()`), which is of warps whose
+// lanes are as `MaskClasses` asks; `bits_in` counts a ballot's bits, `reconverge()` joins a warp's lanes; where it
+// `has_atomics`, `set_bits` sets bits of a word in shared memory. `has_a_block_of_none`: a tile of queries that sees
+// no key has one block, outside the tensor.
+// `has_function`: a mask as code joins the masks as data.
+template <class Group, bool has_function>
+struct TileLister {
+  using Classes = MaskClasses<Group>;
+  static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
+
+  // What a group's threads tell each other.
+  struct Shared {
+    uint8_t classes[Group::threads];
+    int32_t counts[2][warps];
+    uint32_t marked[words];
+    int32_t entries[Group::has_atomics ? 1 : Group::threads];
+  };
+
+  const FwdParams& p;
+  const Classes keys;
+  const TileList& list;
+
+  static FMHA_DEVICE Range block_of(int32_t block, int32_t size, int32_t length) {
+    return {block * size, min((block + 1) * size, length)};
+  }
+
+  // How a block of keys stands to the band, the masks and the sequence's end, for a block of rows.
+  FMHA_DEVICE BlockClass class_of(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows, int32_t block,
+                                  int32_t block_n) const {
+    const Range own = block_of(block, block_n, span.seqlen_k);
+    const BlockClass by_band = block_class(band, rows, own);
+    if (by_band == BlockClass::Skipped) return BlockClass::Skipped;
+    const bool may_be_whole = own.end - own.begin == block_n && by_band == BlockClass::Inside;
+    BlockClass by_masks;
+    if constexpr (has_function) by_masks = class_with_function(span, band, i_head, rows, own);
+    else by_masks = keys.class_of(span, i_head, rows, own);
+    if (by_masks == BlockClass::Inside && !may_be_whole) return BlockClass::Edge;
+    return by_masks;
+  }
+
+  // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until
+  // some are seen and some hidden.
+  FMHA_DEVICE BlockClass class_with_function(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
+                                             Range own) const {
+    const MaskDataParams& m = keys.masks.m;
+    typename Classes::Known by_lists = {false, true};
+    bool some_full = false, all_full = false;
+    if (m.block_q != 0) keys.listed(span, i_head, rows, own, by_lists, some_full, all_full);
+    const BlockClass by_data = keys.class_by(span, i_head, rows, own, by_lists, some_full);
+    if (by_data == BlockClass::Skipped || (by_data == BlockClass::Inside && all_full)) return by_data;
+    // Where no pair is full and each is shown by the data, the function alone says.
+    const bool asks_data = by_data != BlockClass::Inside || some_full;
+    const Functions functions = Functions::of(p, span, i_head);
+    if (!asks_data && block_class(band, rows, own) == BlockClass::Inside)
+      return class_by_pairs(rows, own, [&](int32_t i, int32_t j) { return functions.shows({i, j}); });
+    return class_by_pairs(rows, own, [&](int32_t i, int32_t j) {
+      const DataMasks::Shown shown = asks_data ? keys.masks.shown(span, i_head, i, j) : DataMasks::Shown::Asked;
+      if (!visible(band, i, j) || shown == DataMasks::Shown::No) return false;
+      return shown == DataMasks::Shown::Full || functions.shows({i, j});
+    });
+  }
+  // The class of a tile whose pairs are asked one by one. The lanes vote behind some rows.
+  template <class Sees>
+  FMHA_DEVICE BlockClass class_by_pairs(Range rows, Range own, Sees sees) const {
+    constexpr int32_t rows_at_once = 4;
+    bool none = true, every = true;
+#pragma unroll 1
+    for (int32_t first = rows.begin; first < rows.end && (none || every); first += rows_at_once) {
+      int32_t seen = 0, hidden = 0;
+#pragma unroll 1
+      for (int32_t j = own.begin + Group::index(); j < own.end; j += Group::count) {
+#pragma unroll
+        for (int32_t r = 0; r < rows_at_once; ++r) {
+          // Behind the last row that one again.
+          const bool shown = sees(min(first + r, rows.end - 1), j);
+          seen += shown ? 1 : 0;
+          hidden += shown ? 0 : 1;
+        }
+      }
+      Group::reconverge();
+      none &= Group::ballot(seen > 0) == 0;
+      every &= Group::ballot(hidden > 0) == 0;
+    }
+    return none ? BlockClass::Skipped : every ? BlockClass::Inside : BlockClass::Edge;
+  }
+
+  // Marks, a bit each, those blocks of a chunk that lists may show some of the rows; the chunk goes down from `last`. A
+  // row of a list is read once for the chunk, by all threads.
+  FMHA_DEVICE void mark_listed(Shared& shared, const SeqSpan& span, int32_t i_head, Range rows, int32_t last,
+                               int32_t block_n) const {
+    const MaskDataParams& m = keys.masks.m;
+    const int32_t block_q = max(m.block_q, 1), first_q = rows.begin / block_q, end_q = (rows.end - 1) / block_q + 1;
+    const bool by_lists = m.block_q != 0 && end_q - first_q <= Classes::kMostBlocks;
+    if (Group::thread() < words) shared.marked[Group::thread()] = by_lists ? 0u : ~0u;
+    Group::barrier();
+    if (by_lists) {
+      const int32_t head = i_head / m.lists_ratio;
+      int32_t is_listed = 0;  // the thread's own block
+#pragma unroll 1
+      for (int32_t q = first_q; q < end_q; ++q) {
+        mark_list(shared, is_listed, m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, last, block_n);
+        mark_list(shared, is_listed, m.full_kv_num_blocks, m.full_kv_indices, m.full_max_blocks, span.i_batch, head, q,
+                  last, block_n);
+      }
+      if constexpr (!Group::has_atomics) {
+        const uint64_t listed = Group::ballot(is_listed != 0);
+        const int32_t lane = Group::index(), word = Group::thread() / 32;
+        if (lane % 32 == 0) shared.marked[word] = uint32_t(listed >> lane);
+      }
+    }
+    Group::barrier();
+  }
+  FMHA_DEVICE void mark_list(Shared& shared, int32_t& is_listed, const MaskTensor& counts, const MaskTensor& indices,
+                             int32_t most, int32_t batch, int32_t head, int32_t q, int32_t last, int32_t block_n) const {
+    if (!counts.data) return;
+    const int64_t block_k = keys.masks.m.block_k;
+    const int32_t count = clamp(DataMasks::word(counts, batch, head, q, 0), 0, most);
+    if constexpr (Group::has_atomics) {
+#pragma unroll 1
+      for (int32_t at = Group::thread(); at < count; at += Group::threads) {
+        const int32_t listed = DataMasks::word(indices, batch, head, q, at);
+        if (listed < 0) continue;
+        const int64_t begin = listed * block_k / block_n, end = (listed * block_k + block_k - 1) / block_n;
+        const int32_t lowest = int32_t(max<int64_t>(begin, last - (Group::threads - 1)));
+#pragma unroll 1
+        for (int32_t block = int32_t(min<int64_t>(end, last)); block >= lowest; --block) {
+          const int32_t place = last - block;
+          Group::set_bits(shared.marked[place / 32], 1u << place % 32);
+        }
+      }
+    } else {
+      // Each thread compares its own block with all entries, which come by way of shared memory.
+      const int64_t begin = int64_t(last - Group::thread()) * block_n, end = begin + block_n;
+#pragma unroll 1
+      for (int32_t first = 0; first < count; first += Group::threads) {
+        const int32_t at = first + Group::thread(), num = min(count - first, Group::threads);
+        Group::barrier();
+        shared.entries[Group::thread()] = at < count ? DataMasks::word(indices, batch, head, q, at) : -1;
+        Group::barrier();
+#pragma unroll 1
+        for (int32_t e = 0; e < num; ++e) {
+          const int64_t listed = shared.entries[e] * block_k;
+          is_listed |= int32_t(listed >= 0 && listed < end && listed + block_k > begin);
+        }
+      }
+    }
+  }
+
+  // `of_keys`: the tile is one of keys, and its list has blocks of queries.
+  template <bool of_keys>
+  FMHA_DEVICE void run(Shared& shared, QLayout q_layout, KvKind kv_layout, int32_t block_m, int32_t block_n) const {
+    auto& [classes, counts, marked, entries] = shared;
+    const int32_t row = Group::group_index(), tile = row % list.num_tiles, batch_and_head = row / list.num_tiles;
+    const int32_t i_batch = list.heads_of_batch > 0 ? batch_and_head / list.heads_of_batch : 0;
+    const int32_t i_head = (batch_and_head - i_batch * list.heads_of_batch) * list.heads_ratio;
+    const SeqSpan of_call = resolve_seq(p, q_layout, kv_layout, i_batch);
+    const SeqSpan span = {i_batch,
+                          Group::uniform(of_call.storage_batch),
+                          Group::uniform(of_call.q_row),
+                          Group::uniform(of_call.seqlen_q),
+                          Group::uniform(of_call.k_row),
+                          Group::uniform(of_call.seqlen_k)};
+    const Range own = of_keys ? block_of(tile, block_n, span.seqlen_k) : block_of(tile, block_m, span.seqlen_q);
+    if (own.empty()) return;
+    const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+    int32_t lowest, end;
+    if constexpr (of_keys) {
+      const Range seeing = query_range(band, own, span.seqlen_q);
+      lowest = seeing.begin / block_m;
+      end = seeing.empty() ? 0 : ceil_div(seeing.end, block_m);
+    } else {
+      const Range seen = k_range(band, own, span.seqlen_k), sinks = sink_range(band, own, span.seqlen_k);
+      lowest = sinks.empty() ? seen.begin / block_n : 0;
+      end = ceil_div(max(seen.empty() ? 0 : seen.end, sinks.end), block_n);
+    }
+    const int32_t thread = Group::thread(), warp = Group::uniform(thread / Group::count), lane = thread % Group::count;
+    int32_t* blocks = list.blocks + int64_t(row) * list.max_blocks;
+    int32_t num_cut = 0, num_whole = 0;
+    for (int32_t last = end - 1; last >= lowest; last -= Group::threads) {
+      if constexpr (!of_keys) mark_listed(shared, span, i_head, own, last, block_n);
+      for (int32_t at = warp; at < Group::threads; at += warps) {
+        const int32_t block = last - at;
+        BlockClass is = BlockClass::Skipped;
+        const bool may_show = of_keys || (marked[at / 32] >> at % 32 & 1);
+        if (block >= lowest && may_show) {
+          is = of_keys ? class_of(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n)
+                       : class_of(span, band, i_head, own, block, block_n);
+        }
+        if (lane == 0) classes[at] = uint8_t(is);
+      }
+      Group::barrier();
+      const BlockClass own = BlockClass(classes[thread]);
+      const bool cut = own == BlockClass::Edge, whole = own == BlockClass::Inside;
+      const auto cuts = Group::ballot(cut), wholes = Group::ballot(whole);
+      if (lane == 0) {
+        counts[0][warp] = Group::bits_in(cuts);
+        counts[1][warp] = Group::bits_in(wholes);
+      }
+      Group::barrier();
+      int32_t cut_at = num_cut, whole_at = num_whole;
+      for (int32_t w = 0; w < warps; ++w) {
+        if (w < warp) {
+          cut_at += counts[0][w];
+          whole_at += counts[1][w];
+        }
+        num_cut += counts[0][w];
+        num_whole += counts[1][w];
+      }
+      const auto lower = (decltype(cuts)(1) << lane) - 1;
+      if (cut) blocks[cut_at + Group::bits_in(cuts & lower)] = last - thread;
+      if (whole) blocks[list.max_blocks - 1 - whole_at - Group::bits_in(wholes & lower)] = last - thread;
+      Group::barrier();
+    }
+    if (thread != 0) return;
+    // No key at all: one block outside the tensor, zeros that are hidden.
+    if (Group::has_a_block_of_none && !of_keys && num_cut + num_whole == 0) {
+      blocks[0] = -1;
+      num_cut = 1;
+    }
+    list.counts[2 * int64_t(row)] = num_cut;
+    list.counts[2 * int64_t(row) + 1] = num_whole;
+  }
+};
+
+}  // namespace fmha
