@@ -6,7 +6,7 @@ use fmha_core::expr::{Function, Node, Variable};
 use fmha_core::masks::Masks;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::spec::{CodeKind, FwdSpec};
-use fmha_core::{FwdProblem, KvLayout, QLayout, Workspace, abi_struct};
+use fmha_core::{FwdProblem, KvLayout, MaskKind, QLayout, Refusal, Workspace, abi_struct};
 use fmha_gpu::{Grid, Launch, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
@@ -172,6 +172,33 @@ fn reads(function: &Function, variable: Variable) -> bool {
 /// The functions that scores are computed by where lists ask the mask.
 pub(crate) fn code_beside_lists(problem: &FwdProblem) -> CodeKind {
     if problem.code.score.is_some() { CodeKind::Score } else { CodeKind::None }
+}
+
+/// Spec of a problem that lists [`serve`]. They hide keys as a band does: the text of a mask's kind knows that V may
+/// have a hidden NaN.
+pub(crate) fn spec(problem: &FwdProblem) -> FwdSpec {
+    let spec = FwdSpec::of(problem);
+    let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
+    FwdSpec { mask, code: code_beside_lists(problem), ..spec }
+}
+
+/// Refuses masks that lists of one head's tiles do not have: types of 8 bits, and a mask as code that reads the head
+/// beside masks as data.
+///
+/// # Errors
+/// The type, or the mask.
+pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    if serve(problem) && (problem.dtypes.qk.is_fp8() || problem.dtypes.v.is_fp8()) {
+        let dtype = problem.dtypes.qk;
+        return Err(Refusal::new(
+            kernel,
+            format!("dtype_qk {dtype} beside masks, of which it has lists in 16 bits"),
+        ));
+    }
+    if !problem.masks.is_empty() && reads_head(problem) {
+        return Err(Refusal::new(kernel, "mask as code that reads the head beside masks as data".to_owned()));
+    }
+    Ok(())
 }
 
 /// Heads that have lists of their own: those of the mask that has the most.
