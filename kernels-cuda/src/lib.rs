@@ -135,6 +135,7 @@ pub fn headers() -> Vec<Header> {
         "sm100/bwd/issue.cuh",
         "sm100/bwd/load.cuh",
         "sm100/bwd/main.cuh",
+        "sm100/bwd/masked.cuh",
         "sm100/bwd/order.cuh",
         "sm100/bwd/reduce.cuh",
         "sm100/bwd/work.cuh",
