@@ -6,6 +6,7 @@
 
 use std::sync::OnceLock;
 
+use fmha_conformance::captured::{Gradients, run_16_bits};
 use fmha_conformance::case::{Body, Case, Forward, Plant};
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
@@ -350,4 +351,21 @@ fn packed_short_queries_are_read_in_parts() {
         assert_eq!(plan.steps().len(), 2);
         passes_with("packed", packed, Lengths::packed(&sequences), plant);
     }
+}
+
+/// One check in `step` of scores and masks as code, with gradients of what they capture.
+fn functions(step: usize) {
+    let Some(device) = device() else { return };
+    run_16_bits(device, &sm100(), Gradients::Captured, step).unwrap();
+}
+
+#[test]
+fn functions_and_gradients_of_what_they_capture() {
+    functions(39);
+}
+
+#[test]
+#[ignore = "compiles a hundred kernels"]
+fn functions_in_every_form() {
+    functions(1);
 }

@@ -15,6 +15,7 @@ use crate::mask_plot;
 use crate::modelled;
 use crate::options::{BackendArgs, ProblemArgs, at_least_1};
 use crate::ranks::RankArgs;
+use crate::setup::Setup;
 use crate::target;
 use crate::timing::duration;
 
@@ -47,6 +48,18 @@ pub(super) struct ExplainArgs {
     #[command(flatten)]
     ranks: RankArgs,
 
+    /// Plan a call that writes each row's greatest score too
+    #[arg(long, help_heading = "Small outputs", conflicts_with_all = ["ranks", "emulate"])]
+    row_max: bool,
+
+    /// Plan a call that writes each head's greatest score too
+    #[arg(long, help_heading = "Small outputs", conflicts_with_all = ["ranks", "emulate"])]
+    head_max: bool,
+
+    /// Plan a call that writes each key's sum of probabilities too
+    #[arg(long, help_heading = "Small outputs", conflicts_with_all = ["ranks", "emulate"])]
+    key_sum: bool,
+
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -70,7 +83,8 @@ impl ExplainArgs {
         if let Some(path) = &self.plot {
             target::check("plot", path, &["svg"])?;
         }
-        let setup = self.problem.setup(None)?;
+        let mut setup = self.problem.setup(None)?;
+        self.take_outputs(&mut setup)?;
         if let Some(ranks) = self.ranks.ranks {
             let options = setup.options(&self.backend.plan_options());
             write!(out, "{}", self.ranks.explain(&setup, ranks, options)?)?;
@@ -158,6 +172,20 @@ impl ExplainArgs {
                 )))
             }
             Err(other) => Err(other.into()),
+        }
+    }
+}
+
+impl ExplainArgs {
+    /// The small outputs that are wanted, which forward alone has.
+    fn take_outputs(&self, setup: &mut Setup) -> Result<(), Failure> {
+        let outputs = &mut setup.fwd.outputs;
+        (outputs.row_max, outputs.head_max, outputs.key_sum) = (self.row_max, self.head_max, self.key_sum);
+        match (outputs.first(), &setup.bwd) {
+            (Some(name), Some(_)) => {
+                Err(Failure::wrong(format!("{name} goes without --backward, which is given")))
+            }
+            _ => Ok(()),
         }
     }
 }

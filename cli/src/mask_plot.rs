@@ -43,8 +43,13 @@ pub(super) fn write(setup: &Setup, [block_q, block_k]: [u32; 2], path: &Path) ->
     let all = picture.rows.iter().flatten();
     let count = |class: BlockClass| all.clone().filter(|&&one| one == class).count();
     let [skipped, cut, whole] = [BlockClass::Skipped, BlockClass::Edge, BlockClass::Inside].map(count);
+    let several = if [picture.block_q, picture.block_k] == [block_q, block_k] {
+        String::new()
+    } else {
+        format!(", several of the {block_q} x {block_k} asked for: a side has {MOST_TILES} at most")
+    };
     let words = format!(
-        "{whole} tiles whole, {cut} cut, {skipped} skipped, of {} x {}",
+        "{whole} tiles whole, {cut} cut, {skipped} skipped, of {} x {}{several}",
         picture.block_q, picture.block_k
     );
     let title = format!(

@@ -30,6 +30,20 @@ fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
 }
 
 #[test]
+fn small_outputs_are_planned_and_belong_to_forward() {
+    let ran = fmha("explain --backend cpu -s 64 -d 8 --row-max --head-max --key-sum");
+    assert_eq!((ran.status, ran.err.as_str()), (0, ""));
+    for (options, said) in [
+        ("--backend cpu --row-max --backward", "row_max goes without --backward"),
+        ("--arch sm_90a --prec bf16 --key-sum --kernel sm90", "key_sum is not written by this kernel"),
+        ("--backend cpu --head-max --ranks 2", "--ranks"),
+    ] {
+        let ran = fmha(&format!("explain -s 64 -d 8 {options}"));
+        assert!(ran.status != 0 && (ran.err + &ran.out).contains(said), "{options}");
+    }
+}
+
+#[test]
 fn a_mask_is_drawn_as_tiles() {
     let folder = tempfile::tempdir().unwrap();
     let picture = folder.path().join("mask.svg");
@@ -55,6 +69,9 @@ fn a_mask_is_drawn_as_tiles() {
     std::fs::write(&mask, crate::run::npy("<i4", &[2, 256], &ends)).unwrap();
     let ran = explain(&format!("--plot-tile 64,32 --mask {}", mask.display()));
     assert!(ran.out.contains("8 tiles whole, 0 cut, 24 skipped, of 64 x 32"), "{}{}", ran.out, ran.err);
+    // A side has 192 tiles at most, and says so where a tile was asked for.
+    let ran = explain("--plot-tile 64 --mask b -s 20000");
+    assert!(ran.out.contains("of 128 x 128, several of the 64 x 64 asked for"), "{}{}", ran.out, ran.err);
     // The kernel's own tile, and what is wrong by name.
     assert!(explain("--mask b").out.contains("of 512 x 128"));
     for (rest, said) in [

@@ -9,7 +9,7 @@ use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, 
 use crate::operands::{keys_of_v_begin_anywhere, stores_vectors, strides, swizzle_span};
 use crate::round_up;
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
-use crate::{sm90, split};
+use crate::{sm90, split, tile_list};
 
 mod check;
 pub mod recipe;
@@ -21,6 +21,9 @@ pub const NAME: &str = "sm100";
 
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
+
+/// The header under masks as data.
+const MASKED_HEADER: &str = "fmha/sm100/fwd/fwd_masked.cuh";
 
 /// Architectures that the kernel is compiled for.
 pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
@@ -85,6 +88,23 @@ impl Sm100Tile {
         }
         let tile = Self { block_n: LONE_BLOCK_N, cluster: 1, ..self };
         Self { stages: most_stages(spec, &tile), ..tile }
+    }
+
+    /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Where
+    /// block lists can be met by tiles, they are.
+    fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
+        *self = self.alone(spec);
+        (self.pack_gqa, self.split_keys, self.order) = (false, 0, TileOrder::Dynamic);
+        self.vector_store = stores_vectors(problem);
+        if let Some(lists) = problem.masks.block_lists {
+            let divides = |keys: &i32| lists.block_k.is_multiple_of(keys.unsigned_abs());
+            let met = [128, 96, 64].into_iter().filter(|&keys| keys <= self.block_n).find(divides);
+            self.block_n = met.unwrap_or(self.block_n);
+            if lists.block_q < 256 {
+                self.block_m = 128;
+            }
+        }
+        self.stages = most_stages(spec, self);
     }
 
     /// Threads of a CTA: the softmax warpgroups, one that corrects and stores, one of single-warp roles.
@@ -203,6 +223,7 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     sm90::takes(problem, NAME)?;
+    tile_list::refuse(problem, NAME)?;
     let o = problem.dtypes.o;
     if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
         return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
@@ -270,7 +291,7 @@ pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String>
 /// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
-    let spec = FwdSpec::of(problem);
+    let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
     // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
@@ -306,7 +327,16 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     }
     // A part's rows are the kernel's own.
     tile.vector_store = stores_vectors(problem) || tile.split_keys > 0;
+    if tile_list::serve(problem) {
+        tile.take_lists(problem, &spec);
+    }
     tile
+}
+
+/// The spec of a problem.
+#[must_use]
+pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
+    if tile_list::serve(problem) { tile_list::spec(problem) } else { FwdSpec::of(problem) }
 }
 
 /// The tile for long sequences of a spec.
@@ -386,11 +416,7 @@ fn most_stages(spec: &FwdSpec, tile: &Sm100Tile) -> i32 {
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
-    let call = format!(
-        "static_assert(sizeof(sm100::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm100::fwd<kSpec, kTile>(p, maps, schedule);",
-        tile.smem_bytes(spec)
-    );
+    let call = format!("{}sm100::fwd<kSpec, kTile>(p, maps, schedule);", assert_smem(spec, tile));
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
     let entry = Entry {
         include: HEADER,
@@ -398,13 +424,47 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
         bounds: if tile.cluster > 1 {
             "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(sm100::num_threads(kTile), 1)"
         } else {
-            "__launch_bounds__(sm100::num_threads(kTile), 1)"
+            BOUNDS
         },
-        params: "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
-                 const __grid_constant__ TileSchedule schedule",
+        params: OPERANDS,
         call: &call,
     };
     crate::source(entry.render(), || [schedule::header(), host_header()])
+}
+
+/// The kernel under masks as data, and with `has_function` a mask as code. It takes
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
+/// arguments.
+#[must_use]
+pub fn fwd_masked(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: MASKED_HEADER,
+        constants: &constants,
+        bounds: BOUNDS,
+        params: &format!("{OPERANDS}{}", tile_list::PARAMS),
+        call: &format!(
+            "{}sm100::fwd_masked<kSpec, kTile, {has_function}>(p, maps, schedule, masks, list);",
+            assert_smem(spec, tile)
+        ),
+    };
+    crate::source(entry.render(), || {
+        [schedule::header(), host_header(), fmha_core::masks::header(), tile_list::header()]
+    })
+}
+
+/// Parameters that every entry has.
+const OPERANDS: &str = "const __grid_constant__ FwdParams p, const __grid_constant__ sm100::Maps maps, \
+                        const __grid_constant__ TileSchedule schedule";
+/// Bounds of an entry whose tile has no pair of CTAs.
+const BOUNDS: &str = "__launch_bounds__(sm100::num_threads(kTile), 1)";
+
+/// An entry's assertion that the device agrees on shared memory.
+fn assert_smem(spec: &FwdSpec, tile: &Sm100Tile) -> String {
+    format!(
+        "static_assert(sizeof(sm100::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); ",
+        tile.smem_bytes(spec)
+    )
 }
 
 /// `fmha/sm100_host.h`: what this file shares with the device.

@@ -14,10 +14,13 @@ use fmha_core::{BwdProblem, FwdProblem, KvLayout, Refusal, VLayout, abi_spec};
 
 use crate::sm80_bwd::{self, FINISH_THREADS};
 pub use crate::sm100::{MAX_SMEM_BYTES, NAME};
-use crate::{round_up, sm90_bwd};
+use crate::{round_up, sm90_bwd, tile_list};
 
 /// The header that the entries include.
 pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
+
+/// The header under masks as data.
+const MASKED_HEADER: &str = "fmha/sm100/bwd/masked.cuh";
 
 /// Keys of a CTA, and queries of a block.
 pub const BLOCK: u32 = 128;
@@ -85,6 +88,9 @@ pub fn dq_dim(spec: &BwdSpec) -> u32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     sm90_bwd::takes(problem, NAME)?;
+    if tile_list::serve(&problem.fwd) || !problem.fwd.code.is_empty() {
+        sm90_bwd::takes_masks_and_code(problem, NAME)?;
+    }
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     let FwdProblem { layout, dims, .. } = &problem.fwd;
     if (layout.v, layout.kv) == (VLayout::ColMajor, KvLayout::Packed) {
@@ -148,13 +154,69 @@ pub fn finish_grid(problem: &BwdProblem) -> Option<u32> {
 /// The main launch: [`BwdParams`](fmha_core::abi::BwdParams), and the maps of Q, K, V and dO.
 #[must_use]
 pub fn main(spec: &BwdSpec, tile: &Sm100BwdTile) -> KernelSource {
-    let call = format!(
-        "static_assert(sizeof(sm100::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); \
-         sm100::bwd::main<kSpec, kTile>(p, maps);",
-        tile.smem_bytes(spec)
-    );
+    let call = format!("{}sm100::bwd::main<kSpec, kTile>(p, maps);", assert_smem(spec, tile));
     let params = "const __grid_constant__ BwdParams p, const __grid_constant__ sm100::bwd::Maps maps";
     entry(&[("kSpec", spec), ("kTile", tile)], &format!("__launch_bounds__({THREADS}, 1)"), params, &call)
+}
+
+/// The main launch under masks as data, and with `has_function` a mask as code. It takes
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams) and [`TileList`](tile_list::TileList) behind its other
+/// arguments.
+#[must_use]
+pub fn masked_main(spec: &BwdSpec, tile: &Sm100BwdTile, has_function: bool) -> KernelSource {
+    let entry = Entry {
+        include: MASKED_HEADER,
+        constants: &[("kSpec", spec), ("kTile", tile)],
+        bounds: &format!("__launch_bounds__({THREADS}, 1)"),
+        params: &format!(
+            "const __grid_constant__ BwdParams p, const __grid_constant__ sm100::bwd::Maps maps{}",
+            tile_list::PARAMS
+        ),
+        call: &format!(
+            "{}sm100::bwd::masked_main<kSpec, kTile, {has_function}>(p, maps, masks, list);",
+            assert_smem(spec, tile)
+        ),
+    };
+    crate::source(entry.render(), masked_headers)
+}
+
+/// The statistics of query rows under masks as data, a warp to a row: [`BwdParams`](fmha_core::abi::BwdParams) and
+/// [`MaskDataParams`](fmha_core::masks::MaskDataParams).
+#[must_use]
+pub fn masked_stats(spec: &BwdSpec, has_function: bool) -> KernelSource {
+    masked_rows("masked_stats", STATS_THREADS, spec, has_function)
+}
+
+/// The launch that finishes dQ under masks as data: the arguments of [`masked_stats`], the CTAs of [`finish_dq`].
+#[must_use]
+pub fn masked_finish_dq(spec: &BwdSpec, has_function: bool) -> KernelSource {
+    masked_rows("masked_finish_dq", FINISH_THREADS, spec, has_function)
+}
+
+/// Threads of a CTA of [`masked_stats`].
+pub const STATS_THREADS: u32 = 128;
+
+fn masked_rows(name: &str, threads: u32, spec: &BwdSpec, has_function: bool) -> KernelSource {
+    let entry = Entry {
+        include: MASKED_HEADER,
+        constants: &[("kSpec", spec)],
+        bounds: &format!("__launch_bounds__({threads})"),
+        params: "const __grid_constant__ BwdParams p, const __grid_constant__ MaskDataParams masks",
+        call: &format!("sm100::bwd::{name}<kSpec, {has_function}>(p, masks);"),
+    };
+    crate::source(entry.render(), masked_headers)
+}
+
+fn masked_headers() -> [Header; 3] {
+    [host_header(), fmha_core::masks::header(), tile_list::header()]
+}
+
+/// An entry's assertion that the device agrees on shared memory.
+fn assert_smem(spec: &BwdSpec, tile: &Sm100BwdTile) -> String {
+    format!(
+        "static_assert(sizeof(sm100::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); ",
+        tile.smem_bytes(spec)
+    )
 }
 
 /// The launch that finishes dQ, a CTA to a block of queries of a head: [`BwdParams`](fmha_core::abi::BwdParams).

@@ -509,9 +509,7 @@ const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);
     if tile_list::serve(problem) {
-        // Lists hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-        let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
-        return FwdSpec { mask, code: tile_list::code_beside_lists(problem), ..spec };
+        return tile_list::spec(problem);
     }
     let Dims { seqlen_q, seqlen_k, .. } = problem.dims;
     let is_causal = problem.mask.bounds().hi.is_some() && problem.part.is_whole();

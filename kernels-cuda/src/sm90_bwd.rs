@@ -21,14 +21,14 @@ mod walk;
 mod workspace;
 
 pub use accepts::accepts;
-pub(crate) use accepts::{as_it_lies, odd_stride, takes};
+pub(crate) use accepts::{as_it_lies, odd_stride, takes, takes_masks_and_code};
 pub use entries::{
     HEAD_SUMS_CTAS, ROW_THREADS, dbias, head_sums, main, main_of_arriving_keys, masked_main,
     masked_preprocess, masked_repair, postprocess, preprocess, repair, repair_ctas,
 };
 pub use head_parts::HeadParts;
 pub use schedule::Sm90BwdSchedule;
-pub use spec::{leaves_far_queries, modifies_score, padded_dim, repairs};
+pub use spec::{leaves_far_queries, masked_spec, modifies_score, padded_dim, repairs};
 pub use table::{choose_tile, default_tile, dq_candidates};
 pub use tile::Sm90BwdTile;
 pub use walk::{BwdWalk, DqFinish, DqPath};

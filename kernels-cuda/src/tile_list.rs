@@ -2,6 +2,7 @@
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
+use fmha_core::{FwdProblem, MaskKind, Refusal};
 use fmha_gpu::{Grid, Launch, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
@@ -26,6 +27,33 @@ impl ListsTiles for DeviceFacts {
         let source = list_tiles(spec, of, block, has_function);
         row_launch((Stage::ListTiles, NAME), source, Grid::new(lists, THREADS), self)
     }
+}
+
+/// Spec of a problem that lists [`serve`]. They hide keys as a band does: the text of a mask's kind knows that V may
+/// have a hidden NaN.
+pub(crate) fn spec(problem: &FwdProblem) -> FwdSpec {
+    let spec = FwdSpec::of(problem);
+    let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
+    FwdSpec { mask, code: code_beside_lists(problem), ..spec }
+}
+
+/// Refuses masks that lists of one head's tiles do not have: types of 8 bits, and a mask as code that reads the head
+/// beside masks as data.
+///
+/// # Errors
+/// The type, or the mask.
+pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    if serve(problem) && (problem.dtypes.qk.is_fp8() || problem.dtypes.v.is_fp8()) {
+        let dtype = problem.dtypes.qk;
+        return Err(Refusal::new(
+            kernel,
+            format!("dtype_qk {dtype} beside masks, of which it has lists in 16 bits"),
+        ));
+    }
+    if !problem.masks.is_empty() && reads_head(problem) {
+        return Err(Refusal::new(kernel, "mask as code that reads the head beside masks as data".to_owned()));
+    }
+    Ok(())
 }
 
 /// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the

@@ -12,8 +12,8 @@ use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, KeyLists, MaskKind, Merge, QLayout,
-    VLayout,
+    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists, MaskAxes, MaskKind,
+    Merge, QLayout, VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
@@ -907,4 +907,95 @@ fn a_sample_of_kernels_with_functions_compiles_without_spills() {
 #[ignore = "some thirty kernels are compiled: cargo xtask test --all"]
 fn every_kernel_with_functions_compiles_without_spills() {
     with_functions_they_do_not_spill(1);
+}
+
+/// Blackwell's kernels under masks as data and functions, in the tiles that they get, forward and backward.
+fn masked_kernels_of_blackwell(arch: &str) -> Vec<(String, KernelSource)> {
+    // A score, a mask, and whether there are intervals too.
+    const FORMS: [(&str, &str, &str, bool); 6] = [
+        ("intervals", "", "", true),
+        ("causal", "", "k <= q", false),
+        ("documents", "", "ids: i32[_]; ids[q] == ids[k]", true),
+        ("alibi", "slopes: f32[_]; s + slopes[h] * (k - q)", "", false),
+        ("softcap", "30 * tanh(s / 30)", "k <= q", false),
+        ("alibi_intervals", "slopes: f32[_]; s + slopes[h] * (k - q)", "", true),
+    ];
+    let mut kernels = Vec::new();
+    for dim in [128, 64, 256] {
+        for (name, score, mask, has_intervals) in FORMS {
+            let dims = Dims {
+                batch: 2,
+                seqlen_q: 8192,
+                seqlen_k: 8192,
+                num_heads_q: 16,
+                num_heads_kv: 16,
+                head_dim_qk: dim,
+                head_dim_v: dim,
+            };
+            let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
+            let captured =
+                [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
+            let captured = captured.map(|(name, _)| CapturedTensor::dense(name, &[16])).collect();
+            let mut problem = FwdProblem::batch(DType::Bf16, dims)
+                .write_lse(true)
+                .captured(captured)
+                .score_code(function(score))
+                .mask_code(function(mask));
+            if has_intervals {
+                let axes = MaskAxes { per_batch: true, heads: 1 };
+                problem.masks.intervals = Some(Intervals::batch(&problem, axes, 4));
+            }
+            let code = CodeSource { code: &problem.code, gradients: &[] };
+            let has_function = problem.code.mask.is_some();
+            let (spec, tile) = (sm100::spec_of(&problem), sm100::choose_tile(&problem, arch));
+            let fwd = match tile_list::serve(&problem) {
+                true => sm100::fwd_masked(&spec, &tile, has_function),
+                false => sm100::fwd(&spec, &tile),
+            };
+            kernels.push((format!("sm100_{dim}_{name}"), fwd.with_code(&code)));
+            let bwd = BwdProblem::new(problem.clone());
+            if sm100_bwd::accepts(&bwd).is_err() {
+                continue;
+            }
+            let spec = sm90_bwd::masked_spec(&bwd);
+            let tile = sm100_bwd::choose_tile(&bwd, &spec);
+            let main = match tile_list::serve(&problem) {
+                true => sm100_bwd::masked_main(&spec, &tile, has_function),
+                false => sm100_bwd::main(&spec, &tile),
+            };
+            kernels.push((format!("sm100_bwd_{dim}_{name}"), main.with_code(&code)));
+        }
+    }
+    kernels
+}
+
+fn under_masks_blackwell_does_not_spill(step: usize) {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    let only = std::env::var("RESOURCES_ONLY").unwrap_or_default();
+    let mut spilling = Vec::new();
+    for arch in sm100::ARCHS {
+        let kernels = masked_kernels_of_blackwell(arch).into_iter().step_by(step);
+        for (name, source) in kernels.filter(|(name, _)| name.contains(&only)) {
+            let log = compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name}: {log}"));
+            let registers = number_before(&log, " registers");
+            let spilled =
+                number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
+            println!("{arch} {name} {registers} registers, {spilled} bytes of spills");
+            if spilled > 0 {
+                spilling.push(name);
+            }
+        }
+    }
+    assert!(spilling.is_empty(), "{spilling:?} spill");
+}
+
+#[test]
+fn a_sample_of_blackwell_s_kernels_under_masks_compiles_without_spills() {
+    under_masks_blackwell_does_not_spill(30);
+}
+
+#[test]
+#[ignore = "sixty kernels are compiled: cargo xtask test --all"]
+fn every_blackwell_kernel_under_masks_compiles_without_spills() {
+    under_masks_blackwell_does_not_spill(1);
 }

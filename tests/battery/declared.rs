@@ -47,7 +47,6 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 const CODELESS: &[&str] = &[
     "sm90_mla",
     "sm90_widened",
-    "sm100",
     "sm100_widened",
     "cdna_decode",
     "cdna_widened",
@@ -127,9 +126,9 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90"],
+        kernels: &["sm90", "sm100"],
         slowly: false,
-        what: "a score or a mask as code is in Hopper's backward to head dimension 128, without an order of additions: sm80 has all",
+        what: "a score or a mask as code is in Hopper's and Blackwell's backward to head dimension 128, a mask without an order of additions: sm80 has all",
         applies: |case, problem| {
             matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| !p.code.is_empty())
         },
@@ -138,14 +137,14 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: false,
-        what: "masks as data beside a score or a mask as code are the CPU backend's, and sm90's where no mask reads the head",
+        what: "masks as data beside a score or a mask as code are the CPU backend's, and sm90's and sm100's where no mask reads the head",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {
         backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
-        what: "masks as data are read by sm80, by sm90 and by the slow kernels",
+        what: "masks as data are read by sm80, by sm90, by sm100 and by the slow kernels",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
     },
     Declared {

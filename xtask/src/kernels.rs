@@ -381,6 +381,28 @@ pub(crate) const ROWS: &[Row] = &[
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
+    // Masks as data and functions: lists of tiles, several to a CTA, cut blocks, whole ones, tiles without keys.
+    Row {
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(2),
+        in_test: Cases {
+            filter: "^masks/(forward/bf16/(batch|code)/all|backward/bf16/(batch/intervals|group/all))$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^(code|masks)/.*/b?f16/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        arch: "sm_103a",
+        mode: Mode::HappensBefore,
+        in_all: Cases { filter: "^(code|masks)/.*/b?f16/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::Garbage,
+        in_all: Cases { filter: "^masks/.*/b?f16/([^cp]|c[^o])", deal: 1 },
+        ..BLACKWELL
+    },
     // The kernels of mma.sync: what found planted faults, every access ordered by vector clocks; of the rest
     // one in so many.
     Row {

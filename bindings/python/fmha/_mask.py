@@ -32,11 +32,14 @@ MaskLike = Union[None, bool, str, Mask]
 
 def window(left: Optional[int], right: Optional[int], *, top_left: bool = False, sink_columns: int = 0) -> Mask:
     """Keys from ``left`` before to ``right`` behind a query's diagonal, both included; ``None`` is unbounded."""
-    for name, value in (("left", left), ("right", right)):
-        if value is not None and value < 0:
+    bounds = [-1, -1]
+    for at, (name, value) in enumerate((("left", left), ("right", right))):
+        if value is None:
+            continue
+        bounds[at] = integer(f"window: {name}", value)
+        if bounds[at] < 0:
             raise ValueError(f"window: {name} {value} is below 0 (None is unbounded)")
-    bounds = [-1 if value is None else int(value) for value in (left, right)]
-    return Mask(1 if top_left else 2, bounds[0], bounds[1], int(sink_columns))
+    return Mask(1 if top_left else 2, bounds[0], bounds[1], integer("window: sink_columns", sink_columns))
 
 
 def band(left: Optional[int], right: Optional[int], shift: int) -> Mask:

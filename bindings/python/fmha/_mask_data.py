@@ -61,7 +61,10 @@ class MaskBits:
     @classmethod
     def of(cls, seen: Any) -> "MaskBits":
         """The bits of a tensor of bools whose last axis is the key: ``[batch or 1, heads, seqlen_q, seqlen_k]``."""
-        return cls(_packed(_tensor("MaskBits.of: seen", seen)))
+        seen = _tensor("MaskBits.of: seen", seen)
+        if len(seen.shape) == 0:
+            raise ValueError("MaskBits.of: seen is a single number, and has no axis of keys")
+        return cls(_packed(seen))
 
     def put(self, masks: Masks) -> Masks:
         return _with(masks, "MaskBits", {"mask_bits": self.words})
@@ -106,7 +109,10 @@ class BlockLists:
     def of(cls, block_mask: Any) -> "BlockLists":
         """The lists of a ``BlockMask`` of torch's; its ``mask_mod`` is no part of them."""
         lists = [getattr(block_mask, name, None) for name in TENSORS[2:]]
-        return cls(*lists, block_size=tuple(block_mask.BLOCK_SIZE))
+        size = getattr(block_mask, "BLOCK_SIZE", None)
+        if size is None or lists[0] is None:
+            raise TypeError(f"BlockLists.of: block_mask: {shown(block_mask)} is no BlockMask")
+        return cls(*lists, block_size=tuple(size))
 
     def put(self, masks: Masks) -> Masks:
         masks = _with(masks, "BlockLists", dict(zip(TENSORS[2:], self.lists)))

@@ -38,6 +38,10 @@ AuxOutput: Any = getattr(_torchs, "AuxOutput", None)
 _STATEMENTS = ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS")
 
 
+#: Lists of a mask that say which blocks are seen.
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
 class _OfAFunction(BlockMask):
     """A mask that its function says whole: lists of blocks are made where somebody asks for them."""
 
@@ -57,8 +61,20 @@ class _OfAFunction(BlockMask):
         return self._sizes
 
     def is_function(self) -> bool:
-        """Whether its function is the one that it was made of, and so says all."""
-        return self.mask_mod is self._made_of
+        """Whether its function is the one that it was made of, and so says all: its lists, where they were made, are
+        as they were made."""
+        if self.mask_mod is not self._made_of or tuple(self.BLOCK_SIZE) != self._how["BLOCK_SIZE"]:
+            return False
+        held = vars(self)
+        made = held.get("_made")
+        if made is None:
+            return not any(name in held for name in _LISTS)
+        # A compiler reads no count of changes in place.
+        counts = not torch.compiler.is_compiling()
+        return all(
+            held.get(name) is x and (x is None or not counts or x._version == version)
+            for name, (x, version) in made.items()
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_how" not in self.__dict__:
@@ -67,7 +83,11 @@ class _OfAFunction(BlockMask):
         lists = {
             key: value for key, value in vars(made).items() if key not in ("mask_mod", "seq_lengths", "BLOCK_SIZE")
         }
-        self.__dict__.update(lists)
+        self.__dict__["_made"] = {
+            key: (value, None if value is None else value._version) for key, value in lists.items() if key in _LISTS
+        }
+        # A list that the caller has set stays.
+        self.__dict__.update({key: value for key, value in lists.items() if key not in self.__dict__})
         if name not in self.__dict__:
             raise AttributeError(name)
         return self.__dict__[name]

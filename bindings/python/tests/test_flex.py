@@ -316,6 +316,22 @@ def test_a_mask_of_a_function_makes_its_lists_when_they_are_asked_for():
     assert torch.equal(found, flex.flex_attention(q, k, v, block_mask=theirs)) and not torch.equal(found, bare)
 
 
+def test_lists_of_a_mask_of_a_function_that_are_changed_are_read():
+    q, k, v = inputs(1, (2, 2), 200, 300, moves=False)
+    made = torchs.create_block_mask(causal, None, 2, 200, 300, DEVICE, BLOCK_SIZE=64)
+    for change in (
+        lambda mask: mask.kv_num_blocks.zero_(),
+        lambda mask: setattr(mask, "kv_num_blocks", torch.zeros_like(made.kv_num_blocks)),
+        lambda mask: setattr(mask, "full_kv_num_blocks", torch.zeros_like(made.full_kv_num_blocks)),
+    ):
+        ours = flex.create_block_mask(causal, None, 2, 200, 300, DEVICE, BLOCK_SIZE=64)
+        theirs = torchs.create_block_mask(causal, None, 2, 200, 300, DEVICE, BLOCK_SIZE=64)
+        bare = flex.flex_attention(q, k, v, block_mask=ours)
+        change(ours), change(theirs)
+        found = flex.flex_attention(q, k, v, block_mask=ours)
+        assert torch.equal(found, flex.flex_attention(q, k, v, block_mask=theirs)) and not torch.equal(found, bare)
+
+
 def test_batches_heads_options_and_aux():
     q, k, v = inputs(3, (4, 2), 5, 6, moves=False)
     first = flex.create_block_mask(causal, None, None, 5, 6)

@@ -352,6 +352,9 @@ def test_a_mask_that_is_no_mask_is_refused_by_its_field_and_its_number():
         (ValueError, "^BlockLists: kv_num_blocks and full", lambda: lists(None, None)),
         (ValueError, "^BlockLists: block_size 0 is below 1", lambda: lists(counts, indices, size=0)),
         (TypeError, "^Intervals: endpoints: 3 is no tensor", lambda: fmha.Intervals(3)),
+        (ValueError, "^MaskBits.of: seen is a single number", lambda: fmha.MaskBits.of(numpy.array(True))),
+        (TypeError, "^BlockLists.of: block_mask: 3 is no BlockMask", lambda: fmha.BlockLists.of(3)),
+        (TypeError, "^window: left: 'a' is no whole number", lambda: fmha.window("a", 0)),
         (TypeError, "^MaskBits.of: seen is of torch.int32", lambda: fmha.MaskBits.of(words)),
     ]:
         with pytest.raises(kind, match=said):

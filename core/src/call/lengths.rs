@@ -9,7 +9,8 @@ use crate::seq::checked_spans;
 
 /// Reads the lengths of `seq` with `read`, which fills a buffer from the front of a slice, and checks
 /// them by the rules of [`checked_spans`]: offsets that do not decrease and stay inside their tensors, lengths
-/// inside their sequences, pages that exist. Masks as data are checked by the rules of [`check_masks`].
+/// inside their sequences, pages that exist. Lengths of lists of keys are at most `topk`. Masks as data are checked by
+/// the rules of [`check_masks`].
 ///
 /// `seq` has passed the argument check. Work that writes the lengths is done, or `read` waits for it.
 ///
@@ -35,6 +36,8 @@ pub fn check_lengths(
     let seqused_q = copy(seq.seqused_q, batch)?;
     let seqused_k = copy(seq.seqused_k, batch)?;
     let max_pages = seq.block_table.map_or(0, |table| table.max_pages);
+    let listed = problem.lists.map_or(0, |lists| lists.length_elems(problem, seq.totals));
+    let topk_length = copy(seq.topk_length, listed)?;
     let pages = copy(seq.block_table.map(|table| table.pages), batch * u64::from(max_pages))?;
     let copied = SeqArgs {
         cu_seqlens_q: cu_seqlens_q.as_deref().map(DevSlice::host),
@@ -50,7 +53,22 @@ pub fn check_lengths(
         arrivals: None,
     };
     checked_spans(problem, &copied)?;
+    if let (Some(lists), Some(lengths)) = (problem.lists, &topk_length) {
+        check_list_lengths(lengths, lists.topk)?;
+    }
     masks.map_or(Ok(()), |masks| check_masks(problem, &copied, masks, read))
+}
+
+/// Checks that no list is said to have more entries than it has. A run takes such a number for `topk`; it is the sign
+/// of a fault all the same.
+fn check_list_lengths(lengths: &[u8], topk: u32) -> Result<(), ProblemError> {
+    let numbers = lengths.chunks_exact(4).filter_map(|bytes| bytes.try_into().ok().map(i32::from_ne_bytes));
+    match numbers.enumerate().find(|&(_, length)| i64::from(length) > i64::from(topk)) {
+        None => Ok(()),
+        Some((at, length)) => {
+            Err(ProblemError::new("topk_length", format!("topk_length[{at}] {length} is above topk {topk}")))
+        }
+    }
 }
 
 /// Copies the front of a slice of host memory.
@@ -146,6 +164,23 @@ mod tests {
         let (checked, read) = check(&problem.clone().seqused_k(true).append(append), &appended);
         checked.unwrap();
         assert_eq!(read, 4 * (3 + 2));
+    }
+
+    #[test]
+    fn a_list_that_is_said_to_be_longer_than_topk_is_named() {
+        let mut lists = crate::KeyLists::new(&FwdProblem::batch(DType::F16, DIMS), 3);
+        lists.length = crate::ListLength::Token;
+        let problem = FwdProblem::batch(DType::F16, DIMS).lists(lists);
+        for (lengths, wrong) in [
+            // The last is beyond the tokens, and not read.
+            ([3, 0, -1, 2, 3, 3, 1, 3, 9], None),
+            ([3, 0, -1, 2, 3, 4, 1, 3, 0], Some("topk_length[5] 4 is above topk 3")),
+        ] {
+            let seq = SeqArgs { topk_length: Some(DevSlice::host(&lengths)), ..SeqArgs::default() };
+            let (checked, read) = check(&problem, &seq);
+            assert_eq!(read, 4 * 8);
+            assert_eq!(checked.err().map(|error| error.to_string()).as_deref(), wrong);
+        }
     }
 
     #[test]

@@ -71,6 +71,25 @@ impl Sm100Tile {
         }
         Ok(())
     }
+
+    /// Whether lists of tiles, as masks have them, serve the tile.
+    ///
+    /// # Errors
+    /// A text that names the field whose tiles are not one head's, with all of its keys.
+    pub fn check_lists(&self) -> Result<(), String> {
+        for (field, value, is_set) in [
+            ("cluster", self.cluster, self.cluster > 1),
+            ("pack_gqa", i32::from(self.pack_gqa), self.pack_gqa),
+            ("split_keys", self.split_keys, self.split_keys > 0),
+        ] {
+            if is_set {
+                return Err(format!(
+                    "tile {field}={value} beside masks, whose lists are of one head's tiles"
+                ));
+            }
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,14 @@
 //! The Blackwell kernel: which problems it takes, its tile, its tensor maps.
 
+use std::ffi::c_void;
+
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, bind};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace, bind};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
 
 use crate::maps::{Boxes, Maps};
@@ -14,6 +17,7 @@ use crate::operands::{alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
 use crate::sm100::{self, Sm100Tile};
 use crate::split::{self, RowsAtOnce, launch as parts};
+use crate::tile_list::{self, TileListPlan, TileOf};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm100_merge";
@@ -23,6 +27,7 @@ const MERGE_NAME: &str = "sm100_merge";
 pub struct Sm100 {
     tile: Sm100Tile,
     schedule: TileSchedule,
+    list: Option<TileListPlan>,
 }
 
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
@@ -30,7 +35,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm100Tile>(sm100::NAME, &[sm100::HEADER]);
-        About { tiles: Some(tiles), ..About::new(sm100::NAME) }
+        About {
+            tiles: Some(tiles),
+            computes_code: true,
+            reads_masks: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm100::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -62,7 +73,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
-        let spec = FwdSpec::of(problem);
+        let spec = sm100::spec_of(problem);
         let is_split = tile.split_keys > 0;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
@@ -71,10 +82,17 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
         };
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
+        let (list, workspace) =
+            list_of(problem, &tile, tile.workspace(problem, &schedule, facts.num_sms)).map_err(refuse)?;
+        let has_function = problem.code.mask.is_some();
+        let lists = list.map(|list| list.launch(&spec, has_function, facts));
         let main = Launch {
             stage: Stage::Main,
             kernel: sm100::NAME,
-            source: sm100::fwd(&own_spec, &tile),
+            source: match list {
+                Some(_) => sm100::fwd_masked(&own_spec, &tile, has_function),
+                None => sm100::fwd(&own_spec, &tile),
+            },
             grid,
             shared_bytes: smem_bytes,
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
@@ -84,18 +102,20 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let queries = problem.dims.seqlen_q;
         let merge = parts::merge(MERGE_NAME, problem, (tile.cut(), queries, spec.dtype_qk), facts);
         Ok(Choice {
-            kernel: Self { tile, schedule },
-            launches: Launches::new([], main, merge),
-            workspace: tile.workspace(problem, &schedule, facts.num_sms),
+            kernel: Self { tile, schedule, list },
+            launches: Launches::new(lists, main, merge),
+            workspace,
             promises: Promises {
                 deterministic: true,
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
                 // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
                 // split, a long one's are not.
+                // Lists have what is cut for any row of a tile first, and the longest query decides on a tile's rows.
                 batch_invariant: !is_split
                     && tile.cluster == 1
                     && (options.batch_invariant
-                        || split::split_keys(problem, tile.block_n) == 0
+                        || list.is_none()
+                            && split::split_keys(problem, tile.block_n) == 0
                             && sm100::default_tile(&spec).cluster == 1),
                 row_invariant: false,
                 graph_capturable: true,
@@ -107,7 +127,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
                 ("schedule", schedule_words(&tile)),
                 ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
-            ],
+            ]
+            .into_iter()
+            .chain(list.map(|list| ("lists of tiles", list.words())))
+            .collect(),
         })
     }
 
@@ -117,22 +140,41 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (Self { tile, schedule }, fwd) = (*self, steps.main());
+        let (Self { tile, schedule, list }, fwd) = (*self, steps.main());
+        let mut whole = bind::fwd_params(call.problem, call.args);
+        let masks = mask_data_params(call.problem, &call.args.masks);
+        let list = list.map(|plan| plan.at(whole.workspace.0));
+        if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
+            let (mut masks, mut list) = (masks, list);
+            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_fwd` saw that the memory covers
+            // the problem, and that the workspace is as large as the plan says.
+            unsafe { prepare.launch(&mut arguments, call.stream)? };
+        }
         let maps = match tile.copy_bytes {
             0 => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
             _ => Maps::UNREAD,
         };
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);
-            let mut arguments =
-                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut rows).cast()];
-            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule; `check_fwd` saw that the memory
-            // covers the problem, and the maps were made for the same extents.
-            unsafe { fwd.launch(&mut arguments, call.stream) }
+            let (mut masks, mut of_tiles) = (masks, list);
+            let list: *mut c_void =
+                of_tiles.as_mut().map_or(std::ptr::null_mut(), |list| (&raw mut *list).cast());
+            let mut arguments = [
+                (&raw mut *params).cast(),
+                (&raw const maps).cast_mut().cast(),
+                (&raw mut rows).cast(),
+                (&raw mut masks).cast(),
+                list,
+            ];
+            let count = if list.is_null() { 3 } else { 5 };
+            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, and under masks MaskDataParams and TileList;
+            // `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
+            unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
         // SAFETY: the caller keeps the contract of `launch`.
-        unsafe { parts::run(steps, call, bind::fwd_params(call.problem, call.args), in_parts, main) }
+        unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
 }
 
@@ -162,7 +204,10 @@ pub(crate) fn fit_like(
     // not, takes more keys a block.
     if options.batch_invariant {
         own.split_keys = 0;
-        own = own.alone(&FwdSpec::of(problem));
+        own = own.alone(&sm100::spec_of(problem));
+        if tile_list::serve(problem) {
+            own.block_m = 128;
+        }
     }
     fitted(own, fields, problem, facts).map_err(refuse)
 }
@@ -185,9 +230,12 @@ fn fitted(
     problem: &ValidFwd,
     facts: &DeviceFacts,
 ) -> Result<Sm100Tile, String> {
-    let spec = FwdSpec::of(problem);
+    let spec = sm100::spec_of(problem);
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
     tile.check(&spec, problem.gqa_ratio())?;
+    if tile_list::serve(problem) {
+        tile.check_lists()?;
+    }
     sm100::check_loads(problem, &tile)?;
     if tile.load_max {
         let reducing = facts.instructions.reducing_loads;
@@ -198,6 +246,23 @@ fn fitted(
     split::check(problem, tile.cut())?;
     facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
     Ok(tile)
+}
+
+/// The lists of a problem's tiles where masks have any, behind `before` of the workspace, and the whole workspace.
+///
+/// # Errors
+/// More rows or bytes than lists have.
+fn list_of(
+    problem: &ValidFwd,
+    tile: &Sm100Tile,
+    before: Workspace,
+) -> Result<(Option<TileListPlan>, Workspace), String> {
+    if !tile_list::serve(problem) {
+        return Ok((None, before));
+    }
+    let block = [tile.block_m, tile.block_n];
+    let (list, workspace) = TileListPlan::new(problem, TileOf::Queries, block, before)?;
+    Ok((Some(list), workspace))
 }
 
 /// Boxes that TMA loads.

@@ -1,7 +1,10 @@
 //! The Blackwell backward: its launches, its workspace, its tensor maps.
 
+use std::ffi::c_void;
+
 use fmha_core::bwd_workspace::{BwdWorkspace, DqSums};
 use fmha_core::error::{Refusal, Result};
+use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
@@ -11,8 +14,10 @@ use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::operands::ALIGN;
 use crate::sm80;
 use crate::sm80_bwd::{self, BwdSums};
-use crate::sm90_bwd::recipe::map_facts_of;
+use crate::sm90_bwd::masked_spec;
+use crate::sm90_bwd::recipe::{captured_launches, map_facts_of};
 use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
+use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap};
 
 /// The backward on tcgen05, its rows before and after.
@@ -20,6 +25,8 @@ use crate::tma::{EncodeTensorMap, TensorMap};
 pub struct Sm100Bwd {
     tile: Sm100BwdTile,
     workspace: BwdWorkspace,
+    /// The blocks of queries that each block of keys walks under masks as data.
+    list: Option<TileListPlan>,
 }
 
 /// The main launch's second argument.
@@ -35,7 +42,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     type Tile = Sm100BwdTile;
 
     fn about() -> About<ValidBwd> {
-        About::new(sm100_bwd::NAME)
+        About {
+            reads_masks: true,
+            computes_code: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm100_bwd::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -51,6 +63,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
         sm100_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
+        if spec.deterministic && tile_list::serve(problem.fwd()) {
+            return Err(refuse(
+                "deterministic beside masks with lists: their additions to dQ have no order".to_owned(),
+            ));
+        }
         let mut tile = sm100_bwd::choose_tile(problem, &spec);
         for (key, value) in fields {
             tile.set(key, value).map_err(refuse)?;
@@ -66,22 +83,45 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
-        let (of_rows, spec) = (BwdSpec::of(problem), spec_of(problem, options));
+        let (of_rows, spec) = (masked_spec(problem), spec_of(problem, options));
         let is_ordered = spec.deterministic;
         let sums = DqSums { dim: sm100_bwd::dq_dim(&spec), parts: 1, has_semaphores: is_ordered };
         let workspace = BwdWorkspace::new(problem, BLOCK, Some(sums), 0)
+            .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
         let dims = problem.fwd().dims;
         let grids = sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem));
         let (ctas, finishing) = grids.ok_or_else(|| refuse(sm80_bwd::recipe::too_many_tiles(dims)))?;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
-        let stats = facts
-            .row_launch((Stage::Prepare, "sm100_stats"), RowKernel::SimtStats, &of_rows, [rows, 0])
-            .map_err(refuse)?;
+        let zeroed_bytes = workspace.bytes;
+        let (list, bytes) = match tile_list::serve(problem.fwd()) {
+            false => (None, zeroed_bytes),
+            true => {
+                let before = Workspace { bytes: zeroed_bytes, zeroed_bytes };
+                let block = [BLOCK.cast_signed(); 2];
+                let (list, all) =
+                    TileListPlan::new(problem.fwd(), TileOf::Keys, block, before).map_err(refuse)?;
+                (Some(list), all.bytes)
+            }
+        };
+        let has_function = problem.fwd().code.mask.is_some();
+        let lists = list.map(|list| list.launch(&of_rows.fwd, has_function, facts));
+        let at = (Stage::Prepare, "sm100_stats");
+        let stats = match list {
+            None => facts.row_launch(at, RowKernel::SimtStats, &of_rows, [rows, 0]).map_err(refuse)?,
+            Some(_) => {
+                let threads = sm100_bwd::STATS_THREADS;
+                let grid = Grid::new(crate::row_grid(rows, threads, facts.num_sms), threads);
+                row_launch(at, sm100_bwd::masked_stats(&of_rows, has_function), grid, facts)
+            }
+        };
         let main = Launch {
             stage: Stage::Main,
             kernel: sm100_bwd::NAME,
-            source: sm100_bwd::main(&spec, &tile),
+            source: match list {
+                None => sm100_bwd::main(&spec, &tile),
+                Some(_) => sm100_bwd::masked_main(&spec, &tile, has_function),
+            },
             grid: Grid::new(ctas.max(1), sm100_bwd::THREADS),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: ctas.into(),
@@ -90,7 +130,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         };
         let finish = row_launch(
             (Stage::FinishDq, "sm100_finish_dq"),
-            sm100_bwd::finish_dq(&of_rows),
+            match list {
+                None => sm100_bwd::finish_dq(&of_rows),
+                Some(_) => sm100_bwd::masked_finish_dq(&of_rows, has_function),
+            },
             Grid::new(finishing.max(1), sm80_bwd::FINISH_THREADS),
             facts,
         );
@@ -104,15 +147,19 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             .map(|tile| sm80_bwd::recipe::launch_of(problem, &of_rows, &tile, facts))
             .transpose()
             .map_err(refuse)?;
+        // Gradients of captured tensors are added to in memory, by whoever comes first.
+        let captured = captured_launches(problem, &workspace, facts, false).map_err(refuse)?;
+        let in_order = captured.is_empty();
+        let behind = [finish].into_iter().chain(dsink).chain(dbias).chain(captured);
         Ok(Choice {
-            kernel: Self { tile, workspace },
-            launches: Launches::new([stats], main, [finish].into_iter().chain(dsink).chain(dbias)),
-            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
+            kernel: Self { tile, workspace, list },
+            launches: Launches::new(lists.into_iter().chain([stats]), main, behind),
+            workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
                 // Sums of dQ without an order are deterministic only where a single block of keys adds to
                 // them.
-                deterministic: is_ordered || dims.seqlen_k <= BLOCK,
-                batch_invariant: is_ordered && options.tile.is_empty(),
+                deterministic: in_order && (is_ordered || dims.seqlen_k <= BLOCK),
+                batch_invariant: in_order && is_ordered && options.tile.is_empty(),
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -122,7 +169,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                 ("tile", format!("{BLOCK} queries x {BLOCK} keys")),
                 ("stages", format!("{} Q, {} dO", tile.stages_q, tile.stages_dout)),
                 ("dQ", format!("f32 sums in memory, in {} order", if is_ordered { "one" } else { "no" })),
-            ],
+            ]
+            .into_iter()
+            .chain(list.map(|list| ("lists of tiles", list.words())))
+            .collect(),
         })
     }
 
@@ -141,17 +191,41 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let dims = call.problem.fwd().dims;
+        let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
+        let mut list = self.list.map(|plan| plan.at(address));
         for step in steps.iter() {
-            if step.stage != Stage::Main {
-                // SAFETY: the kernel takes BwdParams; `check_bwd` saw that its memory covers the problem, and the
-                // workspace is as large as the plan said.
-                unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
-            } else if call.problem.fwd().dims.seqlen_k > 0 {
+            let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
+            match (step.stage, &mut list) {
+                // Without queries or keys no list has a tile, and none is read.
+                (Stage::ListTiles, Some(list)) if dims.seqlen_q > 0 && dims.seqlen_k > 0 => {
+                    let mut arguments =
+                        [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
+                    // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory
+                    // covers the problem, and the workspace is as large as the plan said.
+                    unsafe { step.launch(&mut arguments, call.stream)? };
+                }
                 // Without keys there is no block of them, nor a tensor for the maps.
-                let mut maps = maps::<V::Driver>(call)?;
-                let mut arguments = [(&raw mut params).cast(), (&raw mut maps).cast()];
-                // SAFETY: the kernel takes BwdParams, as above, and Maps, made for the same extents.
-                unsafe { step.launch(&mut arguments, call.stream)? };
+                (Stage::ListTiles, _) => {}
+                (Stage::Main, _) if dims.seqlen_k == 0 => {}
+                (Stage::Main, list) => {
+                    let mut maps = maps::<V::Driver>(call)?;
+                    let of_tiles: *mut c_void =
+                        list.as_mut().map_or(std::ptr::null_mut(), |list| (&raw mut *list).cast());
+                    let mut arguments =
+                        [(&raw mut params).cast(), (&raw mut maps).cast(), (&raw mut masks).cast(), of_tiles];
+                    let count = if of_tiles.is_null() { 2 } else { 4 };
+                    // SAFETY: the kernel takes BwdParams, as below, and Maps, made for the same extents, and under
+                    // masks MaskDataParams and TileList.
+                    unsafe { step.launch(&mut arguments[..count], call.stream)? };
+                }
+                _ => {
+                    let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast()];
+                    let count = if asks_masks { 2 } else { 1 };
+                    // SAFETY: the kernel takes BwdParams, and where it asks them MaskDataParams; `check_bwd` saw that
+                    // its memory covers the problem, and the workspace is as large as the plan said.
+                    unsafe { step.launch(&mut arguments[..count], call.stream)? };
+                }
             }
         }
         Ok(())
@@ -161,7 +235,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
 /// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any
 /// batch: blocks begin at its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
-    BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..BwdSpec::of(problem) }
+    BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..masked_spec(problem) }
 }
 
 /// The tensor maps, by boxes of 64 columns; of a column-major V, of 64 keys.

@@ -43,15 +43,7 @@ pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Re
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     takes(problem, NAME)?;
-    if tile_list::serve(problem) && (problem.dtypes.qk.is_fp8() || problem.dtypes.v.is_fp8()) {
-        return refuse(format!(
-            "dtype_qk {} beside masks, of which it has lists in 16 bits",
-            problem.dtypes.qk
-        ));
-    }
-    if !problem.masks.is_empty() && tile_list::reads_head(problem) {
-        return refuse("mask as code that reads the head beside masks as data".to_owned());
-    }
+    tile_list::refuse(problem, NAME)?;
     refuse_faint_alibi(problem, NAME)?;
     if keys_of_v_begin_anywhere(problem) {
         return refuse(

@@ -19,15 +19,15 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
     takes(problem, NAME)?;
     let fwd = &problem.fwd;
     if tile_list::serve(fwd) || !fwd.code.is_empty() {
-        takes_masks_and_code(problem)?;
+        takes_masks_and_code(problem, NAME)?;
     }
     Ok(())
 }
 
-/// Checks that masks as data and functions stand beside what the kernels take with them.
-fn takes_masks_and_code(problem: &BwdProblem) -> Result<(), Refusal> {
+/// Checks that masks as data and functions stand beside what the kernels take with them. Refusals carry `name`.
+pub(crate) fn takes_masks_and_code(problem: &BwdProblem, name: &'static str) -> Result<(), Refusal> {
     let refuse = |words: String| {
-        Err(Refusal::new(NAME, format!("backward: {words} beside masks as data or functions")))
+        Err(Refusal::new(name, format!("backward: {words} beside masks as data or functions")))
     };
     let dims = problem.fwd.dims;
     let widest = dims.head_dim_qk.max(dims.head_dim_v);

@@ -4,7 +4,6 @@ use fmha_core::abi::DevPtr;
 use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
-use fmha_core::mask::MaskKind;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
@@ -157,7 +156,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             };
             rows((Stage::Repair, "repair"), source, ctas)
         });
-        let captured = captured_launches(problem, &workspace, facts).map_err(refuse)?;
+        let captured = captured_launches(problem, &workspace, facts, true).map_err(refuse)?;
         let zeroed_bytes = if captured.is_empty() { 0 } else { workspace.bytes };
         let is_ordered = captured.is_empty();
         let cluster = tile.walk.cluster().unsigned_abs();
@@ -335,10 +334,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
 }
 
 /// The launches of gradients of captured tensors, behind all others: `sm80`'s, which read its own statistics of rows.
-fn captured_launches(
+/// `makes_stats`: they are not there yet.
+pub(crate) fn captured_launches(
     problem: &ValidBwd,
     workspace: &BwdWorkspace,
     facts: &DeviceFacts,
+    makes_stats: bool,
 ) -> Result<Vec<Launch>, String> {
     let (elems, _) = workspace.captured();
     if elems == 0 {
@@ -348,7 +349,10 @@ fn captured_launches(
     let dims = problem.fwd().dims;
     let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
     let stats = (Stage::Gradients, "sm80_stats");
-    let mut launches = vec![facts.row_launch(stats, RowKernel::SimtStats, &spec, [rows, 0])?];
+    let mut launches = Vec::new();
+    if makes_stats {
+        launches.push(facts.row_launch(stats, RowKernel::SimtStats, &spec, [rows, 0])?);
+    }
     let tiles = sm80_bwd::choose_tiles(problem, &spec, room(facts), false);
     for tile in tiles.iter().filter(|tile| tile.sums == BwdSums::Captured) {
         facts.has_room_for(tile, tile.smem_bytes(&spec), 1)?;
@@ -456,16 +460,7 @@ fn details(
 }
 
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
-    let mut spec = BwdSpec { deterministic: options.deterministic, ..BwdSpec::of(problem) };
-    if tile_list::serve(problem.fwd()) {
-        spec.fwd.code = tile_list::code_beside_lists(problem.fwd());
-    }
-    // Masks with lists, and functions, hide keys as a band does.
-    if (tile_list::serve(problem.fwd()) || !problem.fwd().code.is_empty()) && spec.fwd.mask == MaskKind::Full
-    {
-        spec.fwd.mask = MaskKind::Upper;
-    }
-    spec
+    BwdSpec { deterministic: options.deterministic, ..sm90_bwd::masked_spec(problem) }
 }
 
 /// Tile that the table gives, on a device.

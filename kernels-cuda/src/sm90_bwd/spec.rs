@@ -1,9 +1,10 @@
 //! Properties of a spec that the kernels need.
 
-use fmha_core::MaskKind;
 use fmha_core::spec::{BiasKind, BwdSpec, CodeKind, FwdSpec};
 
-use crate::round_up;
+use fmha_core::{BwdProblem, MaskKind};
+
+use crate::{round_up, tile_list};
 
 /// Head dimension of Q, K and V in the tiles; TMA fills the rest with zeros.
 #[must_use]
@@ -16,6 +17,19 @@ pub const fn padded_dim(spec: &BwdSpec) -> i32 {
 /// A head dimension as products take it, 16 at a time.
 pub(super) const fn own_width(dim: i32) -> i32 {
     round_up(dim, 16)
+}
+
+/// Spec of a problem under masks and functions, which hide keys as a band does.
+#[must_use]
+pub fn masked_spec(problem: &BwdProblem) -> BwdSpec {
+    let (fwd, mut spec) = (&problem.fwd, BwdSpec::of(problem));
+    if tile_list::serve(fwd) {
+        spec.fwd.code = tile_list::code_beside_lists(fwd);
+    }
+    if (tile_list::serve(fwd) || !fwd.code.is_empty()) && spec.fwd.mask == MaskKind::Full {
+        spec.fwd.mask = MaskKind::Upper;
+    }
+    spec
 }
 
 /// Whether a score is more than a scaled product, so that its rows have origins.

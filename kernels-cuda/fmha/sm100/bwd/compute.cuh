@@ -16,10 +16,11 @@
 #include <fmha/ptx/tmem.cuh>
 #include <fmha/ptx/warp.cuh>
 #include <fmha/sm100/bwd/work.cuh>
+#include <fmha/sm100/common/shown_columns.cuh>
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile>
+template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys>
 struct ComputeRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec>;
@@ -33,6 +34,7 @@ struct ComputeRole {
   const BwdParams& p;
   Shared& smem;
   const Work& work;
+  const SeenKeys& seen_keys;
   const uint32_t tmem;  // at the warp's lanes
   const int32_t half;   // of a block's queries
   const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row;
@@ -50,7 +52,24 @@ struct ComputeRole {
     const int32_t end = key < work.keys.end ? min(seen.end, work.span.seqlen_q - first_query) : 0;
     return {max(seen.begin, 0), end};
   }
+  // The same under masks, where a bit says it for each query; without lists a range is all that there is.
+  FMHA_DEVICE auto shown_of(const QueryBlock& block, int32_t first_query, Range seen, bool is_cut) const {
+    if constexpr (!SeenKeys::has_tile_list) {
+      return seen;
+    } else {
+      auto shown = ShownColumns<kHalf>::all(false);
+      shown.add(seen.begin, seen.end);
+      if (is_cut) shown.leave(seen_keys.template columns<kHalf, true>(work.span, block.i_head, key, first_query));
+      return shown;
+    }
+  }
   // Zeros what is hidden of a chunk; 0 times a hidden NaN would be NaN.
+  FMHA_DEVICE static void hide(float* x, int c, const ShownColumns<kHalf>& shown) {
+#pragma unroll
+    for (int e = 0; e < chunk; ++e) {
+      if (!shown.has(c * chunk + e)) x[e] = 0.f;
+    }
+  }
   FMHA_DEVICE static void hide(float* x, int c, Range seen) {
 #pragma unroll
     for (int e = 0; e < chunk; ++e) {
@@ -172,7 +191,7 @@ struct ComputeRole {
 
   template <bool any_far>
   FMHA_DEVICE void make_probs(const Modifiers& modifiers, const QueryStats<kBlock>& stats, int32_t first_query,
-                              Range seen, bool edge) {
+                              const auto& seen, bool edge) {
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
       float x[chunk];
@@ -183,10 +202,12 @@ struct ComputeRole {
     }
   }
 
-  FMHA_DEVICE void step(const QueryBlock& block, const Slot<tile.stages_q>& slot, uint32_t phase) {
+  // `is_cut`: masks hide a pair of the block.
+  FMHA_DEVICE void step(const QueryBlock& block, bool is_cut, const Slot<tile.stages_q>& slot, uint32_t phase) {
     const int32_t first_query = block.first + half * kHalf;
-    const Range seen = seen_of(first_query);
-    const bool edge = __any_sync(ptx::kAllLanes, seen.begin > 0 || seen.end < kHalf);
+    const Range by_band = seen_of(first_query);
+    const bool edge = is_cut || __any_sync(ptx::kAllLanes, by_band.begin > 0 || by_band.end < kHalf);
+    const auto seen = shown_of(block, first_query, by_band, is_cut);
     const Modifiers modifiers = pairs.modifiers(block.i_head);
     decide(block.i_head, first_query);
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
@@ -226,10 +247,11 @@ struct ComputeRole {
 
   FMHA_DEVICE void run() {
     Slot<tile.stages_q> slot;
-    const int32_t steps = work.num_steps();
+    QuerySteps<SeenKeys> blocks{work, seen_keys};
 #pragma unroll 1
-    for (int32_t i = 0; i < steps; ++i) {
-      step(work.at(i), slot, i & 1);
+    for (int32_t i = 0; i < work.num_steps; ++i) {
+      const QueryBlock block = blocks.next();
+      step(block, blocks.is_cut, slot, i & 1);
       slot.advance();
     }
   }

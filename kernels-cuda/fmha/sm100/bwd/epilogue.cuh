@@ -35,12 +35,14 @@ FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, boo
   return zero == 0.f;
 }
 
-// Stores a tile's dK or dV. Rows that a NaN or infinity behind the mask has reached are recomputed, pair by pair.
-template <BwdSpec spec, Sm100BwdTile tile>
-FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work, int32_t half) {
+// Stores a tile's dK or dV. Rows that a NaN or infinity behind the mask has reached are recomputed, pair by pair, under
+// `masks` beside the band.
+template <BwdSpec spec, Sm100BwdTile tile, class Masks>
+FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work, int32_t half,
+                            const Masks& masks) {
   using Tmem = TmemPlan<spec>;
   const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row, warp = row / 32;
-  const bool there = key < work.keys.end, has_sums = work.num_steps() > 0;
+  const bool there = key < work.keys.end, has_sums = work.num_steps > 0;
   if (has_sums) {
     ptx::mbarrier_wait_parity(smem.grads_full, 0);
     ptx::tcgen05_fence_after_thread_sync();
@@ -66,7 +68,8 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t
     uint32_t rows = half == 0 ? smem.found[0][warp] | smem.found[1][warp] : 0;
 #pragma unroll 1
     for (; rows != 0; rows &= rows - 1)
-      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + 32 * warp + __ffs(rows) - 1);
+      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + 32 * warp + __ffs(rows) - 1,
+                                    AllQueries{}, masks);
   }
 }
 

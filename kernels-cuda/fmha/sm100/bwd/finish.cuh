@@ -10,9 +10,9 @@ namespace fmha::sm100::bwd {
 
 // A CTA to a block of queries of a head, a warp to two rows at a time: eight lanes read four columns of both, which
 // lie side by side, so that a warp reads and writes whole 32 bytes. Rows that a hidden NaN or infinity has reached
-// are computed again.
-template <BwdSpec spec>
-FMHA_DEVICE void finish_dq(const BwdParams& p) {
+// are computed again, under `masks` beside the band.
+template <BwdSpec spec, class Masks = NoMasks>
+FMHA_DEVICE void finish_dq(const BwdParams& p, const Masks& masks = {}) {
   using Sums = DqSums<spec>;
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_q, head = blockIdx.x % heads;
   const int32_t i_batch = head / p.fwd.num_heads_q, i_head = head % p.fwd.num_heads_q;
@@ -36,7 +36,7 @@ FMHA_DEVICE void finish_dq(const BwdParams& p) {
       const uint32_t found = __ballot_sync(ptx::kAllLanes, !finite);
 #pragma unroll 1
       for (int32_t k = 0; k < 2; ++k) {
-        if (found >> 4 * k & 0x0f0f0f0fu) bwd_query_row<spec, simt::Warp>(p, span, i_head, first + two + k);
+        if (found >> 4 * k & 0x0f0f0f0fu) bwd_query_row<spec, simt::Warp>(p, span, i_head, first + two + k, masks);
       }
     }
   }

@@ -13,7 +13,7 @@
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile>
+template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys>
 struct Loader {
   using Shared = Smem<spec, tile>;
 
@@ -21,6 +21,7 @@ struct Loader {
   const Maps& maps;
   Shared& smem;
   const Work& work;
+  const SeenKeys& seen;
   const int32_t lane = threadIdx.x % 32;
   uint32_t raw_phase = 0;
 
@@ -98,10 +99,10 @@ struct Loader {
     }
     Slot<tile.stages_q> q;
     Slot<tile.stages_dout> dout;
-    const int32_t steps = work.num_steps();
+    QuerySteps<SeenKeys> blocks{work, seen};
 #pragma unroll 1
-    for (int32_t i = 0; i < steps; ++i) {
-      const QueryBlock block = work.at(i);
+    for (int32_t i = 0; i < work.num_steps; ++i) {
+      const QueryBlock block = blocks.next();
       if (i == 0) load_k();
       load_q(q, block);
       if (i == 0) load_v();

@@ -41,12 +41,13 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <BwdSpec spec, Sm100BwdTile tile>
-FMHA_DEVICE void main(const BwdParams& p, const Maps& maps) {
+// `seen`: which keys queries see (masked.cuh has those under masks).
+template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys = EveryKey>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen = {}) {
   static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm100: one 16-bit type");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  const Work work = work_of<spec>(p);
+  const Work work = work_of<spec>(p, seen);
   if (work.keys.empty()) return;
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
   const Role role = role_of(warp);
@@ -64,23 +65,23 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps) {
     ptx::setmaxnreg_inc<kComputeRegs>();
     const int32_t half = (warp - kReduceWarps) / 4;
     {
-      ComputeRole<spec, tile> compute{p, smem, work, lanes, half};
+      ComputeRole<spec, tile, SeenKeys> compute{p, smem, work, seen, lanes, half};
       compute.run();
     }
-    store_keys<spec, tile>(p, smem, lanes, work, half);
+    store_keys<spec, tile>(p, smem, lanes, work, half, pair_masks(seen));
   } else if (role == Role::Reduce) {
     ptx::setmaxnreg_dec<kReduceRegs>();
-    add_dq<spec, tile>(p, smem, lanes, work);
+    add_dq<spec, tile>(p, smem, lanes, work, seen);
   } else {
     ptx::setmaxnreg_dec<kOtherRegs>();
     if (role == Role::Issue) {
-      Issuer<spec, tile> issuer{smem, tmem, work.num_steps()};
+      Issuer<spec, tile> issuer{smem, tmem, work.num_steps};
       issuer.run();
       ptx::mbarrier_wait_parity(smem.done, 0);
       ptx::tcgen05_fence_after_thread_sync();  // before the return
       ptx::tcgen05_dealloc<1>(tmem, TmemPlan<spec>::columns);
     } else if (role == Role::Load) {
-      Loader<spec, tile> loader{p, maps, smem, work};
+      Loader<spec, tile, SeenKeys> loader{p, maps, smem, work, seen};
       loader.run();
     }
   }

@@ -8,15 +8,17 @@
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile>
-FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work) {
+template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys>
+FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work,
+                        const SeenKeys& seen) {
   using Sums = DqSums<spec>;
   constexpr int chunk = 32;
-  const int32_t row = threadIdx.x % kBlock, steps = work.num_steps();
+  const int32_t row = threadIdx.x % kBlock;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
+  QuerySteps<SeenKeys> blocks{work, seen};
 #pragma unroll 1
-  for (int32_t i = 0; i < steps; ++i) {
-    const QueryBlock block = work.at(i);
+  for (int32_t i = 0; i < work.num_steps; ++i) {
+    const QueryBlock block = blocks.next();
     float* sums = Sums::block_of(p, work.span, block.i_head, block.first);
     const bool there = block.first + row < work.span.seqlen_q;
     ptx::mbarrier_wait_parity(smem.dq_full, i & 1);

@@ -2,6 +2,8 @@
 // heads.
 #pragma once
 #include <fmha/bwd.h>
+#include <fmha/common/seen_keys.cuh>
+#include <fmha/pair_masks.h>
 #include <fmha/sm100/bwd/config.cuh>
 
 namespace fmha::sm100::bwd {
@@ -16,9 +18,8 @@ struct Work {
   MaskBand band;
   int32_t i_head_kv, first_head, gqa_ratio;
   Range keys;                         // empty: the sequence has no such block
-  int32_t first_block, num_blocks;    // of queries, of each head
-
-  FMHA_DEVICE int32_t num_steps() const { return num_blocks * gqa_ratio; }
+  int32_t first_block, num_blocks;    // of queries, of each head, as the band has them
+  int32_t num_steps;                  // blocks of queries of all heads
   FMHA_DEVICE QueryBlock at(int32_t step) const {
     const int32_t head = step / num_blocks;
     return {first_head + head, (first_block + step - head * num_blocks) * kBlock};
@@ -27,8 +28,8 @@ struct Work {
 
 // Order of the CTAs: blocks of keys, the first ones, which a causal mask shows to most queries, first; in each block
 // all heads.
-template <BwdSpec spec>
-FMHA_DEVICE Work work_of(const BwdParams& p) {
+template <BwdSpec spec, class SeenKeys>
+FMHA_DEVICE Work work_of(const BwdParams& p, const SeenKeys& seen) {
   const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv, head = blockIdx.x % heads;
   const int32_t i_batch = head / p.fwd.num_heads_kv, first_key = blockIdx.x / heads * kBlock;
   Work work;
@@ -38,14 +39,63 @@ FMHA_DEVICE Work work_of(const BwdParams& p) {
   work.gqa_ratio = p.fwd.gqa_ratio;
   work.first_head = work.i_head_kv * work.gqa_ratio;
   work.keys = {first_key, min(first_key + kBlock, work.span.seqlen_k)};
-  work.num_blocks = 0;
+  work.num_blocks = work.num_steps = 0;
   work.first_block = 0;
   if (work.keys.empty()) return work;
   const Range queries = query_range(work.band, work.keys, work.span.seqlen_q);
   if (queries.empty()) return work;
   work.first_block = queries.begin / kBlock;
   work.num_blocks = ceil_div(queries.end, kBlock) - work.first_block;
+  work.num_steps = work.num_blocks * work.gqa_ratio;
+  if constexpr (SeenKeys::has_tile_list) {
+    work.num_steps = 0;
+    for (int32_t head = 0; head < work.gqa_ratio; ++head) {
+      const int32_t row = seen.row_of(i_batch, work.first_head + head, first_key / kBlock);
+      const int32_t* counts = seen.list.counts + 2 * int64_t(row);
+      work.num_steps += counts[0] + counts[1];
+    }
+  }
   return work;
+}
+
+// The blocks of queries of a CTA's steps, one query head after another: those of the band, or those that lists have
+// (shown_blocks.cuh), cut ones first in each head.
+template <class SeenKeys>
+struct QuerySteps {
+  const Work& work;
+  const SeenKeys& seen;
+  int32_t step = 0;                                       // of the band
+  int32_t i_head = 0, row = 0, at = 0, num_cut = 0, num = 0;  // of a head's list
+  bool is_cut = false;                                    // masks hide a pair of the block
+
+  FMHA_DEVICE QueryBlock next() {
+    if constexpr (!SeenKeys::has_tile_list) {
+      return work.at(step++);
+    } else {
+      for (; at == num; ++step) open(work.first_head + step);
+      const int32_t block = seen.entry(row, num_cut, at);
+      is_cut = at < num_cut;
+      ++at;
+      return {i_head, block * kBlock};
+    }
+  }
+
+ private:
+  FMHA_DEVICE void open(int32_t head) {
+    i_head = head;
+    at = 0;
+    row = seen.row_of(work.span.i_batch, head, work.keys.begin / kBlock);
+    const int32_t* counts = seen.list.counts + 2 * int64_t(row);
+    num_cut = counts[0];
+    num = num_cut + counts[1];
+  }
+};
+
+// The masks of pairs, as rows that are computed again ask them.
+template <class SeenKeys>
+FMHA_DEVICE auto pair_masks(const SeenKeys& seen) {
+  if constexpr (SeenKeys::has_tile_list) return seen.pairs;
+  else return NoMasks{};
 }
 
 }  // namespace fmha::sm100::bwd

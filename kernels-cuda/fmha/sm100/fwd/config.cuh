@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/common/copy_tile.cuh>
 #include <fmha/common/pipeline.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/work.cuh>
 #include <fmha/mma/sm100.cuh>
 #include <fmha/range.h>
@@ -158,10 +159,11 @@ struct BlockRange {
   int32_t begin, end;
   FMHA_DEVICE bool has(int32_t i) const { return begin <= i && i < end; }
 };
-template <FwdSpec spec, Sm100Tile tile>
+// Blocks of a list (shown_blocks.cuh) follow no order that a band has: both query tiles compute all of them.
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey>
 FMHA_DEVICE BlockRange blocks_of(const FwdParams& p, const Work& work, int q_tile) {
   BlockRange blocks = {0, work.num_blocks};
-  if constexpr (num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
+  if constexpr (!SeenKeys::has_tile_list && num_q_tiles(tile) == 2 && spec.mask != MaskKind::Full && !spec.sink_columns) {
     const int32_t first_row = first_row_of<tile>(work, q_tile) - cluster_rank<tile>() * kRows;
     const int32_t first = query_of<tile>(p, first_row), last = query_of<tile>(p, first_row + tile.cluster * kRows - 1);
     const int32_t end_block = max(last + work.hi + tile.block_n, 0) / tile.block_n;

@@ -14,7 +14,7 @@
 
 namespace fmha::sm100 {
 
-template <FwdSpec spec, Sm100Tile tile>
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct CorrectRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec, tile>;
@@ -22,6 +22,7 @@ struct CorrectRole {
 
   const FwdParams& p;
   Shared& smem;
+  const SeenKeys& seen;
   const uint32_t tmem;  // at the warp's lanes
   const int32_t row_in_tile = threadIdx.x % kRows;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
@@ -88,7 +89,8 @@ struct CorrectRole {
     release_stats(q);
     wait_output(q);
     const Work& work = smem.work[work_slot.index];
-    store_row<spec, tile>(p, work, first_row_of<tile>(work, q) + row_in_tile, row_sum, row_max, tmem + Tmem::o(q));
+    const int32_t row = first_row_of<tile>(work, q) + row_in_tile;
+    store_row<spec, tile>(p, work, row, row_sum, row_max, tmem + Tmem::o(q), seen);
   }
 
   FMHA_DEVICE void run() {
@@ -98,7 +100,7 @@ struct CorrectRole {
       if (num_blocks == 0) break;
       BlockRange blocks[q_tiles];
 #pragma unroll
-      for (int q = 0; q < q_tiles; ++q) blocks[q] = blocks_of<spec, tile>(p, smem.work[work_slot.index], q);
+      for (int q = 0; q < q_tiles; ++q) blocks[q] = blocks_of<spec, tile, SeenKeys>(p, smem.work[work_slot.index], q);
 #pragma unroll 1
       for (int32_t i = 0; i < num_blocks; ++i) {
 #pragma unroll
@@ -126,10 +128,10 @@ struct CorrectRole {
   }
 };
 
-template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE void correct(const FwdParams& p, Smem<spec, tile>& smem, uint32_t tmem) {
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
+FMHA_DEVICE void correct(const FwdParams& p, Smem<spec, tile>& smem, const SeenKeys& seen, uint32_t tmem) {
   ptx::setmaxnreg_dec<regs(tile).correct>();
-  CorrectRole<spec, tile> role{p, smem, tmem};
+  CorrectRole<spec, tile, SeenKeys> role{p, smem, seen, tmem};
   role.run();
 }
 

@@ -62,8 +62,9 @@ FMHA_DEVICE void leave() {
   if constexpr (is_pair(tile)) ptx::exit_thread();
 }
 
-template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule) {
+// `seen`: which keys queries see (fwd_masked.cuh has those under masks).
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const SeenKeys& seen = {}) {
   using Tmem = TmemPlan<spec, tile>;
   static_assert(num_q_tiles(tile) * regs(tile).softmax + regs(tile).correct + regs(tile).others <=
                     (num_q_tiles(tile) + 2) * (65536 / num_threads(tile) / 8 * 8),
@@ -96,14 +97,14 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
 
   const uint32_t tmem = smem.tmem, lanes = tmem + (uint32_t(warp % 4 * 32) << 16);
   if (role == Role::Softmax) {
-    softmax<spec, tile>(p, smem, lanes, warp / 4);
+    softmax<spec, tile>(p, smem, seen, lanes, warp / 4);
   } else if (role == Role::Correct) {
-    correct<spec, tile>(p, smem, lanes);
+    correct<spec, tile>(p, smem, seen, lanes);
   } else {
     ptx::setmaxnreg_dec<regs(tile).others>();
     if (role == Role::Issue) {
       if (is_leader<tile>()) {
-        Issuer<spec, tile> issuer{p, smem, tmem};
+        Issuer<spec, tile, SeenKeys> issuer{p, smem, tmem};
         issuer.run();
       }
       // Every product is complete, since each O has been read, of either CTA.
@@ -112,14 +113,14 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       ptx::tcgen05_dealloc<tile.cluster>(tmem, Tmem::columns);
     } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
       if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {
-        Loader<spec, tile> loader{p, maps, smem, role == Role::Load};
+        Loader<spec, tile, SeenKeys> loader{p, maps, smem, seen, role == Role::Load};
         loader.run();
       } else {
         leave<tile>();
       }
     } else if (role == Role::Schedule) {
       if (threadIdx.x % 32 == 0) {
-        schedule_tiles<spec, tile>(p, schedule, smem);
+        schedule_tiles<spec, tile>(p, schedule, smem, seen);
       } else {
         leave<tile>();
       }

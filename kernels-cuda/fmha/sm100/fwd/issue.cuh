@@ -18,7 +18,7 @@
 
 namespace fmha::sm100 {
 
-template <FwdSpec spec, Sm100Tile tile>
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct Issuer {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec, tile>;
@@ -58,7 +58,7 @@ struct Issuer {
     blocks.count = ptx::uniform(work.num_blocks);
 #pragma unroll
     for (int q = 0; q < q_tiles; ++q) {
-      const BlockRange range = blocks_of<spec, tile>(p, work, q);
+      const BlockRange range = blocks_of<spec, tile, SeenKeys>(p, work, q);
       blocks.of[q] = {ptx::uniform(range.begin), ptx::uniform(range.end)};
     }
     return blocks.count > 0;

@@ -2,6 +2,8 @@
 // blocks.
 //
 //   Q, K(0) .. K(blocks ahead - 1), then V(i), K(i + blocks ahead) for each block, over the tile's end into the next
+//
+// `SeenKeys`: which keys queries see. With lists a tile's blocks are those that its list has.
 #pragma once
 #include <fmha/common/scheduler.cuh>
 #include <fmha/common/zero_rows.cuh>
@@ -9,14 +11,15 @@
 
 namespace fmha::sm100 {
 
-template <FwdSpec spec, Sm100Tile tile>
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct Loader {
   using Shared = Smem<spec, tile>;
-  static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile>::blocks_ahead;
+  static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile, SeenKeys>::blocks_ahead;
 
   // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
     int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+    int32_t part;       // row of the tile's list
     int32_t next, end;  // blocks of the tile
 
     FMHA_DEVICE void begin(const Work& work) {
@@ -28,15 +31,17 @@ struct Loader {
       num_band_blocks = work.num_band_blocks;
       last_sink_block = work.last_sink_block;
       first_dirty = work.first_dirty;
+      part = work.part;
       next = 0;
       end = work.num_blocks;
     }
-    FMHA_DEVICE int32_t block() const {
+    FMHA_DEVICE int32_t block(const SeenKeys& seen) const {
+      if constexpr (SeenKeys::has_tile_list) return seen.entry(part, num_band_blocks, next);
       return spec.sink_columns && next >= num_band_blocks ? last_sink_block - (next - num_band_blocks)
                                                           : last_block - next;
     }
-    FMHA_DEVICE int32_t row() const {
-      const int32_t block = this->block();
+    FMHA_DEVICE int32_t row(const SeenKeys& seen) const {
+      const int32_t block = this->block(seen);
       // A tile without keys has block -1: rows before the tensor, zeros.
       return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
     }
@@ -45,6 +50,7 @@ struct Loader {
   const FwdParams& p;
   const Maps& maps;
   Shared& smem;
+  const SeenKeys& seen;
   const bool asks;  // the warp that asks the scheduler
   Slot<tile.stages> ring;
   Slot<kWorkSlots> k_work, v_work;
@@ -84,7 +90,7 @@ struct Loader {
   FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
     using Elem = typename Tile::Elem;
     wait(smem.kv_empty[ring.index], ring.phase ^ 1);
-    const int32_t first_key = keys.block() * tile.block_n;
+    const int32_t first_key = keys.block(seen) * tile.block_n;
     // Keys that no query sees are copied as zeros.
     const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
     const Elem* data = static_cast<const Elem*>(view.data);
@@ -163,7 +169,7 @@ struct Loader {
     } else {
       ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
       load_block<false>(smem.kv[ring.index].k(), maps.k, LoadBarrier<tile, true>(smem.kv_full[ring.index]), k,
-                        k.row() + half() * Shared::own_keys, 0);
+                        k.row(seen) + half() * Shared::own_keys, 0);
     }
     if (++k.next == ask_at) ask();
   }
@@ -181,7 +187,7 @@ struct Loader {
       copy_block<Shared::v_columns>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
     } else {
       const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
-      const int32_t row = v.row(), dim = half() * Shared::own_dim_v;
+      const int32_t row = v.row(seen), dim = half() * Shared::own_dim_v;
       ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
       if (raw) {
         load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, row, dim);

@@ -10,10 +10,11 @@
 
 namespace fmha::sm100 {
 
-// Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp.
-template <FwdSpec spec, Sm100Tile tile>
+// Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp. `seen`: keys that queries
+// see, as a tile asks them.
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
-                           uint32_t o) {
+                           uint32_t o, const SeenKeys& seen) {
   constexpr int dim = spec.head_dim_v, chunk = 32;
   const int32_t i = query_of<tile>(p, row);
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
@@ -53,7 +54,12 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     // A row without a key is to be 0, and is none if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();
-    if (__any_sync(ptx::kAllLanes, suspect)) recompute_rows<spec, tile>(p, work, row, suspect);
+    if (!__any_sync(ptx::kAllLanes, suspect)) return;
+    if constexpr (SeenKeys::has_tile_list) {
+      recompute_rows<spec, tile>(p, work, row, suspect, seen.pairs);
+    } else {
+      recompute_rows<spec, tile>(p, work, row, suspect, seen);
+    }
   }
 }
 

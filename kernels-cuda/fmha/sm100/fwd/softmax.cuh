@@ -44,7 +44,7 @@ FMHA_DEVICE F32x2 exp2_polynomial(F32x2 x) {
           float_of((bits_of(shifted.high) << 23) + bits_of(y.high))};
 }
 
-template <FwdSpec spec, Sm100Tile tile>
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct SoftmaxRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec, tile>;
@@ -56,6 +56,7 @@ struct SoftmaxRole {
 
   const FwdParams& p;
   Shared& smem;
+  const SeenKeys& seen;  // which keys queries see
   const uint32_t tmem;   // at the warp's lanes
   const int32_t q_tile;  // of the CTA's
   const int32_t row_in_tile = threadIdx.x % kRows;
@@ -150,10 +151,14 @@ struct SoftmaxRole {
   // Hides what the row does not see of a block.
   FMHA_DEVICE void mask(float (&s)[n], int32_t block) const {
     const Work& w = work();
-    const auto seen = mask_of<spec>(w, block < 0 ? -n : w.seqlen_k).columns(query, block * n);
+    const auto columns = mask_of<spec>(w, block < 0 ? -n : w.seqlen_k).columns(query, block * n);
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      if (!seen.has(e)) s[e] = -infinity();
+      if (!columns.has(e)) s[e] = -infinity();
+    }
+    if constexpr (SeenKeys::has_tile_list) {
+      const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
+      if (block >= 0) seen.hide(s, span, i_head, query, block * n);
     }
   }
 
@@ -239,8 +244,15 @@ struct SoftmaxRole {
     arrive_at_leader_if<tile>(barrier, signals);
   }
 
-  // `first`: of the tile.
-  FMHA_DEVICE void step(int32_t block, int32_t slot_index, bool first) {
+  // The i-th block of the tile.
+  FMHA_DEVICE int32_t block_of(int32_t i) const {
+    if constexpr (SeenKeys::has_tile_list) return seen.block_at(work(), i);
+    else return block_at(work(), i);
+  }
+
+  // The i-th block of the tile. `first`: none was before it.
+  FMHA_DEVICE void step(int32_t i, int32_t slot_index, bool first) {
+    const int32_t block = block_of(i);
     float s[n];
     ptx::mbarrier_wait_parity(smem.s_full[slot_index], slot.phase);
     ptx::tcgen05_fence_after_thread_sync();
@@ -252,7 +264,7 @@ struct SoftmaxRole {
       }
     }
     modify(s, block);
-    const bool edge = is_edge(block);
+    const bool edge = SeenKeys::has_tile_list ? i < work().num_band_blocks : is_edge(block);
     if (edge) mask(s, block);
 
     float new_max;
@@ -297,11 +309,11 @@ struct SoftmaxRole {
       const int32_t num_blocks = ptx::uniform(work().num_blocks);
       if (num_blocks == 0) return;
       begin_tile();
-      const BlockRange blocks = blocks_of<spec, tile>(p, work(), q_tile);
+      const BlockRange blocks = blocks_of<spec, tile, SeenKeys>(p, work(), q_tile);
       const int32_t end = ptx::uniform(blocks.end);
 #pragma unroll 1
       for (int32_t i = ptx::uniform(blocks.begin); i < end; ++i)
-        step(block_at(work(), i), Shared::q_tiles == 2 ? q_tile : slot.index, i == blocks.begin);
+        step(i, Shared::q_tiles == 2 ? q_tile : slot.index, i == blocks.begin);
       tell(row_sum, row_max, true);
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], signals);
       work_slot.advance();
@@ -309,10 +321,11 @@ struct SoftmaxRole {
   }
 };
 
-template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE void softmax(const FwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, int32_t q_tile) {
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
+FMHA_DEVICE void softmax(const FwdParams& p, Smem<spec, tile>& smem, const SeenKeys& seen, uint32_t tmem,
+                         int32_t q_tile) {
   ptx::setmaxnreg_inc<regs(tile).softmax>();
-  SoftmaxRole<spec, tile> role{p, smem, tmem, q_tile};
+  SoftmaxRole<spec, tile, SeenKeys> role{p, smem, seen, tmem, q_tile};
   role.run();
 }
 
