@@ -11,7 +11,8 @@ use fmha_conformance::case::{Body, Case, Forward, Plant};
 use fmha_conformance::run::{Options, Outcome};
 use fmha_conformance::tensors::{Data, Lengths};
 use fmha_core::{
-    DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, MaskSpec, PlanOptions, Strides, Totals, VLayout,
+    DType, DevBuffer, Device, Dims, FwdArgs, FwdProblem, KvLayout, MaskSpec, PlanOptions, QLayout, Strides,
+    Totals, VLayout,
 };
 use half::bf16;
 
@@ -94,15 +95,23 @@ fn one_token_reads_a_cache() {
     }
 }
 
+/// Parts of 256 keys, whatever the price would choose.
+fn in_parts() -> PlanOptions {
+    with_tile(&[("split_keys", "256"), ("shares", "0")])
+}
+
 /// A cache long enough to be read in parts of 256 keys, with masks that hide all of a part, lengths that end
 /// before a part, sinks, packed heads, wider rows, and FP8. Hidden keys may hold NaN.
 #[test]
 fn a_long_cache_is_read_in_parts_that_are_merged() {
     let Some(backend) = device() else { return };
-    let plan =
-        backend.plan_fwd(&problem(1, 700, 8, 2, MaskSpec::CAUSAL).validate().unwrap(), &sm100()).unwrap();
+    let one_token = problem(1, 700, 8, 2, MaskSpec::CAUSAL).validate().unwrap();
+    let plan = backend.plan_fwd(&one_token, &in_parts()).unwrap();
     let names: Vec<_> = plan.steps().iter().map(|step| step.kernel.clone()).collect();
     assert_eq!(names, ["sm100", "sm100_merge"]);
+    let passes_with =
+        |name: &str, problem, lengths, plant| passes_by(name, in_parts(), problem, lengths, plant);
+    let passes = |name: &str, problem| passes_with(name, problem, Lengths::default(), Plant::Nothing);
     for (tokens, keys, mask) in [(1, 700, "0"), (3, 512, "b"), (1, 1100, "b:300,0"), (5, 700, "t")] {
         passes(&format!("{tokens} x {keys} {mask}"), problem(tokens, keys, 8, 2, mask.parse().unwrap()));
     }
@@ -116,11 +125,13 @@ fn a_long_cache_is_read_in_parts_that_are_merged() {
     passes("a learnable sink", sinks);
     for (dtype, dim) in [(DType::E4m3Fn, 128), (DType::F16, 144), (DType::Bf16, 50), (DType::Bf16, 250)] {
         let dims = Dims { head_dim_qk: dim, head_dim_v: dim, ..problem(1, 600, 2, 1, MaskSpec::NONE).dims };
-        passes(&format!("{dtype}, {dim}"), FwdProblem::batch(dtype, dims).dtype_o(DType::F16));
+        let whole_blocks = with_tile(&[("split_keys", "384"), ("shares", "0")]);
+        let wide = FwdProblem::batch(dtype, dims).dtype_o(DType::F16);
+        passes_by(&format!("{dtype}, {dim}"), whole_blocks, wide, Lengths::default(), Plant::Nothing);
     }
 }
 
-/// Parts end by the sequence's own length: the bits do not change beside other sequences.
+/// Parts of one length end by the sequence's own length: the bits do not change beside other sequences.
 #[test]
 fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let Some(backend) = device() else { return };
@@ -131,10 +142,10 @@ fn a_sequence_in_parts_has_the_bits_that_it_has_alone() {
     let beside = FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
     let [q, k, v] =
         [(1, 1), (keys, 2), (keys, 3)].map(|(rows, salt)| filled(3 * u64::from(rows) * row as u64, salt));
-    let (of_all, _) = attend(backend, beside, &sm100(), [&q, &k, &v]);
+    let (of_all, _) = attend(backend, beside, &in_parts(), [&q, &k, &v]);
     let cache = row * keys as usize;
     let own = [&q[row..2 * row], &k[cache..2 * cache], &v[cache..2 * cache]];
-    let (of_one, _) = attend(backend, alone, &sm100(), own);
+    let (of_one, _) = attend(backend, alone, &in_parts(), own);
     assert_eq!(of_one, of_all[row..2 * row]);
 }
 
@@ -237,18 +248,22 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // Enough keys that one token's would be split.
-    let (tokens, keys, heads, dim) = (130, 520, 2, 128);
-    let row = (heads * dim) as usize;
-    let q = filled(tokens * row as u64, 1);
-    let [k, v] = [2, 3].map(|salt| filled(keys * row as u64, salt));
-    let many = problem(tokens as u32, keys as u32, heads, heads, MaskSpec::CAUSAL);
-    let one = problem(1, keys as u32, heads, heads, MaskSpec::CAUSAL);
-    let (of_many, lse_many) = attend(backend, many, &invariant, [&q, &k, &v]);
-    let (of_one, lse_one) = attend(backend, one, &invariant, [&q[q.len() - row..], &k, &v]);
-    assert_eq!(of_one, of_many[of_many.len() - row..]);
-    let last = |head: usize| lse_many[(head + 1) * tokens as usize - 1];
-    assert_eq!(lse_one, (0..heads as usize).map(last).collect::<Vec<_>>());
+    // Enough keys that one token's would be split, and that all calls' are: in parts of 2048.
+    for (tokens, keys) in [(130, 520), (140, 2120)] {
+        let (heads, dim) = (2, 128);
+        let row = (heads * dim) as usize;
+        let q = filled(tokens * row as u64, 1);
+        let [k, v] = [2, 3].map(|salt| filled(keys * row as u64, salt));
+        let many = problem(tokens as u32, keys as u32, heads, heads, MaskSpec::CAUSAL);
+        let one = problem(1, keys as u32, heads, heads, MaskSpec::CAUSAL);
+        let plan = backend.plan_fwd(&many.clone().validate().unwrap(), &invariant).unwrap().to_string();
+        assert_eq!(plan.contains("of every sequence in parts of 2048"), keys > 2048, "{plan}");
+        let (of_many, lse_many) = attend(backend, many, &invariant, [&q, &k, &v]);
+        let (of_one, lse_one) = attend(backend, one, &invariant, [&q[q.len() - row..], &k, &v]);
+        assert_eq!(of_one, of_many[of_many.len() - row..]);
+        let last = |head: usize| lse_many[(head + 1) * tokens as usize - 1];
+        assert_eq!(lse_one, (0..heads as usize).map(last).collect::<Vec<_>>());
+    }
 }
 
 fn wide(dtype: DType, dims: [u32; 2], seqlens: [u32; 2], mask: &str) -> FwdProblem {
@@ -347,9 +362,45 @@ fn packed_short_queries_are_read_in_parts() {
     let dims = Dims { batch: 5, ..problem(3, 1100, 4, 1, MaskSpec::NONE).dims };
     for plant in [Plant::Nothing, Plant::HiddenKeys] {
         let packed = FwdProblem::group(DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
-        let plan = backend.plan_fwd(&packed.clone().validate().unwrap(), &sm100()).unwrap();
-        assert_eq!(plan.steps().len(), 2);
-        passes_with("packed", packed, Lengths::packed(&sequences), plant);
+        for (shares, how) in [("0", "in parts of 256"), ("7", "in 7 equal shares")] {
+            let options = with_tile(&[("split_keys", "256"), ("shares", shares)]);
+            let plan = backend.plan_fwd(&packed.clone().validate().unwrap(), &options).unwrap();
+            assert!(plan.steps().len() == 2 && plan.to_string().contains(how), "{plan}");
+            passes_by("packed", options, packed.clone(), Lengths::packed(&sequences), plant);
+        }
+    }
+}
+
+/// Few tokens over pages: boxes of a page's keys, of several pages to a block and of several blocks to a page; pages
+/// whose rows make no box, and columns, are copied. Groups whose heads do not divide 128; more rows than one tile's.
+#[test]
+fn tokens_read_pages_by_boxes_and_by_copies() {
+    let Some(backend) = device() else { return };
+    for (page_size, tokens, (heads, heads_kv), shares, how) in [
+        (8, 1, (8, 2), "8", "boxes of 8 keys"),
+        (48, 3, (7, 1), "0", "boxes of 16 keys"),
+        (64, 16, (10, 2), "8", "boxes of 64 keys"),
+        (256, 2, (28, 4), "0", "boxes of 128 keys"),
+        (256, 30, (5, 1), "8", "boxes of 128 keys"),
+        (3, 2, (6, 2), "8", "copies of 16 bytes"),
+    ] {
+        let dims = Dims { batch: 3, ..problem(tokens, 700, heads, heads_kv, MaskSpec::NONE).dims };
+        let kv = KvLayout::Paged { page_size };
+        let paged =
+            FwdProblem::new(QLayout::Batch, kv, DType::Bf16, dims).mask(MaskSpec::CAUSAL).write_lse(true);
+        let paged = paged.seqused_k(true);
+        // Pages in an order that is none, and one that no sequence has.
+        let of_sequence = 700_u32.div_ceil(page_size);
+        let num_pages = 3 * of_sequence + 1;
+        let block_table = (0..3 * of_sequence).map(|n| (n * 101 % num_pages).cast_signed()).collect();
+        let totals = Totals { num_pages: Some(num_pages), ..Totals::default() };
+        let seqused_k = vec![tokens.cast_signed(), 300, 700];
+        let lengths = Lengths { totals, block_table, seqused_k, ..Lengths::default() };
+        let options = with_tile(&[("split_keys", "128"), ("shares", shares)]);
+        let plan = backend.plan_fwd(&paged.clone().validate().unwrap(), &options).unwrap().to_string();
+        assert!(plan.contains(how), "{page_size}: {plan}");
+        let name = format!("pages of {page_size}, {tokens} tokens, {heads} heads, {shares} shares");
+        passes_by(&name, options, paged, lengths, Plant::HiddenKeys);
     }
 }
 

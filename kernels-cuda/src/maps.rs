@@ -2,8 +2,9 @@
 
 use std::sync::Mutex;
 
+use fmha_core::abi::View;
 use fmha_core::error::Result;
-use fmha_core::{Bias, DType, Totals, VLayout};
+use fmha_core::{Bias, DType, Shape, Strides, Totals, VLayout};
 
 use crate::nvidia::FwdCall;
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts, stride_bytes};
@@ -30,6 +31,8 @@ pub struct Boxes {
     pub bias: Option<[i32; 4]>,
     /// Place of a prepared V; `None`: V is read where the caller has it.
     pub prepared_v: Option<BlocksOfV>,
+    /// Place of turned queries, a batch axis on packed ones too; `None`: Q is read where the caller has it.
+    pub turned_q: Option<View>,
 }
 
 /// A V that lies in the workspace block by block, as a kernel's tiles have it.
@@ -83,10 +86,25 @@ impl LastMaps {
         v: Option<BlocksOfV>,
         boxes: impl FnOnce() -> Boxes,
     ) -> Result<Maps> {
+        self.of_turned::<D>(call, None, v, boxes)
+    }
+
+    /// [`Self::of`] a call whose queries a launch before has turned, and left in the workspace as `q` says.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn of_turned<D: EncodeTensorMap>(
+        &self,
+        call: &FwdCall<'_>,
+        q: Option<View>,
+        v: Option<BlocksOfV>,
+        boxes: impl FnOnce() -> Boxes,
+    ) -> Result<Maps> {
         let args = call.args;
         let bias = args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64);
         let v = v.map_or(args.v_slice().as_ptr() as u64, |prepared| prepared.address);
-        let addresses = [args.q.as_ptr() as u64, args.k_slice().as_ptr() as u64, v, bias];
+        let q = q.map_or(args.q.as_ptr() as u64, |turned| turned.data.0);
+        let addresses = [q, args.k_slice().as_ptr() as u64, v, bias];
         let places = Places { addresses, totals: args.seq.totals };
         if let Ok(last) = self.0.try_lock()
             && let Some((known, maps)) = &*last
@@ -128,8 +146,14 @@ impl MapFacts {
         let problem = call.problem;
         let ratio = problem.gqa_ratio();
         let extents = problem.extents(call.args.seq.totals);
-        let (q, strides, size) = (extents.q, problem.strides.q, problem.dtypes.qk.size_bytes());
-        let q_address = call.args.q.as_ptr() as u64;
+        let size = problem.dtypes.qk.size_bytes();
+        let own = || (extents.q, problem.strides.q, call.args.q.as_ptr() as u64);
+        let of_turned = |view: View| {
+            let q = Shape { batch: problem.dims.batch, seq: problem.dims.seqlen_q, ..extents.q };
+            let strides = Strides { batch: view.batch, seq: view.row, head: view.head, dim: view.dim };
+            (q, strides, view.data.0)
+        };
+        let (q, strides, q_address) = boxes.turned_q.map_or_else(own, of_turned);
         let num_heads_kv = problem.dims.num_heads_kv;
         let q_facts = TensorMapFacts {
             name: "q",

@@ -4,15 +4,18 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec, cache_update};
 
 use crate::operands::{keys_of_v_begin_anywhere, stores_vectors, strides, swizzle_span};
 use crate::round_up;
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
-use crate::{sm90, split, tile_list};
+use crate::{sm90, split, tile_list, tree_mask};
 
 mod check;
+mod few;
 pub mod recipe;
+
+pub use few::ways as ways_of_few;
 
 pub use crate::sm90::MAX_SMEM_BYTES;
 
@@ -24,6 +27,8 @@ pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
 /// The header under masks as data.
 const MASKED_HEADER: &str = "fmha/sm100/fwd/fwd_masked.cuh";
+/// The text under a tree mask.
+const TREE_HEADER: &str = "fmha/sm100/fwd/fwd_tree.cuh";
 
 /// Architectures that the kernel is compiled for.
 pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
@@ -69,6 +74,18 @@ abi_spec! {
         /// The grid may start while the one before it in the stream ends (programmatic dependent launch);
         /// it sets up its barriers and then waits for that one's memory.
         pub dependent_launch: bool = Takes::all().tuned(),
+        /// Whether, with `pack_gqa`, a group's heads do not divide a query tile's 128 rows: the tile then has
+        /// whole groups, and rows that are left over.
+        pub whole_groups: bool = Takes::nothing(),
+        /// Keys of a page that one TMA instruction brings, a multiple of 8; 0: the keys of a block lie in a
+        /// row, or are copied.
+        pub page_keys: i32 = Takes::nothing(),
+        /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
+        /// 0: a CTA walks a tile, or a part of one.
+        pub shares: i32 = Takes::within(0, 1 << 16),
+        /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
+        /// else they follow the longest one.
+        pub fixed_parts: bool = Takes::all(),
     }
 }
 
@@ -155,23 +172,72 @@ impl Sm100Tile {
         TileSchedule::new(
             problem,
             UnitOfWork {
-                rows: self.block_m * row_blocks,
+                rows: self.rows_of_tile(problem) * row_blocks,
                 heads,
                 pack_gqa: self.pack_gqa,
-                kv_parts: self.cut().num_parts(problem) as i32,
+                kv_parts: self.cut(problem).num_parts(problem) as i32,
             },
         )
     }
 
     /// Cut of the keys of sequences into parts.
     #[must_use]
-    pub const fn cut(&self) -> split::Cut {
-        split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: false, shares: None }
+    pub fn cut(&self, problem: &FwdProblem) -> split::Cut {
+        let shares = (self.shares > 0).then(|| split::Shares {
+            count: self.shares.unsigned_abs(),
+            block_m: self.rows_of_tile(problem).unsigned_abs(),
+            pack_gqa: self.pack_gqa,
+        });
+        split::Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
+    }
+
+    /// The queries of a call whose parts lie in the workspace at a time.
+    #[must_use]
+    pub fn rows_at_once(&self, problem: &FwdProblem) -> split::RowsAtOnce {
+        self.cut(problem).rows_at_once(problem, self.rows_of_tile(problem), self.pack_gqa)
+    }
+
+    /// Makes a row's bits depend on its own sequence alone: no pair of CTAs, which takes other blocks of keys, and
+    /// parts that have as many keys of every sequence, where one may be long enough for several.
+    #[must_use]
+    pub fn batch_invariant(self, problem: &FwdProblem) -> Self {
+        let tile = Self { split_keys: 0, shares: 0, fixed_parts: false, ..self.alone(&spec_of(problem)) };
+        let keys = if tile_list::serve(problem) { 0 } else { split::fixed_keys(problem, tile.block_n) };
+        if keys == 0 {
+            return tile;
+        }
+        // Some row blocks at a time: no launch but the first finds a counter that is zero.
+        Self {
+            split_keys: keys,
+            fixed_parts: true,
+            order: TileOrder::Static,
+            dependent_launch: false,
+            ..tile
+        }
+    }
+
+    /// Rows of a tile that are rows of a sequence.
+    #[must_use]
+    pub fn rows_of_tile(&self, problem: &FwdProblem) -> i32 {
+        let ratio = problem.gqa_ratio().max(1).cast_signed();
+        if self.whole_groups { self.block_m / ratio * ratio } else { self.block_m }
+    }
+
+    /// Sets the fields that follow from the others, from how many query heads a kv head has, and from the
+    /// size of a page.
+    pub fn place(&mut self, problem: &FwdProblem) {
+        self.whole_groups = self.pack_gqa && !128_u32.is_multiple_of(problem.gqa_ratio().max(1));
+        self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
+        // A part's rows are the kernel's own.
+        self.vector_store = stores_vectors(problem) || self.split_keys > 0;
     }
 
     /// CTAs to launch.
     #[must_use]
     pub fn grid(&self, schedule: &TileSchedule, num_sms: u32) -> u32 {
+        if self.shares > 0 {
+            return self.shares.unsigned_abs();
+        }
         let tiles = schedule.num_tiles.max(1).unsigned_abs();
         let cluster = self.cluster.unsigned_abs();
         cluster * if self.order == TileOrder::Single { tiles } else { tiles.min(num_sms / cluster) }
@@ -182,7 +248,7 @@ impl Sm100Tile {
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
         let zeroed_bytes = schedule.counter_bytes(self.order, workers);
-        let parts = self.cut().workspace_bytes(problem, problem.dims.seqlen_q);
+        let parts = self.cut(problem).workspace_bytes(problem, problem.dims.seqlen_q);
         Workspace { bytes: parts.max(zeroed_bytes), zeroed_bytes }
     }
 
@@ -194,10 +260,16 @@ impl Sm100Tile {
         [dim, heads, 128 / heads, 1, 1]
     }
 
-    /// The box of the tensor map of K: (dim, keys, heads, batch).
+    /// Keys that one TMA instruction brings: those of a block, or of a page.
+    const fn keys_of_box(&self) -> i32 {
+        if self.page_keys > 0 { self.page_keys } else { self.block_n }
+    }
+
+    /// The box of the tensor map of K: (dim, keys, heads, batch or page).
     #[must_use]
     pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        [swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk), self.block_n / self.cluster, 1, 1]
+        let dim = swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        [dim, self.keys_of_box() / self.cluster, 1, 1]
     }
 
     /// The box of the tensor map of V: (dim, keys, heads, batch); of a column-major V (keys, dim, heads, batch).
@@ -205,7 +277,7 @@ impl Sm100Tile {
     pub const fn v_box(&self, spec: &FwdSpec) -> [i32; 4] {
         let dim = sm90::padded_dim(spec.head_dim_v) / self.cluster;
         match spec.v_layout {
-            VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.block_n, 1, 1],
+            VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.keys_of_box(), 1, 1],
             VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
         }
     }
@@ -223,7 +295,18 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     sm90::takes(problem, NAME)?;
+    cache_update::takes(problem, NAME)?;
+    if let Some(cache) = problem.cache.dtype {
+        return refuse(format!(
+            "dtype_cache {cache} beside {}: sm100_widened brings it to 16 bits",
+            problem.dtypes.qk
+        ));
+    }
     tile_list::refuse(problem, NAME)?;
+    if tile_list::serve(problem) {
+        problem.refuse_mixed_layouts(NAME)?;
+        problem.refuse_cache_updates(NAME)?;
+    }
     let o = problem.dtypes.o;
     if o.is_fp8() && !matches!(o, DType::E4m3Fn | DType::E5m2) {
         return refuse(format!("dtype_o {o} is not f16, bf16, f32 or OCP FP8"));
@@ -250,9 +333,29 @@ fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'s
     })
 }
 
+/// Keys of a page that one TMA instruction brings to a block of `block_n`; 0 where keys lie in no pages, or TMA cannot
+/// bring those of one: a box is whole lines of 8 rows, as the swizzle has them.
+fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
+    let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.layout.v == VLayout::RowMajor)
+    else {
+        return 0;
+    };
+    let (mut keys, mut rest) = (block_n.unsigned_abs(), page_size);
+    while rest > 0 {
+        (keys, rest) = (rest, keys % rest);
+    }
+    if keys % 8 == 0 { keys.cast_signed() } else { 0 }
+}
+
+/// Whether K and V lie in pages that TMA does not bring to blocks of `block_n`.
+fn has_odd_pages(problem: &FwdProblem, block_n: i32) -> bool {
+    problem.layout.kv.is_paged() && page_keys(problem, block_n) == 0
+}
+
 /// Whether TMA takes every stride, multiples of 16 bytes below 2^40, and every box begins at such a one.
-fn tma_loads(problem: &FwdProblem) -> bool {
+fn tma_loads(problem: &FwdProblem, block_n: i32) -> bool {
     !keys_of_v_begin_anywhere(problem)
+        && !has_odd_pages(problem, block_n)
         && stride_bytes(problem).all(|(_, _, bytes)| bytes % 16 == 0 && bytes < 1 << 40)
 }
 
@@ -277,6 +380,14 @@ pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String>
             tile.copy_bytes
         ));
     }
+    if tile.copy_bytes == 0 && has_odd_pages(problem, tile.block_n) {
+        return Err(format!(
+            "tile copy_bytes=0: pages of {} keys, v_layout {:?}, in blocks of {}, are not boxes of 8 rows and more",
+            problem.layout.kv.page_size().unwrap_or(0),
+            problem.layout.v,
+            tile.block_n
+        ));
+    }
     let by_tma = tile.copy_bytes == 0 && keys_of_v_begin_anywhere(problem);
     if by_tma || tile.copy_bytes > most_copied(problem) {
         return Err(format!(
@@ -288,9 +399,9 @@ pub fn check_loads(problem: &FwdProblem, tile: &Sm100Tile) -> Result<(), String>
     Ok(())
 }
 
-/// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`].
+/// The tile for a problem that the kernel [`accepts`], on one of [`ARCHS`] with so many multiprocessors.
 #[must_use]
-pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
+pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile {
     let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
@@ -301,35 +412,46 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str) -> Sm100Tile {
     }
     let ratio = i64::from(problem.gqa_ratio());
     let seqlen_q = i64::from(dims.seqlen_q);
+    let fills = 128 % ratio == 0;
 
-    // A short query: the heads of a group side by side, where that saves a tenth of the rows.
-    if ratio > 1 && 128 % ratio == 0 {
-        let block_m = i64::from(tile.block_m);
+    // A short query: the heads of a group side by side, where that saves a tenth of the rows. A group that leaves rows
+    // over has tiles of its own, which no bundle has: few queries over a cache are worth them.
+    if ratio > 1 && (fills || ratio <= 128 && few::are_few(problem)) {
+        let block_m = i64::from(if fills { tile.block_m } else { 128 });
+        let queries = block_m / ratio;
         let apart = (seqlen_q + block_m - 1) / block_m * ratio;
-        let packed = (seqlen_q * ratio + block_m - 1) / block_m;
+        let packed = (seqlen_q + queries - 1) / queries;
         tile.pack_gqa = packed * 10 <= apart * 9;
     }
     let rows = if tile.pack_gqa { seqlen_q * ratio } else { seqlen_q };
-    let copies = !tma_loads(problem);
-    if rows <= 128 || copies || !pairs_pay(&spec, dims.seqlen_k) {
+    let copies = !tma_loads(problem, if tile.cluster == 1 { tile.block_n } else { LONE_BLOCK_N });
+    let is_paged = problem.layout.kv.is_paged();
+    if rows <= 128
+        || copies
+        || is_paged
+        || problem.cache.tree_mask
+        || few::are_few(problem)
+        || !pairs_pay(&spec, dims.seqlen_k)
+    {
         tile = tile.alone(&spec);
     }
-    if rows <= 128 && tile.block_m > 128 {
+    if tile.block_m > 128 && (rows <= 128 || tile.pack_gqa && !fills) {
         tile.block_m = 128;
         tile.stages = most_stages(&spec, &tile);
-    }
-    if rows <= 128 {
-        tile.split_keys = split::split_keys(problem, tile.block_n);
     }
 
     if copies {
         tile.copy_bytes = most_copied(problem);
     }
-    // A part's rows are the kernel's own.
-    tile.vector_store = stores_vectors(problem) || tile.split_keys > 0;
-    if tile_list::serve(problem) {
+    tile.place(problem);
+    let has_lists = tile_list::serve(problem);
+    if !has_lists && (rows <= 128 || few::are_few(problem)) {
+        tile = few::deal(problem, tile, num_sms);
+    }
+    if has_lists {
         tile.take_lists(problem, &spec);
     }
+    tile.place(problem);
     tile
 }
 
@@ -372,6 +494,10 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         cluster,
         cluster_heads: false,
         dependent_launch: true,
+        whole_groups: false,
+        page_keys: 0,
+        shares: 0,
+        fixed_parts: false,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
 }
@@ -451,6 +577,21 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> Kerne
     crate::source(entry.render(), || {
         [schedule::header(), host_header(), fmha_core::masks::header(), tile_list::header()]
     })
+}
+
+/// The kernel under a tree mask, of which it takes [`TreeMask`](crate::tree_mask::TreeMask) behind its other
+/// arguments.
+#[must_use]
+pub fn fwd_tree(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: TREE_HEADER,
+        constants: &constants,
+        bounds: BOUNDS,
+        params: &format!("{OPERANDS}{}", tree_mask::PARAM),
+        call: &format!("{}sm100::fwd_tree<kSpec, kTile>(p, maps, schedule, tree);", assert_smem(spec, tile)),
+    };
+    crate::source(entry.render(), || [schedule::header(), host_header(), tree_mask::header()])
 }
 
 /// Parameters that every entry has.

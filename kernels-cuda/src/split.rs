@@ -586,9 +586,9 @@ mod tests {
     #[test]
     fn the_workspace_holds_every_part_and_they_lie_apart() {
         let problem = decode(3, 5, 700).mask(MaskSpec::CAUSAL);
-        let tile = crate::sm100::choose_tile(&problem, "sm_100a");
-        assert_eq!(tile.split_keys, 256);
-        let (cut, queries) = (tile.cut(), problem.dims.seqlen_q);
+        let mut tile = crate::sm100::choose_tile(&problem, "sm_100a", 148);
+        (tile.split_keys, tile.shares) = (256, 0);
+        let (cut, queries) = (tile.cut(&problem), problem.dims.seqlen_q);
         let parts = cut.parts(&problem, 0..queries, 0x1000);
         let rows = 3 * 5 * 3;
         assert!(parts.o.0 >= parts.lse.0 + rows * 4 && parts.lse.0 >= 0x1000 + 4);

@@ -312,6 +312,27 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     let part = split::part_spec(&upper);
     let tile = Sm100Tile { block_m: 128, split_keys: 256, pack_gqa: true, ..own(sm100::default_tile(&part)) };
     kernels.push(("sm100_128_part_of_keys".to_owned(), sm100::fwd(&part, &tile)));
+    // Few queries over pages, in shares, of a group that leaves rows over; by copies; two query tiles; under a tree.
+    for (name, dim) in [("128", 128), ("256", 256)] {
+        let paged =
+            FwdSpec { kv_layout: KvKind::Paged, ..split::part_spec(&plain(dim, dim, MaskKind::Upper)) };
+        let alone = own(sm100::default_tile(&paged).alone(&paged));
+        let shared = Sm100Tile {
+            block_m: 128,
+            split_keys: alone.block_n,
+            shares: 148,
+            pack_gqa: true,
+            whole_groups: true,
+            page_keys: 16,
+            ..alone
+        };
+        kernels.push((format!("sm100_{name}_pages_in_shares"), sm100::fwd(&paged, &shared)));
+        kernels.push((format!("sm100_{name}_pages_tree"), sm100::fwd_tree(&paged, &shared)));
+        let copied = Sm100Tile { page_keys: 0, copy_bytes: 16, ..shared };
+        kernels.push((format!("sm100_{name}_pages_copied"), sm100::fwd(&paged, &copied)));
+        let whole = Sm100Tile { page_keys: 64, ..alone };
+        kernels.push((format!("sm100_{name}_pages_whole"), sm100::fwd(&paged, &whole)));
+    }
     let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
     kernels.extend(blackwell_backward());
@@ -947,7 +968,7 @@ fn masked_kernels_of_blackwell(arch: &str) -> Vec<(String, KernelSource)> {
             }
             let code = CodeSource { code: &problem.code, gradients: &[] };
             let has_function = problem.code.mask.is_some();
-            let (spec, tile) = (sm100::spec_of(&problem), sm100::choose_tile(&problem, arch));
+            let (spec, tile) = (sm100::spec_of(&problem), sm100::choose_tile(&problem, arch, 148));
             let fwd = match tile_list::serve(&problem) {
                 true => sm100::fwd_masked(&spec, &tile, has_function),
                 false => sm100::fwd(&spec, &tile),

@@ -193,10 +193,17 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "sm100_widened"],
+        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100_widened"],
         slowly: false,
-        what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks sm80 alone takes",
+        what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm100"],
+        slowly: false,
+        what: "FP8 caches beside 16 bits are widened before (sm100_widened)",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
     Declared {
         backends: &["cuda"],

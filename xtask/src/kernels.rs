@@ -61,6 +61,10 @@ const SMALL: &str = "^(code/)?small/";
 /// Cases of masks and lengths, on which a pair of CTAs sees unlike numbers of blocks.
 const CLUSTER_CASES: &str = "^edges/(mask_sq_[a-z]*_sk/|nan|inf|group|gqa).*bf16";
 
+/// Cases of caches that Blackwell's kernel takes: 16 bits, head dimensions up to 256, and no keep mask.
+const BLACKWELL_CACHES: &str = "^decode/(groups/[^/]*/wide/|(paged|append|append_packed|rotary|tree|layouts|unlike|\
+    last_keys|long|split|many_parts|no_keys|clamped|pages_.*|head_dim|shared_pages|fixed_parts)/(.*/)?b?f16(/|$))";
+
 /// Cases of FP8 queries and keys whose V has rows, of FP8 too.
 const PREPARED_CASES: &str = "^fp8/blocks/(e4m3fn|e5m2)/(d[0-9x]*/[0b]/r|d256x256/(slanted|rising)|group|group_of_heads|window|\
     few_queries|softcap|dropout.*|sink|negative.*|o_.*|v_apart|nan_(nobody_sees.*|behind_(the|wide)_keys|in_.*))$";
@@ -311,6 +315,32 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: None,
         in_test: Cases { filter: FORWARD, deal: 192 },
         in_all: Cases { filter: FORWARD, deal: 1 },
+        ..BLACKWELL
+    },
+    // Few queries over caches: pages by boxes and by copies, groups that leave rows over, shares, appends, trees.
+    Row {
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(3),
+        in_test: Cases {
+            filter: "^decode/(paged/bf16/p(3|16|256)/s3x129/b/hnd|unlike/bf16/12of1/q16/b|groups/13of1/wide/q3/p64|\
+                     rotary/packed_q/bf16/new3/b|tree/random/bf16/q5|layouts/bf16/batch_over_packed/b)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: BLACKWELL_CACHES, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        arch: "sm_103a",
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(3),
+        in_all: Cases { filter: BLACKWELL_CACHES, deal: 4 },
+        ..BLACKWELL
+    },
+    // Caches of FP8, brought to 16 bits by a launch before.
+    Row {
+        kernel: Some("sm100_widened"),
+        in_test: Cases { filter: "^decode/fp8_cache/e4m3fn/bf16/descale_plain/q1/(strided|p16)$", deal: 1 },
+        in_all: Cases { filter: "^decode/fp8_cache/(e4m3fn|e5m2)/", deal: 1 },
         ..BLACKWELL
     },
     // Pairs of CTAs, which wait for each other.

@@ -107,9 +107,13 @@ struct Update {
 
   FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {
     const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
-    if (i >= span.seqlen_q) return;
-    const Key* from = read<Key>(p.q, query_offset(p, span, i, i_head));
     Key* to = written<Key>(update.q, row_offset(update.q, i_batch, i, i_head));
+    if (i >= span.seqlen_q) {
+      // Kernels that load whole tiles of queries read the rows that a shorter sequence leaves over.
+      for (int32_t d = lane; d < spec.head_dim_qk; d += Lanes::count) to[d] = 0;
+      return;
+    }
+    const Key* from = read<Key>(p.q, query_offset(p, span, i, i_head));
     turn(from, to, span.seqlen_k + (spec.positions_advance ? i : 0));
   }
 

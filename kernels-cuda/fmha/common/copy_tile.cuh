@@ -63,6 +63,28 @@ struct Copier {
     }
   }
 
+  // Elements of a tile from where `elem_of(row, column)` says (null: zero), one by one.
+  template <class Tile, class ElemOf>
+  FMHA_DEVICE void gather(const Tile& tile, ElemOf elem_of) const {
+    using Elem = typename Tile::Elem;
+    constexpr int size = Tile::elem_bytes, word = 16 / size, units = Tile::dim / word;
+#pragma unroll 1
+    for (int32_t at = Threads::rank(); at < Tile::rows * units; at += Threads::count) {
+      const int32_t row = at / units, column = at % units * word;
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        words[k] = 0;
+#pragma unroll
+        for (int e = 0; e < 4 / size; ++e) {
+          const Elem* from = elem_of(row, column + k * (4 / size) + e);
+          if (from) words[k] |= uint32_t(*from) << 8 * size * e;
+        }
+      }
+      ptx::st_shared_v4(tile.address() + mma::word_offset<Tile>(row, column), words);
+    }
+  }
+
   // The tensor cores read what ordinary writes have put there: a fence, then the arrival.
   FMHA_DEVICE void arrive() {
     ptx::fence_proxy_async();

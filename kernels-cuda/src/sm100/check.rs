@@ -2,7 +2,10 @@
 //! which go together.
 
 use fmha_core::fields::Fields as _;
-use fmha_core::spec::FwdSpec;
+use fmha_core::spec::{FwdSpec, KvKind};
+
+use crate::schedule::TileOrder;
+use fmha_core::fields::FieldValue as _;
 
 use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS, halves_v};
 
@@ -12,7 +15,11 @@ impl Sm100Tile {
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        if self.split_keys == 0 && name == "split_keys" {
+            (self.shares, self.fixed_parts) = (0, false);
+        }
+        Ok(())
     }
 
     /// Whether the kernel can be compiled so for a spec, and launched where a kv head has `gqa_ratio`
@@ -22,8 +29,36 @@ impl Sm100Tile {
     /// A text that names the fields and numbers that do not go together.
     pub fn check(&self, spec: &FwdSpec, gqa_ratio: u32) -> Result<(), String> {
         let refuse = |words: String| Err(format!("tile {words}"));
-        if self.pack_gqa && !128_u32.is_multiple_of(gqa_ratio.max(1)) {
-            return refuse(format!("pack_gqa=1: {gqa_ratio} heads do not divide a query tile's 128 rows"));
+        if self.pack_gqa && gqa_ratio > 128 {
+            return refuse(format!("pack_gqa=1: {gqa_ratio} heads are more than a query tile's 128 rows"));
+        }
+        let divides = 128_u32.is_multiple_of(gqa_ratio.max(1));
+        if self.pack_gqa && !divides && self.block_m > 128 {
+            return refuse(format!(
+                "pack_gqa=1 with block_m={}: {gqa_ratio} heads do not divide a query tile's 128 rows",
+                self.block_m
+            ));
+        }
+        if self.pack_gqa && divides == self.whole_groups {
+            return refuse(format!(
+                "whole_groups={}: a query tile has 128 rows of {gqa_ratio} heads",
+                i32::from(self.whole_groups)
+            ));
+        }
+        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
+            return refuse(format!(
+                "shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
+                self.shares,
+                self.split_keys,
+                i32::from(self.fixed_parts)
+            ));
+        }
+        if self.fixed_parts && (self.split_keys == 0 || self.order == TileOrder::Dynamic) {
+            return refuse(format!(
+                "fixed_parts=1 with split_keys={} and order={}: parts of a launch for some rows, whose tiles no counter deals",
+                self.split_keys,
+                self.order.name()
+            ));
         }
         if self.num_q_tiles() == 2 && self.stages < 2 {
             return refuse(format!(
@@ -41,6 +76,12 @@ impl Sm100Tile {
             return refuse(format!(
                 "cluster={} with copy_bytes={} and split_keys={}: a pair of CTAs loads by TMA, and sees all keys",
                 self.cluster, self.copy_bytes, self.split_keys
+            ));
+        }
+        if self.cluster > 1 && spec.kv_layout == KvKind::Paged {
+            return refuse(format!(
+                "cluster={} with pages: a pair of CTAs loads blocks by halves",
+                self.cluster
             ));
         }
         if self.cluster > 1 && !halves_v(spec) {
@@ -117,6 +158,9 @@ mod tests {
             (128, &[("stages", "1")], &["stages", "1", "block_m", "256"]),
             (128, &[("order", "random")], &["order", "random"]),
             (128, &[("pack_gqa", "1")], &["pack_gqa", "3", "128"]),
+            (128, &[("shares", "8")], &["shares=8", "split_keys=0"]),
+            (128, &[("fixed_parts", "1")], &["fixed_parts=1", "split_keys=0"]),
+            (128, &[("fixed_parts", "1"), ("split_keys", "256")], &["fixed_parts=1", "order=dynamic"]),
             (128, &[("split_keys", "192")], &["split_keys", "192", "block_n", "128"]),
             (128, &[("cluster", "3")], &["cluster", "3"]),
             (128, &[("cluster", "2"), ("copy_bytes", "8")], &["cluster=2", "copy_bytes=8"]),

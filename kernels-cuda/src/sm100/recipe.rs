@@ -2,25 +2,28 @@
 
 use std::ffi::c_void;
 
-use fmha_core::abi::FwdParams;
+use fmha_core::abi::{FwdParams, View};
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace, bind};
-use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles};
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
 use crate::sm100::{self, Sm100Tile};
-use crate::split::{self, RowsAtOnce, launch as parts};
+use crate::split::{self, launch as parts};
 use crate::tile_list::{self, TileListPlan, TileOf};
+use crate::tree_mask;
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm100_merge";
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "sm100_update";
 
 /// The forward on tcgen05, with its tile.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,6 +31,8 @@ pub struct Sm100 {
     tile: Sm100Tile,
     schedule: TileSchedule,
     list: Option<TileListPlan>,
+    /// The kernel's part of the workspace, before that of the launch which updates the cache.
+    own: Workspace,
 }
 
 impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
@@ -54,7 +59,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         _: &PlanOptions,
     ) -> Result<Vec<TileOptions>, Refusal> {
         <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
-        Ok(vec![knob_values(&sm100::choose_tile(problem, &facts.arch))])
+        Ok(vec![knob_values(&sm100::choose_tile(problem, &facts.arch, facts.num_sms))])
     }
 
     fn fit(
@@ -77,12 +82,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let is_split = tile.split_keys > 0;
         let smem_bytes = tile.smem_bytes(&spec).unsigned_abs();
         let schedule = tile.schedule(problem).map_err(refuse)?;
+        let at_once = tile.rows_at_once(problem);
+        let of_launch = if is_split { schedule.of_blocks(0, at_once.blocks.cast_signed()) } else { schedule };
         let grid = Grid {
             dependent: tile.dependent_launch,
-            ..Grid::new(tile.grid(&schedule, facts.num_sms), tile.num_threads().unsigned_abs())
+            ..Grid::new(tile.grid(&of_launch, facts.num_sms), tile.num_threads().unsigned_abs())
         };
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
-        let (list, workspace) =
+        let (list, own) =
             list_of(problem, &tile, tile.workspace(problem, &schedule, facts.num_sms)).map_err(refuse)?;
         let has_function = problem.code.mask.is_some();
         let lists = list.map(|list| list.launch(&spec, has_function, facts));
@@ -91,6 +98,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             kernel: sm100::NAME,
             source: match list {
                 Some(_) => sm100::fwd_masked(&own_spec, &tile, has_function),
+                None if problem.cache.tree_mask => sm100::fwd_tree(&own_spec, &tile),
                 None => sm100::fwd(&own_spec, &tile),
             },
             grid,
@@ -99,19 +107,20 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             // One CTA an SM: it takes all of tensor memory.
             tiles_at_once: u64::from(facts.num_sms / tile.cluster.unsigned_abs()),
         };
-        let queries = problem.dims.seqlen_q;
-        let merge = parts::merge(MERGE_NAME, problem, (tile.cut(), queries, spec.dtype_qk), facts);
+        let cut = (tile.cut(problem), at_once.queries, spec.dtype_qk);
+        let merge = parts::merge(MERGE_NAME, problem, cut, facts);
+        let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
         Ok(Choice {
-            kernel: Self { tile, schedule, list },
-            launches: Launches::new(lists, main, merge),
-            workspace,
+            kernel: Self { tile, schedule, list, own },
+            launches: Launches::new(lists.into_iter().chain(update), main, merge),
+            workspace: update::workspace(problem, own).map_err(refuse)?,
             promises: Promises {
                 deterministic: true,
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
                 // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
                 // split, a long one's are not.
                 // Lists have what is cut for any row of a tile first, and the longest query decides on a tile's rows.
-                batch_invariant: !is_split
+                batch_invariant: (!is_split || tile.fixed_parts)
                     && tile.cluster == 1
                     && (options.batch_invariant
                         || list.is_none()
@@ -125,7 +134,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             details: vec![
                 ("tile", format!("{} x {}, {} stages", tile.block_m, tile.block_n, tile.stages)),
                 ("order", format!("{:?}, L2 groups of {} heads", tile.order, schedule.heads_per_l2_group)),
-                ("schedule", schedule_words(&tile)),
+                ("schedule", schedule_words(&tile, problem)),
                 ("tensor memory", format!("{} of {} columns", tile.tmem_columns(&spec), sm100::TMEM_COLUMNS)),
             ]
             .into_iter()
@@ -136,12 +145,22 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
 
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
-        alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0)
+        match operand {
+            // Turned queries lie in the workspace.
+            Operand::Q if problem.cache.rotary.is_some() => 1,
+            _ => alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0),
+        }
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let (Self { tile, schedule, list }, fwd) = (*self, steps.main());
-        let mut whole = bind::fwd_params(call.problem, call.args);
+        let (Self { tile, schedule, list, own }, fwd) = (*self, steps.main());
+        // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same part of it.
+        let mut whole = unsafe { update::run(steps, call, own)? };
+        if call.problem.cache.tree_mask {
+            whole = tree_mask::without_upper_end(&whole);
+        }
+        let tree = tree_mask::bind(call.problem, call.args);
+        let turned = call.problem.cache.rotary.map(|_| whole.q);
         let masks = mask_data_params(call.problem, &call.args.masks);
         let list = list.map(|plan| plan.at(whole.workspace.0));
         if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
@@ -152,27 +171,34 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
         let maps = match tile.copy_bytes {
-            0 => fwd.kept.of::<V::Driver>(call, None, || boxes(call.problem, &tile))?,
+            0 => {
+                fwd.kept.of_turned::<V::Driver>(call, turned, None, || boxes(call.problem, &tile, turned))?
+            }
             _ => Maps::UNREAD,
         };
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);
-            let (mut masks, mut of_tiles) = (masks, list);
+            let (mut masks, mut of_tiles, mut tree) = (masks, list, tree);
             let list: *mut c_void =
                 of_tiles.as_mut().map_or(std::ptr::null_mut(), |list| (&raw mut *list).cast());
             let mut arguments = [
                 (&raw mut *params).cast(),
                 (&raw const maps).cast_mut().cast(),
                 (&raw mut rows).cast(),
-                (&raw mut masks).cast(),
+                if call.problem.cache.tree_mask { (&raw mut tree).cast() } else { (&raw mut masks).cast() },
                 list,
             ];
-            let count = if list.is_null() { 3 } else { 5 };
-            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, and under masks MaskDataParams and TileList;
-            // `check_fwd` saw that the memory covers the problem, and the maps were made for the same extents.
+            let count = match call.problem.cache.tree_mask {
+                true => 4,
+                false if list.is_null() => 3,
+                false => 5,
+            };
+            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, under a tree mask TreeMask, and under masks
+            // MaskDataParams and TileList; `check_fwd` saw that the memory covers the problem, and the maps were made
+            // for the same extents.
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
-        let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
+        let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
         // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
@@ -192,9 +218,9 @@ pub(crate) fn fit_like(
     let refuse = |reason: String| Refusal::new(sm100::NAME, reason);
     sm100::accepts(problem)?;
     refuse_row_invariant(options, sm100::NAME)?;
-    let mut own = sm100::choose_tile(like, &facts.arch);
-    if like.strides != problem.strides {
-        let copies = sm100::choose_tile(problem, &facts.arch);
+    let mut own = sm100::choose_tile(like, &facts.arch, facts.num_sms);
+    if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
+        let copies = sm100::choose_tile(problem, &facts.arch, facts.num_sms);
         (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
     }
     if options.accuracy == Accuracy::Exact {
@@ -203,8 +229,7 @@ pub(crate) fn fit_like(
     // Merged parts round differently from the whole, which a longer query has; a pair of CTAs, which a short query has
     // not, takes more keys a block.
     if options.batch_invariant {
-        own.split_keys = 0;
-        own = own.alone(&sm100::spec_of(problem));
+        own = own.batch_invariant(like);
         if tile_list::serve(problem) {
             own.block_m = 128;
         }
@@ -232,6 +257,7 @@ fn fitted(
 ) -> Result<Sm100Tile, String> {
     let spec = sm100::spec_of(problem);
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+    tile.place(problem);
     tile.check(&spec, problem.gqa_ratio())?;
     if tile_list::serve(problem) {
         tile.check_lists()?;
@@ -243,7 +269,7 @@ fn fitted(
             .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
             .map_err(|why| format!("tile load_max=1: {why}"))?;
     }
-    split::check(problem, tile.cut())?;
+    split::check(problem, tile.cut(problem))?;
     facts.has_room_for(&tile, tile.smem_bytes(&spec), tile.cluster)?;
     Ok(tile)
 }
@@ -265,8 +291,8 @@ fn list_of(
     Ok((Some(list), workspace))
 }
 
-/// Boxes that TMA loads.
-pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
+/// Boxes that TMA loads; of Q where it lies `turned`, if it is.
+pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile, turned_q: Option<View>) -> Boxes {
     let spec = FwdSpec::of(problem);
     Boxes {
         q: tile.q_box(&spec, problem.gqa_ratio() as i32),
@@ -274,10 +300,11 @@ pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile) -> Boxes {
         v: tile.v_box(&spec),
         bias: None,
         prepared_v: None,
+        turned_q,
     }
 }
 
-fn schedule_words(tile: &Sm100Tile) -> String {
+fn schedule_words(tile: &Sm100Tile, problem: &ValidFwd) -> String {
     let tiles = if tile.num_q_tiles() == 2 { "two query tiles" } else { "one query tile, two score slots" };
     let mut words = vec![tiles.to_owned()];
     words
@@ -288,9 +315,11 @@ fn schedule_words(tile: &Sm100Tile) -> String {
     );
     words.extend(tile.load_max.then(|| "maxima by the loads".to_owned()));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
-    words.extend(parts::words(tile.cut()));
+    words.extend((tile.page_keys > 0).then(|| format!("pages by boxes of {} keys", tile.page_keys)));
+    words.extend(parts::words(tile.cut(problem)));
     words.extend((tile.cluster > 1).then(|| "pairs of CTAs".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend(tile.whole_groups.then(|| format!("{} rows of whole groups", tile.rows_of_tile(problem))));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

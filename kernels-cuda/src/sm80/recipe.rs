@@ -316,7 +316,7 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> S
 fn boxes(problem: &ValidFwd, tile: &Sm80Tile) -> Boxes {
     let spec = FwdSpec::of(problem);
     let [k, v] = sm80::boxes(&spec, tile);
-    Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None }
+    Boxes { q: [k[0], 1, 1, 1, 1], k, v, bias: None, prepared_v: None, turned_q: None }
 }
 
 /// Checks that the device has what the kernels are made of.

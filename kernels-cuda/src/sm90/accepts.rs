@@ -13,8 +13,6 @@ use crate::tile_list;
 pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     problem.refuse_dropout_between_quads(kernel)?;
-    problem.refuse_mixed_layouts(kernel)?;
-    problem.refuse_cache_updates(kernel)?;
     let (qk, v) = (problem.dtypes.qk, problem.dtypes.v);
     let wide = |dtype| matches!(dtype, DType::F16 | DType::Bf16);
     let fp8 = |dtype| matches!(dtype, DType::E4m3Fn | DType::E5m2);
@@ -42,6 +40,8 @@ pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Re
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    problem.refuse_mixed_layouts(NAME)?;
+    problem.refuse_cache_updates(NAME)?;
     takes(problem, NAME)?;
     tile_list::refuse(problem, NAME)?;
     refuse_faint_alibi(problem, NAME)?;

@@ -508,5 +508,6 @@ pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>)
         v: tile.v_box(&FwdSpec::of(problem)),
         bias: (tile.bias_stages > 0).then(|| tile.bias_box()),
         prepared_v,
+        turned_q: None,
     }
 }

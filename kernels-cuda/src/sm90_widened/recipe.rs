@@ -18,7 +18,8 @@ use crate::sm100::{self, recipe::Sm100};
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// Name of the kernel that reads the widened cache.
     const WIDENED: &'static str;
-    /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper.
+    /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper. A reader that gathers none
+    /// reads them as they lie.
     const GATHERS: bool;
 
     /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies
@@ -126,7 +127,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let of_reader = options.clone().kernel(R::about().name);
         // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
         // it lies.
-        let twin = problem.over_wide_cache().filter(|twin| twin.layout.kv == wide.layout.kv);
+        let twin = problem.over_wide_cache().filter(|twin| !R::GATHERS || twin.layout.kv == wide.layout.kv);
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         let choice = R::choose_like(&twin, &wide, facts, &of_reader)

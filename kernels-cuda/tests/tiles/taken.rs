@@ -31,7 +31,7 @@ fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
 fn the_tile_that_the_blackwell_table_chooses_is_one_that_its_kernel_takes() {
     for problem in problems().filter(|problem| sm100::accepts(problem).is_ok()) {
         for arch in sm100::ARCHS {
-            let tile = sm100::choose_tile(&problem, arch);
+            let tile = sm100::choose_tile(&problem, arch, 148);
             let refusal = tile.check(&FwdSpec::of(&problem), problem.gqa_ratio());
             assert_eq!(refusal, Ok(()), "{arch} {:?} {:?} {tile:?}", problem.dims, problem.layout.kv);
         }

@@ -175,6 +175,7 @@ fn facts_of(problem: FwdProblem, totals: Totals) -> MapFacts {
         v: [64, 112, 1, 1],
         bias: matches!(problem.score.bias, Bias::Elementwise(_)).then_some([64, 64, 1, 1]),
         prepared_v: None,
+        turned_q: None,
     };
     let args = HOME.forward(totals);
     MapFacts::of(&call(&problem, &args), &boxes)

@@ -34,6 +34,11 @@ FMHA_DEVICE int32_t first_row_of(const Work& work, int q_tile) {
   return work.first_row - rank * tile.block_m + (q_tile * tile.cluster + rank) * kRows;
 }
 
+// The sequence of a tile.
+FMHA_DEVICE SeqSpan span_of(const Work& work) {
+  return {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+}
+
 enum class Role { Softmax, Correct, Issue, Load, Schedule, Zero };
 template <Sm100Tile tile>
 FMHA_DEVICE constexpr Role role_of(int32_t warp) {

@@ -72,11 +72,21 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(!spec.write_keep_mask, "sm100: it does not write the keep mask");
   static_assert(!is_pair(tile) || (tile.copy_bytes == 0 && tile.split_keys == 0),
                 "sm100: a pair loads by TMA, and sees all keys");
+  static_assert(!whole_groups<tile>() || num_q_tiles(tile) == 1, "sm100: whole groups fill one query tile");
+  static_assert(!loads_pages(tile) || (spec.kv_layout == KvKind::Paged && tile.copy_bytes == 0 && !is_pair(tile)),
+                "sm100: pages by TMA, of a CTA by itself");
+  static_assert(spec.kv_layout != KvKind::Paged || loads_pages(tile) || tile.copy_bytes > 0,
+                "sm100: pages come by boxes of their own, or by copies");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
   const Role role = role_of<tile>(warp);
   if (threadIdx.x == 0) init_barriers(smem);
+  if constexpr (whole_groups<tile>() && tile.copy_bytes == 0) {
+    // Rows that are left over are loaded by no box, and multiplied.
+    zero_rows(smem.q[0], rows_of_tile<tile>(p), threadIdx.x, num_threads(tile));
+    ptx::fence_proxy_async();
+  }
   if (role == Role::Issue) {
     ptx::tcgen05_alloc<tile.cluster>(ptx::shared_address(&smem.tmem), Tmem::columns);
     ptx::tcgen05_relinquish_alloc_permit<tile.cluster>();
@@ -112,14 +122,16 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       ptx::tcgen05_fence_after_thread_sync();  // before the return
       ptx::tcgen05_dealloc<tile.cluster>(tmem, Tmem::columns);
     } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
-      if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0) {
+      if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0 || loads_pages(tile)) {
         Loader<spec, tile, SeenKeys> loader{p, maps, smem, seen, role == Role::Load};
         loader.run();
       } else {
         leave<tile>();
       }
     } else if (role == Role::Schedule) {
-      if (threadIdx.x % 32 == 0) {
+      if constexpr (in_shares<tile>()) {
+        schedule_shares<spec, tile>(p, schedule, smem);
+      } else if (threadIdx.x % 32 == 0) {
         schedule_tiles<spec, tile>(p, schedule, smem, seen);
       } else {
         leave<tile>();

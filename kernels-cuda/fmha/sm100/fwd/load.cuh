@@ -1,5 +1,5 @@
-// The load role: one thread keeps TMA fed, or two warps copy themselves, in the order in which the issue role takes
-// blocks.
+// The load role: one thread keeps TMA fed, of pages a warp's lanes do (pages.cuh), or two warps copy themselves, in the
+// order in which the issue role takes blocks.
 //
 //   Q, K(0) .. K(blocks ahead - 1), then V(i), K(i + blocks ahead) for each block, over the tile's end into the next
 //
@@ -8,6 +8,7 @@
 #include <fmha/common/scheduler.cuh>
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/sm100/fwd/issue.cuh>
+#include <fmha/sm100/fwd/pages.cuh>
 
 namespace fmha::sm100 {
 
@@ -18,13 +19,13 @@ struct Loader {
 
   // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
   struct Keys {
-    int32_t i_head_kv, storage_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
+    int32_t i_head_kv, i_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
     int32_t part;       // row of the tile's list
     int32_t next, end;  // blocks of the tile
 
     FMHA_DEVICE void begin(const Work& work) {
       i_head_kv = work.i_head_kv;
-      storage_batch = work.storage_batch;
+      i_batch = work.i_batch;
       k_row = work.k_row;
       seqlen_k = work.seqlen_k;
       last_block = work.last_block;
@@ -45,6 +46,12 @@ struct Loader {
       // A tile without keys has block -1: rows before the tensor, zeros.
       return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
     }
+    // The batch coordinate of the maps: packed keys have one batch.
+    FMHA_DEVICE int32_t batch() const { return spec.kv_layout == KvKind::Packed ? 0 : i_batch; }
+    // Place of key j, of a copy.
+    FMHA_DEVICE KvRow place(const FwdParams& p, int32_t j) const {
+      return kv_row(p, spec.kv_layout, {i_batch, i_batch, 0, 0, k_row, seqlen_k}, j);
+    }
   };
 
   const FwdParams& p;
@@ -59,7 +66,10 @@ struct Loader {
   int32_t ask_at = 0;
   bool more = true;
 
-  static constexpr bool copies = tile.copy_bytes > 0;
+  static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
+  using Pages = PagesOfBlock<tile>;
+  // With pages a whole warp loads, of which one lane waits for the others and arrives.
+  const bool leads = threadIdx.x % 32 == 0;
   Copier<copies ? tile.copy_bytes : 16, CopyThreads<tile>> copier;
 
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
@@ -71,7 +81,7 @@ struct Loader {
   }
   FMHA_DEVICE void ask() const {
     if (!asks) return;
-    if constexpr (copies) __syncwarp();  // a lane arrives for its warp, but not before the others
+    if constexpr (copies || paged) __syncwarp();  // a lane arrives for its warp, but not before the others
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
@@ -81,7 +91,7 @@ struct Loader {
     copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const Elem* {
       const int32_t packed_row = first_row_of<tile>(work, q) + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-      return i < work.seqlen_q ? data + row_offset(p.q, work.storage_batch, work.q_row + i, i_head) : nullptr;
+      return i < work.seqlen_q ? data + query_offset(p, span_of(work), i, i_head) : nullptr;
     });
     copier.finish(smem.q_full[q]);
   }
@@ -94,8 +104,15 @@ struct Loader {
     // Keys that no query sees are copied as zeros.
     const int32_t end = keys.next == 0 ? min(keys.seqlen_k, first_key + keys.first_dirty) : keys.seqlen_k;
     const Elem* data = static_cast<const Elem*>(view.data);
-    const Elem* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
-    if constexpr (columns) {
+    const Elem* head = data + row_offset(view, keys.batch(), keys.k_row, keys.i_head_kv);
+    if constexpr (columns && spec.kv_layout == KvKind::Paged) {
+      // A word's keys may lie in several pages.
+      copier.gather(to, [&](int32_t d, int32_t column) -> const Elem* {
+        const int32_t j = first_key + column;
+        if (d >= dim || j < 0 || j >= end) return nullptr;
+        return data + row_offset(view, keys.place(p, j), keys.i_head_kv) + d * view.dim;
+      });
+    } else if constexpr (columns) {
       const int32_t there = first_key < 0 ? 0 : max(end - first_key, 0);
       copier.copy(to, there, data, [&](int32_t d) -> const Elem* {
         return d < dim ? head + d * view.dim + first_key : nullptr;
@@ -103,7 +120,9 @@ struct Loader {
     } else {
       copier.copy(to, dim, data, [&](int32_t row) -> const Elem* {
         const int32_t j = first_key + row;
-        return j >= 0 && j < end ? head + j * view.row : nullptr;
+        if (j < 0 || j >= end) return nullptr;
+        if constexpr (spec.kv_layout == KvKind::Paged) return data + row_offset(view, keys.place(p, j), keys.i_head_kv);
+        else return head + j * view.row;
       });
     }
     copier.finish(full);
@@ -120,13 +139,18 @@ struct Loader {
         copy_q(work, q);
         continue;
       }
+      if (paged && !leads) continue;
       const LoadBarrier<tile, true> full(smem.q_full[q]);
-      full.arrive_expect_tx(Tile::tile_bytes);
-      const int32_t row = work.q_row + query_of<tile>(p, first_row_of<tile>(work, q));
+      // The box is lower where whole groups do not fill the tile.
+      constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
+      full.arrive_expect_tx(whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
+      // Turned queries have a batch axis, packed ones too (query_offset).
+      const bool in_place = spec.q_layout == QLayout::Packed && p.q.batch == 0;
+      const int32_t row = (in_place ? work.q_row : 0) + query_of<tile>(p, first_row_of<tile>(work, q));
 #pragma unroll
       for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
         full.load(smem.q[q].address() + chunk * Tile::chunk_bytes, maps.q, chunk * Tile::span, head_in_group, row,
-                  work.i_head_kv, work.storage_batch, ptx::CacheHint::EvictFirst);
+                  work.i_head_kv, in_place ? 0 : work.i_batch, ptx::CacheHint::EvictFirst);
       }
     }
     q_phase ^= 1;
@@ -136,14 +160,25 @@ struct Loader {
   // lie side by side, [dim, keys].
   template <bool columns, class Tile, class Full>
   FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, const Full& full, const Keys& keys, int32_t row,
-                              int32_t dim) {
-    full.arrive_expect_tx(Tile::tile_bytes);
+                              int32_t dim, const Pages& pages) {
+    if (!paged || leads) full.arrive_expect_tx(Tile::tile_bytes);
+    if constexpr (paged) {
+      static_assert(!columns && !is_pair(tile), "sm100: rows in pages, of a CTA by itself");
+      __syncwarp();
+      pages.load(to, map, full, keys.i_head_kv);
+    } else {
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      full.load(to.address() + chunk * Tile::chunk_bytes, map, chunk * Tile::span + (columns ? row : dim),
-                columns ? dim : row, keys.i_head_kv, keys.storage_batch, ptx::CacheHint::EvictLast);
+      for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+        full.load(to.address() + chunk * Tile::chunk_bytes, map, chunk * Tile::span + (columns ? row : dim),
+                  columns ? dim : row, keys.i_head_kv, keys.batch(), ptx::CacheHint::EvictLast);
+      }
     }
     ring.advance();
+  }
+  // The pages of a block, if there are any: the table is read before the wait for the block's slot.
+  FMHA_DEVICE Pages pages_of(const Keys& keys) const {
+    if constexpr (paged) return Pages::find(p, keys.i_batch, keys.block(seen) * tile.block_n, keys.seqlen_k);
+    else return {};
   }
   // Which half of a block is this CTA's.
   FMHA_DEVICE static int32_t half() { return is_pair(tile) ? cluster_rank<tile>() : 0; }
@@ -167,16 +202,17 @@ struct Loader {
     if constexpr (copies) {
       copy_block<false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
     } else {
+      const Pages pages = pages_of(k);
       ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
       load_block<false>(smem.kv[ring.index].k(), maps.k, LoadBarrier<tile, true>(smem.kv_full[ring.index]), k,
-                        k.row(seen) + half() * Shared::own_keys, 0);
+                        k.row(seen) + half() * Shared::own_keys, 0, pages);
     }
     if (++k.next == ask_at) ask();
   }
   FMHA_DEVICE bool begin_v() {
     ptx::mbarrier_wait_parity(smem.work_full[v_work.index], v_work.phase);
     v.begin(smem.work[v_work.index]);
-    if constexpr (copies) __syncwarp();
+    if constexpr (copies || paged) __syncwarp();
     ptx::mbarrier_arrive_if(smem.work_empty[v_work.index], threadIdx.x % 32 == 0);
     v_work.advance();
     return v.end > 0;
@@ -188,12 +224,15 @@ struct Loader {
     } else {
       const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
       const int32_t row = v.row(seen), dim = half() * Shared::own_dim_v;
+      const Pages pages = pages_of(v);
       ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
       if (raw) {
-        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, row, dim);
+        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, false>(smem.kv_raw[slot]), v, row, dim,
+                                      pages);
         tell_zero_role(slot, v.first_dirty);
       } else {
-        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, true>(smem.kv_full[slot]), v, row, dim);
+        load_block<Shared::v_columns>(smem.kv[slot].v(), maps.v, LoadBarrier<tile, true>(smem.kv_full[slot]), v, row, dim,
+                                      pages);
       }
     }
     ++v.next;
@@ -201,13 +240,14 @@ struct Loader {
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
     ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
     zero_phase ^= 1;
+    if (paged && !leads) return;
     smem.zero.slot = slot;
     smem.zero.first_row = first_row;
     ptx::mbarrier_arrive_if(smem.zero_full, true);
   }
 
   FMHA_DEVICE void run() {
-    if constexpr (!copies) {
+    if (!copies && (!paged || leads)) {
       ptx::prefetch_tensormap(maps.q);
       ptx::prefetch_tensormap(maps.k);
       ptx::prefetch_tensormap(maps.v);

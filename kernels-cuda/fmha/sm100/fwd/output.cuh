@@ -18,7 +18,8 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
   constexpr int dim = spec.head_dim_v, chunk = 32;
   const int32_t i = query_of<tile>(p, row);
   const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
-  const bool stored = i < work.seqlen_q;
+  bool stored = i < work.seqlen_q;
+  if constexpr (whole_groups<tile>()) stored &= row - work.first_row < rows_of_tile<tile>(p);
   // P's scale is in the sum and in O.
   constexpr float of_p = 1.f / scale_of_p<spec, tile>();
   const float scale_log2 = softmax_scale_log2<spec>(p, work);

@@ -81,6 +81,7 @@ struct SoftmaxRole {
     i_head = tile.pack_gqa ? w.i_head + row - query * p.gqa_ratio : w.i_head;
     const int32_t first = query_of<tile>(p, warp_row), last = query_of<tile>(p, warp_row + 31);
     inside = mask_of<spec>(w, w.seqlen_k).whole(first, last);
+    if constexpr (requires { SeenKeys::of_last_keys; }) inside.end = min(inside.end, w.seqlen_k - w.seqlen_q);
     scale_log2 = softmax_scale_log2<spec>(p, w);
     if constexpr (is_fp8(spec.dtype_qk)) negates = descale_qk<spec>(p, w) < 0.f;
     row_max = -infinity();
@@ -156,7 +157,7 @@ struct SoftmaxRole {
     for (int e = 0; e < n; ++e) {
       if (!columns.has(e)) s[e] = -infinity();
     }
-    if constexpr (SeenKeys::has_tile_list) {
+    if constexpr (!SeenKeys::all) {
       const SeqSpan span = {w.i_batch, w.storage_batch, w.q_row, w.seqlen_q, w.k_row, w.seqlen_k};
       if (block >= 0) seen.hide(s, span, i_head, query, block * n);
     }
