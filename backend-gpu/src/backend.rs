@@ -135,6 +135,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
                 fwd.refuse_lists(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
+                fwd.refuse_block_scales(kernel.name())?;
+            }
             problem.refuse_beside_code(kernel.name())?;
             if !kernel.about.writes_outputs {
                 problem.outputs().refuse(kernel.name())?;
@@ -470,6 +473,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn takes_outputs(&self) -> bool {
+        true
+    }
+
+    fn takes_block_scales(&self) -> bool {
         true
     }
 

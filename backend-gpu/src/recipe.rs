@@ -190,6 +190,8 @@ pub struct About<P> {
     pub computes_code_beside_masks: bool,
     /// Whether the kernel writes small outputs.
     pub writes_outputs: bool,
+    /// Whether the kernel reads scales by blocks.
+    pub reads_block_scales: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
@@ -208,6 +210,7 @@ impl<P> About<P> {
             computes_code: false,
             computes_code_beside_masks: false,
             writes_outputs: false,
+            reads_block_scales: false,
             tiles: None,
         }
     }

@@ -40,6 +40,7 @@ pub mod args;
 pub mod backend;
 #[doc(hidden)]
 pub mod bind;
+pub mod block_scales;
 #[doc(hidden)]
 pub mod bwd;
 #[doc(hidden)]
@@ -100,6 +101,10 @@ pub mod reference;
 #[doc(hidden)]
 pub mod roofline;
 #[doc(hidden)]
+pub mod scale_params;
+#[doc(hidden)]
+pub mod scaled_rows;
+#[doc(hidden)]
 pub mod score;
 #[doc(hidden)]
 pub mod seq;
@@ -126,6 +131,7 @@ pub use args::{
     FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
+pub use block_scales::BlockFormat;
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
 #[doc(hidden)]
 pub use cache::{Bundle, Precompile};
@@ -148,9 +154,9 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, KeyLists,
-    Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs, TensorStrides,
-    ValidFwd,
+    BlockScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem,
+    KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs,
+    TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

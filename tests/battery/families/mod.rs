@@ -20,6 +20,7 @@ mod parts;
 mod rare;
 mod recipe;
 mod rows;
+mod scales;
 
 use crate::case::Case;
 pub(crate) use decode::pages;
@@ -44,6 +45,7 @@ pub(crate) fn all() -> Vec<Case> {
         decode::cases(),
         lists::cases(),
         rows::cases(),
+        scales::cases(),
     ]
     .into_iter()
     .flatten()
