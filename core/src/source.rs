@@ -164,6 +164,7 @@ pub fn headers() -> Vec<Header> {
         };
     }
     let mut headers = Vec::from(embedded!(
+        "block_scales.h",
         "blocks.h",
         "bwd.h",
         "code_pair.h",

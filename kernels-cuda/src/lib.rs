@@ -203,6 +203,7 @@ pub fn headers() -> Vec<Header> {
         "simt/lists.cuh",
         "simt/lists_bwd.cuh",
         "simt/masked.cuh",
+        "simt/scaled.cuh",
         "combine.cuh",
     ));
     headers

@@ -43,6 +43,11 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
             "FwdParams p, const __grid_constant__ MaskDataParams m",
             "simt::masked_fwd<kSpec>(p, m);",
         ),
+        RowKernel::ScaledSimt => (
+            "fmha/simt/scaled.cuh",
+            "FwdParams p, const __grid_constant__ BlockScaleParams scales",
+            "simt::scaled_fwd<kSpec>(p, scales);",
+        ),
         RowKernel::MaskedSimtStats => (
             MASKED,
             "BwdParams p, const __grid_constant__ MaskDataParams m",
@@ -73,7 +78,12 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
         call,
     };
     crate::source(entry.render(), || {
-        [fmha_core::cache_update::header(), fmha_core::lists::header(), fmha_core::masks::header()]
+        [
+            fmha_core::cache_update::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::scale_params::header(),
+        ]
     })
 }
 

@@ -97,6 +97,7 @@ pub fn headers() -> Vec<Header> {
         "simt/lists.h",
         "simt/lists_bwd.h",
         "simt/masked.h",
+        "simt/scaled.h",
         "combine.h",
         "dropout.h",
         "widen_cache.h",

@@ -20,6 +20,9 @@ const LISTS_BWD: &str = "fmha/simt/lists_bwd.h";
 /// The text under masks as data.
 const MASKED: &str = "fmha/simt/masked.h";
 
+/// The text over scales by blocks.
+const SCALED: &str = "fmha/simt/scaled.h";
+
 /// Source text of a row kernel for a spec.
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let (include, params, call) = match kernel {
@@ -36,6 +39,9 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         RowKernel::SimtStats => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd_stats<kSpec>(p);"),
         RowKernel::SimtBwd => ("fmha/simt/bwd.h", "BwdParams p", "simt::bwd<kSpec>(p);"),
         RowKernel::MaskedSimt => (MASKED, "FwdParams p, MaskDataParams m", "simt::masked_fwd<kSpec>(p, m);"),
+        RowKernel::ScaledSimt => {
+            (SCALED, "FwdParams p, BlockScaleParams scales", "simt::scaled_fwd<kSpec>(p, scales);")
+        }
         RowKernel::MaskedSimtStats => {
             (MASKED, "BwdParams p, MaskDataParams m", "simt::masked_bwd_stats<kSpec>(p, m);")
         }
@@ -59,6 +65,9 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         }
         if kernel == RowKernel::SimtLists || include == LISTS_BWD {
             headers.push(fmha_core::lists::header());
+        }
+        if include == SCALED {
+            headers.push(fmha_core::scale_params::header());
         }
         if include == MASKED {
             headers.push(fmha_core::masks::header());
@@ -87,13 +96,18 @@ pub(crate) fn row_launch(
         | RowKernel::SimtBwd
         | RowKernel::SimtCaptured
         | RowKernel::MaskedSimt
+        | RowKernel::ScaledSimt
         | RowKernel::MaskedSimtStats
         | RowKernel::MaskedSimtBwd => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
         return Err(match kernel {
-            RowKernel::Simt | RowKernel::SimtLists | RowKernel::MaskedSimt | RowKernel::UpdateCache => {
+            RowKernel::Simt
+            | RowKernel::SimtLists
+            | RowKernel::MaskedSimt
+            | RowKernel::ScaledSimt
+            | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
             RowKernel::SimtListsStats

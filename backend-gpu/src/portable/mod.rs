@@ -24,6 +24,8 @@ pub enum RowKernel {
     SimtBwd,
     /// [`Simt`](Self::Simt) under masks as data: their parameters follow the forward's.
     MaskedSimt,
+    /// [`Simt`](Self::Simt) over scales by blocks: their parameters follow the forward's.
+    ScaledSimt,
     /// [`SimtStats`](Self::SimtStats) under masks as data.
     MaskedSimtStats,
     /// [`SimtBwd`](Self::SimtBwd) under masks as data.

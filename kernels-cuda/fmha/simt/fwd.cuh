@@ -13,12 +13,12 @@ struct Warp {
 };
 
 // Any grid of whole warps: each takes rows until none is left.
-template <FwdSpec spec, class Masks = NoMasks>
-FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}) {
+template <FwdSpec spec, class Masks = NoMasks, class Elems = StoredElems>
+FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}, const Elems& elems = {}) {
   const int64_t num_warps = int64_t(gridDim.x) * (blockDim.x / Warp::count), num_rows = num_fwd_rows(p);
   for (int64_t at = int64_t(blockIdx.x) * (blockDim.x / Warp::count) + threadIdx.x / Warp::count; at < num_rows;
        at += num_warps) {
-    fwd_row<spec, Warp>(p, at, masks);
+    fwd_row<spec, Warp>(p, at, masks, elems);
   }
 }
 

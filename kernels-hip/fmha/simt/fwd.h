@@ -15,11 +15,11 @@ struct Wave {
 };
 
 // A wave to a row.
-template <FwdSpec spec, class Masks = NoMasks>
-FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}) {
+template <FwdSpec spec, class Masks = NoMasks, class Elems = StoredElems>
+FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}, const Elems& elems = {}) {
   const int32_t i_wave = v_readfirstlane_b32(thread_idx() / kWaveSize);
   const int64_t at = int64_t(workgroup_idx()) * kWavesPerGroup + i_wave;
-  if (at < num_fwd_rows(p)) fwd_row<spec, Wave>(p, at, masks);
+  if (at < num_fwd_rows(p)) fwd_row<spec, Wave>(p, at, masks, elems);
 }
 
 }  // namespace fmha::simt
