@@ -518,7 +518,7 @@ mod tests {
                         assert!((x - y).abs() <= most * share, "{format} {axis:?}: {x} came back as {y}");
                     }
                 }
-                // What came back is of the format, and comes back as it is.
+                // Numbers of the format come back as they are.
                 if format != BlockFormat::Nvfp4 {
                     let again = format.quantize(&back, dim, axis, 1.0).unwrap();
                     let twice = format.dequantize(&again.elements, &again.scales, dim, axis, 1.0).unwrap();

@@ -117,7 +117,7 @@ fn tensor_scale(call: &Forward<'_>, tensor: usize, span: &SeqSpan, head: u32) ->
     slice.as_ref().map_or(1.0, |slice| f32_at(slice, index))
 }
 
-/// The same output, for a call over the values that ends before this one does.
+/// Memory of an output, for a call over the values that ends before this one does.
 fn written<'a>(slice: &'a DevSliceMut<'_>) -> DevSliceMut<'a> {
     // SAFETY: the memory that the caller's slice promises, which nothing else touches meanwhile.
     unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }

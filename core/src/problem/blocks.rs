@@ -11,8 +11,8 @@ use crate::score::Descale;
 /// Storage of Q, K and V in a format with scales by blocks. `dtype_qk` and `dtype_v` are then the type that values have
 /// once they are multiplied by their scales, bf16 or f32.
 ///
-/// Scales of Q and K are `[.., head, ceil(head_dim_qk / block)]` beside the tensor's own axes; those of V have blocks of
-/// keys, `[batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v]`, paged `[num_pages, page_size / block, ..]`.
+/// Scales of Q and K are `[.., head, ceil(head_dim_qk / block)]` beside the tensor's own axes; those of V have blocks
+/// of keys, `[batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v]`, paged `[num_pages, page_size / block, ..]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BlockScales {

@@ -5,14 +5,18 @@ use fmha_core::{BlockFormat, DType, Descale, Dims, FwdProblem, Shape, Strides, V
 use super::decode::in_pages;
 use super::edges::{data, masked};
 use crate::case::{Body, Case, Plant};
-use crate::init::Init;
+use crate::init::{Init, mix};
 use crate::tensor::Operand;
 use crate::tensors::{Data, Lengths, padded};
+
+/// Drawn problems of a format.
+const DRAWN: u32 = 40;
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for format in BlockFormat::ALL {
         of_format(&mut cases, format);
+        drawn(&mut cases, format);
     }
     cases
 }
@@ -117,6 +121,52 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             forward.plant = Plant::At(operand, at, f64::NAN);
         }
         cases.push(case);
+    }
+}
+
+/// Problems that a number alone decides: sizes, lengths, mask, layouts and modifiers together.
+fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
+    for number in 0..DRAWN {
+        let name = format!("scales/{format}/drawn/{number:02}");
+        let data = data(&name);
+        let mut count = 0;
+        let mut below = |most: u64| {
+            count += 1;
+            (mix(data.seed ^ count) % most) as u32
+        };
+        let (kv, group) = (1 + below(3), 1 + below(4));
+        let dims = Dims {
+            batch: 1 + below(3),
+            seqlen_q: [1, 2, 17, 40, 130][below(5) as usize],
+            seqlen_k: 1 + below(200),
+            num_heads_q: kv * group,
+            num_heads_kv: kv,
+            head_dim_qk: [8, 33, 64, 96, 128][below(5) as usize],
+            head_dim_v: [8, 16, 47, 64, 128][below(5) as usize],
+        };
+        let dtype = [DType::Bf16, DType::F32][below(2) as usize];
+        let mask = ["0", "b", "t", "b:20,0", "t:5,9,3", "g:7,11"][below(6) as usize];
+        let descale = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
+        let [of_q, of_k, of_v] = [0; 3].map(|_| descale[below(3) as usize]);
+        let mut problem = masked(dtype, dims, mask).sink(below(3) == 0).seqused_k(below(2) == 0);
+        problem = problem.softcap((below(4) == 0).then_some(3.0)).p_drop([0.0, 0.0, 0.25][below(3) as usize]);
+        if below(4) == 0 {
+            problem = problem.bias(fmha_core::Bias::Alibi { per_batch: below(2) == 0 });
+        }
+        let mut lengths = Lengths::default();
+        if problem.layout.seqused_k {
+            let used = (0..dims.batch).map(|_| below(u64::from(dims.seqlen_k) + 1).cast_signed());
+            lengths.seqused_k = used.collect();
+        }
+        if below(3) == 0 {
+            let page_size = format.block_size() * (1 + below(3));
+            (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+        }
+        if below(3) == 0 {
+            problem = problem.v_layout(VLayout::ColMajor);
+        }
+        let problem = problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v);
+        cases.push(Case::forward(name, problem, lengths, data));
     }
 }
 
