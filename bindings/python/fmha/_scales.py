@@ -56,8 +56,8 @@ class _Put:
         ]
 
     def put(self, request: _native.Request) -> None:
-        described = (_lists._described(f"block_scales: {name}", x) for name, x in zip("qkv", self.scales))
-        request.put_block_scales(*described, self.form.code, self.values)
+        q, k, v = (_lists._described(f"block_scales: {name}", x) for name, x in zip("qkv", self.scales))
+        request.put_block_scales(q, k, v, self.form.code, self.values)
 
 
 def _bytes(name: str, x: Any, types: Tuple[torch.dtype, ...]) -> torch.Tensor:
@@ -123,7 +123,7 @@ def quantize(x: Any, name: str, axis: int, descale: Optional[torch.Tensor]) -> T
         if descale is None:
             whole = most.max() / (6.0 * 448.0) if form.elems_per_byte == 2 and most.numel() else most.new_tensor(1.0)
             whole = whole.to(torch.float32)
-            # Of zeros, and of numbers whose scale no f32 is, the scale is 1.
+            # The scale of zeros is 1, as is one that would leave f32.
             descale = torch.where(whole >= torch.finfo(torch.float32).tiny, whole, torch.ones_like(whole)).reshape(1)
         wanted = most / form.largest / descale.to(torch.float64)
         if form.elems_per_byte == 1:

@@ -134,6 +134,8 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
     bad = fmha.BlockScales(scales.q[..., :1], scales.k, scales.v, "mxfp8_e4m3")
     offsets = torch.tensor([0, 77, 154], dtype=torch.int32)
     one = torch.ones(1)
+    packed = fmha.BlockScales(scales.q, scales.k.flatten(0, 1), scales.v.flatten(0, 1)[:0], "mxfp8_e4m3")
+    twice = fmha.BlockScales(scales.q, scales.k, scales.v, "mxfp8_e4m3", descales=(one, one, one))
     for error, text, call in [
         (RuntimeError, "block_scales: q has shape", lambda: fmha.attention(q, k, v, block_scales=bad)),
         (TypeError, "q is of torch.float32", lambda: fmha.attention(wide, k, v, block_scales=scales)),
@@ -147,12 +149,7 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
             RuntimeError,
             "cu_seqlens_k is given beside block_scales",
             lambda: fmha.attention(
-                q,
-                k.flatten(0, 1),
-                v.flatten(0, 1),
-                cu_seqlens_k=offsets,
-                max_seqlen_k=77,
-                block_scales=fmha.BlockScales(scales.q, scales.k.flatten(0, 1), scales.v.flatten(0, 1)[:0], "mxfp8_e4m3"),
+                q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=offsets, max_seqlen_k=77, block_scales=packed
             ),
         ),
         (
@@ -178,9 +175,7 @@ def test_what_does_not_go_with_scales_by_blocks_is_named():
         (
             ValueError,
             "descale_q is given, and",
-            lambda: fmha.attention(
-                q, k, v, descale_q=one, block_scales=fmha.BlockScales(scales.q, scales.k, scales.v, "mxfp8_e4m3", descales=(one, one, one))
-            ),
+            lambda: fmha.attention(q, k, v, descale_q=one, block_scales=twice),
         ),
     ]:
         with pytest.raises(error, match=text):
