@@ -97,6 +97,7 @@ class FmhaCall(Structure):
         ("code", c_void_p),
         ("lists", POINTER(FmhaLists)),
         ("masks", c_void_p),
+        ("block_scales", c_void_p),
         ("workspace", c_void_p),
         *((n, c_uint64) for n in ("workspace_bytes", "dropout_seed", "dropout_offset")),
         ("p_drop", c_float),

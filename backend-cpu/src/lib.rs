@@ -191,6 +191,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_block_scales(&self) -> bool {
+        true
+    }
+
     fn memory(&self) -> &dyn DeviceMemory {
         &HostMemory
     }

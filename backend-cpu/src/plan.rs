@@ -109,6 +109,13 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
                 },
             ),
             (
+                "scales",
+                match &problem.block_scales {
+                    Some(scales) => format!("{}: multiplied before, as {}", scales.format, problem.dtypes.qk),
+                    None => "none by blocks".into(),
+                },
+            ),
+            (
                 "rows",
                 match blocks.rows_only {
                     _ if problem.asks_pairs() => {

@@ -135,6 +135,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
                 fwd.refuse_lists(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
+                fwd.refuse_block_scales(kernel.name())?;
+            }
             problem.refuse_beside_code(kernel.name())?;
             problem.refuse_beside_small(kernel.name())?;
             let has_code = problem.code_source().is_some();
@@ -500,6 +503,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn takes_outputs(&self) -> bool {
+        true
+    }
+
+    fn takes_block_scales(&self) -> bool {
         true
     }
 

@@ -237,6 +237,8 @@ pub struct About<P> {
     pub computes_code: bool,
     /// Whether the kernel does so beside masks as data too, and asks no mask as code in blocks of the full list.
     pub computes_code_beside_masks: bool,
+    /// Whether the kernel reads scales by blocks.
+    pub reads_block_scales: bool,
     /// Tiles that `fmha tune` measures; `None`: the kernel has nothing to tune.
     pub tiles: Option<Tiles<P>>,
 }
@@ -254,6 +256,7 @@ impl<P> About<P> {
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,
+            reads_block_scales: false,
             tiles: None,
         }
     }

@@ -49,6 +49,15 @@
 // Adds to what O holds, as the first term.
 #define FMHA_ADD_TO 2
 
+// Format MXFP8 with E4M3 elements: an E8M0 scale for each 32.
+#define FMHA_MXFP8_E4M3 1
+
+// Format MXFP8 with E5M2 elements: an E8M0 scale for each 32.
+#define FMHA_MXFP8_E5M2 2
+
+// Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
+#define FMHA_NVFP4 3
+
 // Most axes of a captured tensor.
 #define FMHA_MAX_RANK 5
 
@@ -299,6 +308,25 @@ typedef struct FmhaMasks {
   int64_t full_max_blocks;
 } FmhaMasks;
 
+// Scales by blocks of Q, K and V, which are stored in this format then; dtype_qk and dtype_v are the type of their
+// values, FMHA_BF16 or FMHA_F32, and descales the scales of whole tensors. NVFP4 tensors count pairs along their axis
+// of stride 1. Set everything to 0 first, then what is wanted.
+typedef struct FmhaBlockScales {
+  // sizeof(FmhaBlockScales).
+  uint64_t struct_bytes;
+  // Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
+  // scales.
+  struct FmhaTensor q;
+  // K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
+  struct FmhaTensor k;
+  // V's scales [batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v], paged [num_pages, page_size / block, ..].
+  struct FmhaTensor v;
+  // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
+  int32_t format;
+  // 0.
+  int32_t reserved;
+} FmhaBlockScales;
+
 // One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 // Pointers are to memory of the plan's backend, unless they are said to be host memory.
 typedef struct FmhaCall {
@@ -398,6 +426,8 @@ typedef struct FmhaCall {
   const struct FmhaLists *lists;
   // Host memory: null: no mask as data.
   const struct FmhaMasks *masks;
+  // Host memory: null: Q, K and V have no scales by blocks.
+  const struct FmhaBlockScales *block_scales;
   // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
   // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
   // is done. May change from run to run.

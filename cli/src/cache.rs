@@ -1,7 +1,7 @@
 //! The options of a KV cache: pages, new rows, positions, a narrower type, a tree of drafted tokens.
 
 use clap::Args;
-use fmha::{Append, DType, Dims, FwdProblem, KvLayout, Rotary, RotaryPairs};
+use fmha::{Append, BlockFormat, DType, Dims, FwdProblem, KvLayout, Rotary, RotaryPairs};
 
 use crate::failure::Failure;
 use crate::options::{at_least_0, at_least_1, dtype};
@@ -35,6 +35,11 @@ pub(super) struct CacheOptions {
     #[arg(long = "cache-type", value_name = "TYPE", value_parser = dtype("cache_type"))]
     dtype_cache: Option<DType>,
 
+    /// Q, K and V in a format with scales by blocks, whose values are of --prec (bf16, fp32): mxfp8_e4m3, mxfp8_e5m2 or
+    /// nvfp4
+    #[arg(long, value_name = "FORMAT", value_parser = block_format)]
+    pub(super) block_scales: Option<BlockFormat>,
+
     /// V is the first elements of K's rows (MLA)
     #[arg(long)]
     v_in_k: bool,
@@ -55,6 +60,10 @@ pub(super) struct CachePlaces {
     pub(super) tree_mask: Vec<i32>,
 }
 
+fn block_format(text: &str) -> Result<BlockFormat, String> {
+    text.parse().map_err(|error: fmha::ProblemError| error.text)
+}
+
 impl CacheOptions {
     /// Refuses options that do not go with the cache's.
     pub(super) fn fit(&self, is_group: bool, is_given: bool, backward: bool) -> Result<(), Failure> {
@@ -64,6 +73,7 @@ impl CacheOptions {
             ("append", number(self.append)),
             ("rotary", number(self.rotary_dim)),
             ("cache_type", self.dtype_cache.map(|dtype| dtype.to_string())),
+            ("block_scales", self.block_scales.map(|format| format.to_string())),
             ("v_in_k", number(self.v_in_k.into())),
             ("tree", number(self.tree.into())),
         ];

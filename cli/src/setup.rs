@@ -392,6 +392,13 @@ impl ProblemArgs {
             .scale_o(dtype_o.is_fp8())
             .write_lse(self.lse || self.backward);
         self.cache.apply(&mut problem);
+        if let Some(format) = self.cache.block_scales {
+            if self.iperm {
+                let text = format!("iperm 1 beside block_scales {format}: such tensors are made b s h d");
+                return Err(Failure::wrong(text));
+            }
+            problem = problem.with_block_scales(format);
+        }
         let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v];
         if !descales.contains(&self.qscale) {
             return Err(Failure::wrong(format!(

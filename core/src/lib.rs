@@ -60,8 +60,6 @@ pub mod fork;
 pub mod host_memory;
 mod records;
 mod setters;
-#[doc(hidden)]
-pub mod small_outputs;
 // Named in paths: `sparse::choose`.
 pub mod sparse;
 #[cfg(test)]
@@ -69,15 +67,17 @@ mod toy;
 
 use call::peers;
 #[doc(hidden)]
-pub use call::{args, backend, device, lengths, lists, queues, seq, tree};
+pub use call::{args, backend, device, lengths, lists, queues, scaled_rows, seq, tree};
 #[doc(hidden)]
 pub use plan::{roofline, work};
 #[doc(inline)]
-pub use problem::fp8;
+pub use problem::{block_scales, fp8};
 #[doc(hidden)]
 pub use problem::{bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, score};
 #[doc(hidden)]
-pub use text::{abi, bind, bwd_workspace, cache_update, code_source, fields, source, spec};
+pub use text::{
+    abi, bind, bwd_workspace, cache_update, code_source, fields, scale_params, small_outputs, source, spec,
+};
 
 #[doc(hidden)]
 pub use args::check_addresses;
@@ -86,6 +86,7 @@ pub use args::{
     FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
+pub use block_scales::BlockFormat;
 pub use bwd::{BiasGrad, BwdProblem, ValidBwd};
 #[doc(hidden)]
 pub use cache::{Bundle, Precompile};
@@ -108,9 +109,9 @@ pub use plan::{
     ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem, KeyLists,
-    Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs, TensorStrides,
-    ValidFwd,
+    BlockScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem,
+    KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs,
+    TensorStrides, ValidFwd,
 };
 pub use queues::Queues;
 pub use roofline::Roofline;

@@ -39,6 +39,7 @@ fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelS
             fmha_core::lists::header(),
             fmha_core::masks::header(),
             fmha_core::small_outputs::header(),
+            fmha_core::scale_params::header(),
         ]
     })
 }

@@ -39,6 +39,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         headers.extend([
             fmha_core::cache_update::header(),
             fmha_core::lists::header(),
+            fmha_core::scale_params::header(),
             fmha_core::small_outputs::header(),
         ]);
         headers
@@ -65,6 +66,7 @@ pub(crate) fn row_launch(
         | RowKernel::SimtBwd
         | RowKernel::SimtCaptured
         | RowKernel::MaskedSimt
+        | RowKernel::ScaledSimt
         | RowKernel::MaskedSimtStats
         | RowKernel::MaskedSimtBwd
         | RowKernel::SmallRows { .. }
@@ -74,7 +76,11 @@ pub(crate) fn row_launch(
     let most = u64::from(u32::MAX / NUM_THREADS);
     if groups > most {
         return Err(match kernel {
-            RowKernel::Simt | RowKernel::SimtLists | RowKernel::MaskedSimt | RowKernel::UpdateCache => {
+            RowKernel::Simt
+            | RowKernel::SimtLists
+            | RowKernel::MaskedSimt
+            | RowKernel::ScaledSimt
+            | RowKernel::UpdateCache => {
                 format!("seqlen_q, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
             RowKernel::SimtListsStats

@@ -57,6 +57,13 @@ const CODELESS: &[&str] = &[
 /// All of them. The CPU backend takes the whole contract and has none.
 pub const DECLARED: &[Declared] = &[
     Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: true,
+        what: "scales by blocks are the slow kernel's",
+        applies: |_, problem| problem.is_some_and(|p| p.block_scales.is_some()),
+    },
+    Declared {
         backends: &["rocm"],
         kernels: &[],
         slowly: true,

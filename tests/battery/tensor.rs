@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use fmha_core::block_scales::E8m0;
 use fmha_core::{
     DType, DevBuffer, DevSlice, DevSliceMut, DeviceMemory, ElemType, Result, Shape, Strides, ValidFwd,
 };
@@ -52,6 +53,9 @@ pub enum Operand {
     DescaleQ,
     DescaleK,
     DescaleV,
+    BlockScaleQ,
+    BlockScaleK,
+    BlockScaleV,
     ScaleO,
     KeepMask,
     RowMax,
@@ -180,6 +184,21 @@ impl Tensor {
         Ok(tensor)
     }
 
+    /// Poison throughout, of bytes that this type names.
+    pub(crate) fn coded(elem: ElemType, shape: Shape, strides: Strides, room: Room) -> Result<Self> {
+        let dtype = match elem {
+            ElemType::Number(dtype) => dtype,
+            _ => DType::E4m3Fn,
+        };
+        Ok(Self { elem, ..Self::new(dtype, shape, strides, room)? })
+    }
+
+    /// One byte of a tensor of bytes.
+    pub(crate) fn byte_mut(&mut self, [batch, seq, head, dim]: [u32; 4]) -> &mut u8 {
+        let at = self.at(batch, seq, head, dim);
+        &mut self.elems_mut()[at]
+    }
+
     /// A row of bytes.
     pub(crate) fn u8s(count: u64, room: Room) -> Result<Self> {
         Ok(Self { elem: ElemType::Bytes, ..Self::row(DType::E4m3Fn, count, room)? })
@@ -263,6 +282,10 @@ impl Tensor {
     pub fn set(&mut self, at: [u32; 4], value: f64) {
         let [batch, seq, head, dim] = at;
         let (dtype, at) = (self.dtype, self.at(batch, seq, head, dim));
+        if self.elem == ElemType::E8m0 {
+            self.elems_mut()[at] = E8m0::at_least(value).to_bits();
+            return;
+        }
         dtype.write(value, &mut self.elems_mut()[at..]);
     }
 

@@ -1,12 +1,14 @@
 //! The owned tensors of a forward, backward or combine problem, filled from a seed.
 
+use fmha_core::block_scales::E2m1Pair;
 use fmha_core::masks::{HostMasks, Shown};
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    Bias, BlockList, BlockLists, BlockTable, BwdProblem, CacheArgs, CombineProblem, DType, Descale,
-    DropoutSeed, ElemType, FwdProblem, KvLayout, ListLength, MaskArgs, Merge, QLayout, Result, ScoreArgs,
-    ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BlockFormat, BlockList, BlockLists, BlockScales, BlockTable, BwdProblem, CacheArgs, CombineProblem,
+    DType, Descale, DropoutSeed, ElemType, Extents, FwdProblem, KvLayout, ListLength, MaskArgs, Merge,
+    QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, VLayout, ValidBwd,
+    ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -362,6 +364,9 @@ pub(crate) fn score_of<'a>(
         .descale_q(input(Operand::DescaleQ))
         .descale_k(input(Operand::DescaleK))
         .descale_v(input(Operand::DescaleV))
+        .block_scale_q(input(Operand::BlockScaleQ))
+        .block_scale_k(input(Operand::BlockScaleK))
+        .block_scale_v(input(Operand::BlockScaleV))
         .dropout(dropout)
 }
 
@@ -461,7 +466,7 @@ fn inputs(
         (Operand::K, problem.stored_k(), extents.k, problem.strides.k, &rows_k),
         (Operand::V, problem.stored_v(), extents.v, problem.strides.v, &rows_k),
     ] {
-        if operand == Operand::V && problem.cache.v_in_k {
+        if operand == Operand::V && problem.cache.v_in_k || problem.block_scales.is_some() {
             continue;
         }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
@@ -472,6 +477,9 @@ fn inputs(
         filled.push((operand, tensor));
     }
     filled.into_iter().for_each(|(operand, tensor)| operands.put(operand, tensor));
+    if let Some(scales) = &problem.block_scales {
+        scaled_operands(problem, scales, &extents, [&rows_q, &rows_k], data, operands)?;
+    }
     cache_operands(problem, lengths, &spans, data, operands)?;
 
     let dims = problem.dims;
@@ -618,6 +626,69 @@ fn cache_operands(
             (0..rotary.table_elems()).for_each(|at| table.set_nth(at as usize, of(angle(at))));
             operands.put(operand, table);
         }
+    }
+    Ok(())
+}
+
+/// Q, K and V in a format with scales by blocks, and the scales: powers of two from 1/4 to 1, or E4M3 numbers from 1/4
+/// to 1. Scales of blocks that no row is in stay NaN.
+fn scaled_operands(
+    problem: &ValidFwd,
+    scales: &BlockScales,
+    extents: &Extents,
+    [rows_q, rows_k]: [&[Row]; 2],
+    data: Data,
+    operands: &mut Operands,
+) -> Result<()> {
+    let (format, block) = (scales.format, scales.format.block_size());
+    let strides = [problem.strides.q, problem.strides.k, problem.strides.v];
+    let (stored, of_scales) = (scales.stored(extents, problem.layout.v), scales.shapes(extents));
+    let logical = [extents.q, extents.k, extents.v];
+    for (index, (operand, of_operand)) in [
+        (Operand::Q, Operand::BlockScaleQ),
+        (Operand::K, Operand::BlockScaleK),
+        (Operand::V, Operand::BlockScaleV),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut tensor = Tensor::coded(format.elem(), stored[index], strides[index], data.room)?;
+        let elem = format.scale_elem();
+        let mut scale = Tensor::coded(elem, of_scales[index], scales.strides()[index], data.room)?;
+        let rows = if index == 0 { rows_q } else { rows_k };
+        let pairs_of_keys = index == 2 && problem.layout.v == VLayout::ColMajor;
+        let mut numbers = vec![0f32; logical[index].dim as usize];
+        for row in rows {
+            let (batch, at) = (row.storage_batch, row.row);
+            for head in 0..logical[index].head {
+                data.init.fill(operand, data.seed, [row.i_batch, head, row.i], &mut numbers);
+                if format != BlockFormat::Nvfp4 {
+                    tensor.set_row([batch, at, head], &numbers);
+                }
+                for (d, &number) in (0..).zip(&numbers).filter(|_| format == BlockFormat::Nvfp4) {
+                    let code = E2m1Pair::from_f64_saturating([number.into(), 0.0]).to_bits();
+                    let (place, half) = if pairs_of_keys {
+                        ([batch, at / 2, head, d], at % 2)
+                    } else {
+                        ([batch, at, head, d / 2], d % 2)
+                    };
+                    let byte = tensor.byte_mut(place);
+                    *byte = if half == 0 { *byte & 0xf0 | code } else { *byte & 0x0f | code << 4 };
+                }
+                let scale_row = if index == 2 { at / block } else { at };
+                for column in 0..of_scales[index].dim {
+                    let place = [batch, scale_row, head, column];
+                    let salt =
+                        place.into_iter().fold(data.seed ^ index as u64, |salt, x| mix(salt ^ u64::from(x)));
+                    *scale.byte_mut(place) = match format {
+                        BlockFormat::Nvfp4 => 0x28 + (salt % 17) as u8,
+                        _ => 125 + (salt % 3) as u8,
+                    };
+                }
+            }
+        }
+        operands.put(operand, tensor);
+        operands.put(of_operand, scale);
     }
     Ok(())
 }

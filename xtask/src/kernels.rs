@@ -789,6 +789,22 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^masks/.*/b?f16/([^c]|c[^o])", deal: 1 },
         ..amd("gfx942", NONE)
     },
+    // Scales by blocks: each format, both ways of V, pages, gaps.
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases {
+            filter: "^scales/[a-z0-9_]*/(bf16/(descale_head/c|paged/p32|apart)|drawn/0)",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^scales/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("simt"),
+        in_test: Cases { filter: "^scales/[a-z0-9_]*/bf16/packed_queries$", deal: 1 },
+        in_all: Cases { filter: "^scales/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector

@@ -18,6 +18,7 @@
 mod again;
 pub(crate) mod cache;
 mod rows;
+mod scaled;
 mod small;
 #[cfg(test)]
 mod tests;
@@ -152,6 +153,9 @@ impl Forward<'_> {
     /// Memory for scratch that the system refuses, before anything is written.
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (problem, args) = (self.problem, self.args);
+        if problem.block_scales.is_some() {
+            return scaled::forward(self, s, threads);
+        }
         if problem.lists.is_some() {
             return lists::forward(self, s.plain(), threads);
         }

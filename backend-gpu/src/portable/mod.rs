@@ -26,6 +26,8 @@ pub enum RowKernel {
     SimtBwd,
     /// [`Simt`](Self::Simt) under masks as data: their parameters follow the forward's.
     MaskedSimt,
+    /// [`Simt`](Self::Simt) over scales by blocks: their parameters follow the forward's.
+    ScaledSimt,
     /// [`SimtStats`](Self::SimtStats) under masks as data.
     MaskedSimtStats,
     /// [`SimtBwd`](Self::SimtBwd) under masks as data.
@@ -105,6 +107,11 @@ impl RowKernel {
             Self::SmallKeys { masked: true } => {
                 [SMALL, SMALL_MASKS, "simt::small_keys<kSpec>(p, s, DataMasks{m});"]
             }
+            Self::ScaledSimt => [
+                "fmha/simt/scaled.h",
+                "FwdParams p, BlockScaleParams scales",
+                "simt::scaled_fwd<kSpec>(p, scales);",
+            ],
             Self::Combine => return Err(OwnText::Combine),
             Self::UpdateCache => return Err(OwnText::UpdateCache),
         })

@@ -4,6 +4,7 @@
 use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;
 use fmha_core::masks::mask_data_params;
+use fmha_core::scale_params::block_scale_params;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
@@ -30,6 +31,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             is_fallback: true,
             takes_lists: true,
             reads_masks: true,
+            reads_block_scales: true,
             ..About::new(NAME)
         }
     }
@@ -41,6 +43,10 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         }
         if problem.cache.tree_mask {
             let text = format!("tree_mask of {} queries is not taken", problem.dims.seqlen_q);
+            return Err(Refusal::new(NAME, text));
+        }
+        if let Some(scales) = problem.block_scales.filter(|_| !problem.masks.is_empty()) {
+            let text = format!("masks as data beside block_scales {} are not taken", scales.format);
             return Err(Refusal::new(NAME, text));
         }
         cache_update::takes(problem, NAME)?;
@@ -55,6 +61,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let kernel = match (problem.lists.is_some(), problem.masks.is_empty()) {
             (true, _) => RowKernel::SimtLists,
             (_, false) => RowKernel::MaskedSimt,
+            _ if problem.block_scales.is_some() => RowKernel::ScaledSimt,
             _ => RowKernel::Simt,
         };
         let main = facts.row_launch((Stage::Main, NAME), kernel, &spec, [rows, 0]).map_err(refuse)?;
@@ -75,13 +82,16 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
         let mut masks = mask_data_params(call.problem, &call.args.masks);
-        let more = match &mut lists {
-            Some(lists) => (&raw mut *lists).cast(),
-            None => (&raw mut masks).cast(),
+        let mut scales = block_scale_params(call.problem, &call.args.score);
+        let has_more = lists.is_some() || scales.is_some() || !call.problem.masks.is_empty();
+        let more = match (&mut lists, &mut scales) {
+            (Some(lists), _) => (&raw mut *lists).cast(),
+            (None, Some(scales)) => (&raw mut *scales).cast(),
+            (None, None) => (&raw mut masks).cast(),
         };
-        let count = if call.problem.lists.is_none() && call.problem.masks.is_empty() { 1 } else { 2 };
-        // SAFETY: the kernel takes FwdParams, and ListParams or MaskDataParams where the problem has lists or
-        // masks; core saw that the memory of both covers the problem.
+        let count = if has_more { 2 } else { 1 };
+        // SAFETY: the kernel takes FwdParams, and ListParams, BlockScaleParams or MaskDataParams where the problem has
+        // lists, scales by blocks or masks; core saw that the memory of both covers the problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast(), more][..count], call.stream) }
     }
 }

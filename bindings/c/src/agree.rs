@@ -9,7 +9,8 @@ use fmha::ProblemError;
 use crate::Result;
 use crate::host::{self, Pointed};
 use crate::structs::{
-    FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaPart, FmhaPartial, FmhaTensor,
+    FmhaBlockScales, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaPart,
+    FmhaPartial, FmhaTensor,
 };
 
 // Macros that compare a run's struct with the plan's. `$field` is a variable that holds the run's field of
@@ -103,6 +104,7 @@ pub(crate) unsafe fn call_of_rows(
         code: _,
         lists: _,
         masks,
+        block_scales,
         workspace: _,
         workspace_bytes: _,
         dropout_seed: _,
@@ -201,6 +203,9 @@ pub(crate) unsafe fn call_of_rows(
     both("masks", unsafe { masks.as_ref() }, pointed.masks.as_ref(), |planned, given| {
         self::masks(planned, given, no_blocks)
     })?;
+    // SAFETY: the caller keeps the contract of this function.
+    let block_scales = unsafe { block_scales.as_ref() };
+    both("block_scales", block_scales, pointed.block_scales.as_ref(), self::block_scales)?;
     both("cache", cache, pointed.cache.as_ref(), |planned, given| {
         self::cache(planned, given, no_rows, no_sequences)
     })
@@ -239,6 +244,13 @@ fn part(planned: &FmhaPart, given: &FmhaPart) -> Result<()> {
     let FmhaPart { struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q } =
         given;
     number!(planned, struct_bytes, position_q, position_k, seqlen_q, seqlen_k, batch, head, num_heads_q);
+    Ok(())
+}
+
+fn block_scales(planned: &FmhaBlockScales, given: &FmhaBlockScales) -> Result<()> {
+    let FmhaBlockScales { struct_bytes, q, k, v, format, reserved } = given;
+    number!(planned, struct_bytes, format, reserved);
+    lattice!(planned, q, k, v);
     Ok(())
 }
 

@@ -9,9 +9,9 @@ use std::ptr::null;
 
 use crate::host::{self, Choice, Pointed};
 use crate::{
-    FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks,
-    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3,
+    FMHA_NVFP4, FMHA_V_COL_MAJOR, FmhaBlockScales, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine,
+    FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -256,6 +256,17 @@ fn masks() -> Vec<FmhaMasks> {
     vec![base, shared, of(3, 4), with!(one_list, kv_indices = tensor(2), full_kv_num_blocks = tensor(2))]
 }
 
+// SAFETY: numbers and pointers, of which all bits may be 0.
+const NO_SCALES: FmhaBlockScales = unsafe { std::mem::zeroed() };
+
+fn block_scales() -> [FmhaBlockScales; 2] {
+    let base = with!(NO_SCALES, struct_bytes = size_of::<FmhaBlockScales>() as u64);
+    let of = |stride, format| {
+        with!(base, q = tensor(stride), k = tensor(stride), v = tensor(stride), format = format)
+    };
+    [of(1, FMHA_MXFP8_E4M3), of(2, FMHA_NVFP4)]
+}
+
 fn gradients_of_captured() -> [(&'static CStr, [FmhaCaptured; 1]); 2] {
     let [slopes, ..] = captured();
     let slopes = with!(slopes, grad = there(), dtype_grad = FMHA_F32);
@@ -295,6 +306,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let captured = captured();
     codes(&captured).iter().for_each(|code| forward(&with!(plain(), code = code)));
     masks().iter().for_each(|masks| forward(&with!(plain(), masks = masks)));
+    block_scales().iter().for_each(|scales| forward(&with!(plain(), block_scales = scales)));
     caches().iter().for_each(|cache| forward(&with!(plain(), cache = cache)));
     lists().iter().for_each(|lists| forward(&with!(plain(), lists = lists)));
     parts().iter().for_each(|part| forward(&with!(plain(), part = part)));

@@ -3,9 +3,10 @@
 use std::ffi::{CStr, CString, c_char};
 
 use fmha::{
-    Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BwdProblem, CombineProblem, DType, Descale,
-    Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists, KvLayout, ListEntries, ListLength, MaskSpec,
-    Merge, Part, PlanOptions, ProblemError, QLayout, Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
+    Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockScales, BwdProblem,
+    CombineProblem, DType, Descale, Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists, KvLayout,
+    ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout, Rotary, RotaryPairs,
+    Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
@@ -13,8 +14,9 @@ use crate::code::PointedCode;
 use crate::masks;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
-    FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall,
-    FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2, FMHA_NVFP4, FMHA_SUM, FMHA_V_COL_MAJOR,
+    FMHA_V_ROW_MAJOR, FmhaBlockScales, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
 };
 
 /// Host memory that a call points to.
@@ -30,6 +32,7 @@ pub(crate) struct Pointed {
     pub(crate) code: Option<PointedCode>,
     pub(crate) lists: Option<FmhaLists>,
     pub(crate) masks: Option<FmhaMasks>,
+    pub(crate) block_scales: Option<FmhaBlockScales>,
 }
 
 impl Pointed {
@@ -65,11 +68,28 @@ impl Pointed {
             struct_bytes::<FmhaMasks>(masks.struct_bytes)?;
         }
         // SAFETY: the caller promised each of them.
+        let block_scales = unsafe { call.block_scales.as_ref() }.copied();
+        if let Some(scales) = &block_scales {
+            struct_bytes::<FmhaBlockScales>(scales.struct_bytes)?;
+        }
+        // SAFETY: the caller promised each of them.
         let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
         // SAFETY: the caller promised each of them.
         let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
         let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self { mask, mask_text, softmax_scale, softcap, gradients, cache, part, code, lists, masks })
+        Ok(Self {
+            mask,
+            mask_text,
+            softmax_scale,
+            softcap,
+            gradients,
+            cache,
+            part,
+            code,
+            lists,
+            masks,
+            block_scales,
+        })
     }
 
     /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
@@ -142,6 +162,7 @@ impl Pointed {
             None => problem,
             Some(masks) => masks::read(masks, problem, has_no_blocks(call))?,
         };
+        let problem = problem.block_scales(self.block_scales.as_ref().map(block_scales).transpose()?);
         let problem = match &self.cache {
             None => problem,
             Some(cache) => cached(&problem, cache)?,
@@ -250,6 +271,22 @@ fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, Problem
         .tree_mask(!cache.tree_mask.is_null())
         .dtype_cache(dtype_cache)
         .v_in_k(v_in_k))
+}
+
+/// The scales by blocks of a call.
+fn block_scales(given: &FmhaBlockScales) -> Result<BlockScales, ProblemError> {
+    none("reserved", given.reserved)?;
+    let format = match given.format {
+        FMHA_MXFP8_E4M3 => BlockFormat::Mxfp8E4m3,
+        FMHA_MXFP8_E5M2 => BlockFormat::Mxfp8E5m2,
+        FMHA_NVFP4 => BlockFormat::Nvfp4,
+        other => {
+            let text =
+                format!("format {other} is none of FMHA_MXFP8_E4M3 1, FMHA_MXFP8_E5M2 2 and FMHA_NVFP4 3");
+            return Err(ProblemError::new("format", text));
+        }
+    };
+    Ok(BlockScales::strided(format, [strides(&given.q), strides(&given.k), strides(&given.v)]))
 }
 
 /// The lists of a call.

@@ -236,6 +236,7 @@ impl FmhaPlan {
             args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
             args.seq = memory.seq(problem, call, cache, totals)?;
             args.score = memory.score(problem, call)?;
+            memory.block_scales(problem, call, &extents, &mut args.score)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
             args.masks = memory.masks(problem, call, totals)?;
@@ -308,6 +309,17 @@ impl Memory {
         call: &FmhaCall,
         extents: &Extents,
     ) -> Result<(DevSlice<'a>, CacheSlice<'a>, CacheSlice<'a>, DevSliceMut<'a>)> {
+        if let Some(scales) = &problem.block_scales {
+            let [q, k, v] = scales.stored(extents, problem.layout.v);
+            let elem = scales.format.elem();
+            // SAFETY: the caller keeps the contract of `tensors`.
+            return unsafe {
+                let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
+                let k = self.coded("k", &call.k, k, elem)?.into();
+                let v = self.coded("v", &call.v, v, elem)?.into();
+                Ok((self.coded("q", &call.q, q, elem)?, k, v, o))
+            };
+        }
         let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
         // SAFETY: the caller keeps the contract of `tensors`.
         unsafe {
@@ -520,6 +532,49 @@ impl Memory {
         let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
         // SAFETY: the caller keeps the contract of `input`.
         Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, dtype) })
+    }
+
+    /// A tensor of bytes that this type names.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn coded<'a>(
+        self,
+        name: &'static str,
+        tensor: &FmhaTensor,
+        shape: Shape,
+        elem: ElemType,
+    ) -> Result<DevSlice<'a>, ProblemError> {
+        // Any type of one byte.
+        let bytes = bytes(name, tensor, strides(tensor), shape, DType::E4m3Fn)?;
+        // SAFETY: the caller keeps the contract of `coded`.
+        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, elem) })
+    }
+
+    /// Adds the scales of blocks to a run's operands.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn block_scales(
+        self,
+        problem: &FwdProblem,
+        call: &FmhaCall,
+        extents: &Extents,
+        args: &mut ScoreArgs<'_>,
+    ) -> Result<()> {
+        // SAFETY: the caller keeps the contract of `block_scales`.
+        let (Some(scales), Some(given)) = (&problem.block_scales, unsafe { call.block_scales.as_ref() })
+        else {
+            return Ok(());
+        };
+        let ([q, k, v], elem) = (scales.shapes(extents), scales.format.scale_elem());
+        // SAFETY: the caller keeps the contract of `block_scales`.
+        unsafe {
+            args.block_scale_q = Some(self.coded("block_scale_q", &given.q, q, elem)?);
+            args.block_scale_k = Some(self.coded("block_scale_k", &given.k, k, elem)?);
+            args.block_scale_v = Some(self.coded("block_scale_v", &given.v, v, elem)?);
+        }
+        Ok(())
     }
 
     /// # Safety

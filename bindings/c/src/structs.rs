@@ -35,6 +35,13 @@ pub const FMHA_SUM: i32 = 1;
 /// Adds to what O holds, as the first term.
 pub const FMHA_ADD_TO: i32 = 2;
 
+/// Format MXFP8 with E4M3 elements: an E8M0 scale for each 32.
+pub const FMHA_MXFP8_E4M3: i32 = 1;
+/// Format MXFP8 with E5M2 elements: an E8M0 scale for each 32.
+pub const FMHA_MXFP8_E5M2: i32 = 2;
+/// Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
+pub const FMHA_NVFP4: i32 = 3;
+
 /// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
 /// batch and head.
 #[repr(C)]
@@ -271,6 +278,27 @@ pub struct FmhaMasks {
     pub full_max_blocks: i64,
 }
 
+/// Scales by blocks of Q, K and V, which are stored in this format then; dtype_qk and dtype_v are the type of their
+/// values, FMHA_BF16 or FMHA_F32, and descales the scales of whole tensors. NVFP4 tensors count pairs along their axis
+/// of stride 1. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaBlockScales {
+    /// sizeof(FmhaBlockScales).
+    pub struct_bytes: u64,
+    /// Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
+    /// scales.
+    pub q: FmhaTensor,
+    /// K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
+    pub k: FmhaTensor,
+    /// V's scales [batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v], paged [num_pages, page_size / block, ..].
+    pub v: FmhaTensor,
+    /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
+    pub format: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
 /// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
 /// Pointers are to memory of the plan's backend, unless they are said to be host memory.
 #[repr(C)]
@@ -372,6 +400,8 @@ pub struct FmhaCall {
     pub lists: *const FmhaLists,
     /// Host memory: null: no mask as data.
     pub masks: *const FmhaMasks,
+    /// Host memory: null: Q, K and V have no scales by blocks.
+    pub block_scales: *const FmhaBlockScales,
     /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
     /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
     /// is done. May change from run to run.

@@ -10,9 +10,9 @@ use proptest::prelude::*;
 
 use crate::host::Choice;
 use crate::{
-    FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_V_ROW_MAJOR, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode,
-    FmhaCombine, FmhaGradients, FmhaMasks, FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error,
-    fmha_plan, fmha_run, guard,
+    FMHA_BF16, FMHA_BY_LSE, FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2, FMHA_V_ROW_MAJOR,
+    FmhaBlockScales, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine, FmhaGradients, FmhaMasks,
+    FmhaPartial, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 const NONE: FmhaTensor =
@@ -86,6 +86,7 @@ fn call(q: &[u16], k: &[u16], v: &[u16], o: &mut [u16], batch: i64, cu_seqlens: 
         code: null(),
         lists: null(),
         masks: null(),
+        block_scales: null(),
         workspace: null_mut(),
         workspace_bytes: 0,
         dropout_seed: 0,
@@ -423,6 +424,78 @@ fn what_is_wrong_with_masks_as_data_is_named() {
         let refused = unsafe { plan(&call).unwrap().run(&call).unwrap_err().to_string() };
         assert!(refused.contains(error), "{refused}, not {error}");
     }
+}
+
+/// Bytes with these strides between heads and rows.
+fn byte_tensor(bytes: &[u8], [seq, head]: [i64; 2]) -> FmhaTensor {
+    let data = bytes.as_ptr() as *mut c_void;
+    FmhaTensor { data, batch_stride: 0, seqlen_stride: seq, head_stride: head, dim_stride: 1 }
+}
+
+#[test]
+fn scales_by_blocks_are_the_call_on_the_values() {
+    const ROW: i64 = (HEADS * DIM) as i64;
+    // E4M3 numbers in 1..2, with a scale of 1 or 1/2 for each row of Q and K and each column of V.
+    let elements = |seed: usize| (0..ROWS * HEADS * DIM).map(|i| 0x38 | ((i * 5 + seed) % 8) as u8).collect();
+    let (q, k, v): (Vec<u8>, Vec<u8>, Vec<u8>) = (elements(1), elements(2), elements(3));
+    let of_rows: Vec<u8> = (0..ROWS * HEADS).map(|i| 126 + (i % 2) as u8).collect();
+    let of_columns: Vec<u8> = (0..HEADS * DIM).map(|i| 126 + (i % 3 / 2) as u8).collect();
+    let value =
+        |element: u8, scale: u8| 0x3F80 + (u16::from(element & 7) << 4) - 0x80 * u16::from(127 - scale);
+    let by_rows = |x: &[u8]| x.iter().enumerate().map(|(i, &x)| value(x, of_rows[i / DIM])).collect();
+    let (wide_q, wide_k): (Vec<u16>, Vec<u16>) = (by_rows(&q), by_rows(&k));
+    let wide_v: Vec<u16> =
+        v.iter().enumerate().map(|(i, &x)| value(x, of_columns[i % (HEADS * DIM)])).collect();
+
+    let (mut plain, mut scaled) = (vec![0; q.len()], vec![0; q.len()]);
+    let narrow =
+        |call: FmhaCall| FmhaCall { dtype_qk: FMHA_BF16, dtype_v: FMHA_BF16, dtype_o: FMHA_BF16, ..call };
+    run_on_cpu(&narrow(call(&wide_q, &wide_k, &wide_v, &mut plain, 1, &[])));
+    let rows = byte_tensor(&of_rows, [HEADS as i64, 1]);
+    let scales = FmhaBlockScales {
+        struct_bytes: size_of::<FmhaBlockScales>() as u64,
+        q: rows,
+        k: rows,
+        v: byte_tensor(&of_columns, [ROW, DIM as i64]),
+        format: FMHA_MXFP8_E4M3,
+        reserved: 0,
+    };
+    let stored = |bytes: &[u8]| byte_tensor(bytes, [ROW, DIM as i64]);
+    let base = narrow(call(&wide_q, &wide_k, &wide_v, &mut scaled, 1, &[]));
+    let base = FmhaCall { q: stored(&q), k: stored(&k), v: stored(&v), ..base };
+    run_on_cpu(&FmhaCall { block_scales: &raw const scales, ..base });
+    assert_eq!(scaled, plain);
+
+    for (wrong, error) in [
+        (FmhaBlockScales { struct_bytes: 8, ..scales }, "struct_bytes 8 is not sizeof(FmhaBlockScales)"),
+        (FmhaBlockScales { format: 9, ..scales }, "format 9 is none of"),
+        (FmhaBlockScales { reserved: 1, ..scales }, "reserved 1"),
+        (
+            FmhaBlockScales { k: FmhaTensor { seqlen_stride: -1, ..rows }, ..scales },
+            "block_scale_k.seq stride -1 is negative",
+        ),
+    ] {
+        let refused = plan(&FmhaCall { block_scales: &raw const wrong, ..base });
+        let refused = refused.map(|_| ()).unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused}, not {error}");
+    }
+    let planned = plan(&FmhaCall { block_scales: &raw const scales, ..base }).unwrap();
+    for (other, error) in [
+        (FmhaBlockScales { format: FMHA_MXFP8_E5M2, ..scales }, "format"),
+        (FmhaBlockScales { v: FmhaTensor { head_stride: 2, ..scales.v }, ..scales }, "v"),
+        (
+            FmhaBlockScales { q: FmhaTensor { data: null_mut(), ..rows }, ..scales },
+            "block_scale_q.data is null",
+        ),
+    ] {
+        // SAFETY: as in `plan`.
+        let refused = unsafe { planned.run(&FmhaCall { block_scales: &raw const other, ..base }) };
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains(error), "{refused}, not {error}");
+    }
+    // SAFETY: as in `plan`.
+    let refused = unsafe { planned.run(&base).unwrap_err().to_string() };
+    assert!(refused.contains("block_scales"), "{refused}");
 }
 
 #[test]

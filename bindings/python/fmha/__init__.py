@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Dict, Literal, Mapping, Optional, Tuple, 
 
 from . import _arguments, _code, _native
 from ._arguments import row_invariant
+from ._block_scales import BlockScales
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._mask_data import BlockLists, Intervals, MaskBits, split as _split
 from ._native import FmhaError
@@ -31,6 +32,7 @@ __all__ = [
     "CAUSAL_TOP_LEFT",
     "NONE",
     "BlockLists",
+    "BlockScales",
     "FmhaError",
     "Intervals",
     "Mask",
@@ -91,6 +93,7 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    block_scales: Optional[BlockScales] = None,
     row_max: Optional[Tensor] = None,
     head_max: Optional[Tensor] = None,
     key_sum: Optional[Tensor] = None,
@@ -109,6 +112,7 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    block_scales: Optional[BlockScales] = None,
     row_max: Optional[Tensor] = None,
     head_max: Optional[Tensor] = None,
     key_sum: Optional[Tensor] = None,
@@ -127,6 +131,7 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    block_scales: Optional[BlockScales] = None,
     row_max: Optional[Tensor] = None,
     head_max: Optional[Tensor] = None,
     key_sum: Optional[Tensor] = None,
@@ -145,6 +150,7 @@ def attention(
     indices: Optional[Tensor] = None,
     topk_length: Optional[Tensor] = None,
     index_block: int = 1,
+    block_scales: Optional[BlockScales] = None,
     row_max: Optional[Tensor] = None,
     head_max: Optional[Tensor] = None,
     key_sum: Optional[Tensor] = None,
@@ -212,6 +218,9 @@ def attention(
             use. Where ``total_q`` equals ``batch``, a packed call's numbers are of tokens.
         index_block: keys of an entry: entry ``e`` stands for keys ``e * index_block`` up to
             ``(e + 1) * index_block``.
+        block_scales: scales by blocks of Q, K and V that are stored in MXFP8 or NVFP4, as
+            :meth:`BlockScales.quantize` makes both. torch's tensors alone, without a compiler and gradients, and beside
+            neither functions, masks as data, lists nor small outputs.
 
     Returns:
         O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are 0, in O, LSE and gradients alike.
@@ -224,7 +233,11 @@ def attention(
     wants_lse = _flag("return_lse", return_lse)
     door = _door(q)
     bound, masks = _bound(options, row_max, head_max, key_sum)
-    if indices is not None or topk_length is not None or index_block != 1:
+    if block_scales is not None:
+        beside = dict(score_code=score_code, mask_code=mask_code, captured=captured, indices=indices)
+        beside.update(topk_length=topk_length, row_max=row_max, head_max=head_max, key_sum=key_sum)
+        o, lse = _scaled(door, block_scales, beside, masks)(q, k, v, *bound, block_scales)
+    elif indices is not None or topk_length is not None or index_block != 1:
         beside = dict(score_code=score_code, mask_code=mask_code, captured=captured)
         outputs = dict(row_max=row_max, head_max=head_max, key_sum=key_sum)
         lists = _lists_of(door, q, (indices, topk_length, index_block), {**beside, **outputs}, masks)
@@ -235,6 +248,22 @@ def attention(
         code = _code.bind(door, score_code, mask_code, captured, device=getattr(q, "device", None), masks=masks)
         o, lse = door.attention(q, k, v, *bound, wants_lse, code)
     return (o, lse) if wants_lse else o
+
+
+def _scaled(door: Any, scales: Any, beside: Mapping[str, Any], masks: Any) -> Any:
+    """The function for a call with scales by blocks."""
+    if not isinstance(scales, BlockScales):
+        raise TypeError(f"block_scales: {type(scales).__name__} is no fmha.BlockScales")
+    for name, other in beside.items():
+        if other is not None:
+            raise NotImplementedError(f"{name} is given beside block_scales, which take none here")
+    if masks is not None:
+        raise NotImplementedError("mask: masks as data are given beside block_scales, which take none here")
+    if door.__name__ != "fmha._torch":
+        raise NotImplementedError("block_scales: scales by blocks are taken of torch's tensors")
+    from . import _scales
+
+    return _scales.attention
 
 
 def _lists_of(door: Any, q: Any, given: Tuple[Any, Any, Any], beside: Mapping[str, Any], masks: Any) -> Any:

@@ -76,9 +76,10 @@ def _described(name: str, tensor: Optional[torch.Tensor]) -> _native.Tensor:
     return _native.described(tensor.data_ptr(), dtype, tensor.shape, tensor.stride(), device)
 
 
-def _run(numbers: Tuple[Any, ...], named: Named, lists: Lists) -> None:
-    """Runs a request on its tensors' device and its current stream, with scratch of torch's allocator."""
-    _torch.refuse_tracers(_ARE)
+def _run(numbers: Tuple[Any, ...], named: Named, lists: Any, what: str = _ARE) -> None:
+    """Runs a request on its tensors' device and its current stream, with scratch of torch's allocator. ``lists`` put
+    what the request has beside its tensors."""
+    _torch.refuse_tracers(what)
     request = _native.Request(numbers)
     # Copies of negative views have to outlive the run.
     named = [(name, _torch.resolved(x)) for name, x in named]

@@ -167,6 +167,16 @@ class Lists(ctypes.Structure):
     ]
 
 
+class BlockScales(ctypes.Structure):
+    _fields_ = [
+        ("q", Tensor),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("format", ctypes.c_int64),
+        ("values", ctypes.c_int64),
+    ]
+
+
 class Request(ctypes.Structure):
     """A call. Tensors that are put in must outlive it."""
 
@@ -176,6 +186,7 @@ class Request(ctypes.Structure):
         ("stream", ctypes.c_int64),
         ("code", ctypes.POINTER(Code)),
         ("lists", ctypes.POINTER(Lists)),
+        ("block_scales", ctypes.POINTER(BlockScales)),
     ]
 
     def __init__(self, numbers: Tuple[Any, ...]) -> None:
@@ -199,6 +210,11 @@ class Request(ctypes.Structure):
         """Lists of keys, by tensors that :func:`described` has made."""
         self._lists = Lists(indices, topk_length, block, int(addresses), int(without_sink))
         self.lists = ctypes.pointer(self._lists)
+
+    def put_block_scales(self, q: Tensor, k: Tensor, v: Tensor, format: int, values: str) -> None:
+        """Scales by blocks, by tensors that :func:`described` has made, and the type of the values."""
+        self._block_scales = BlockScales(q, k, v, format, DTYPES[values])
+        self.block_scales = ctypes.pointer(self._block_scales)
 
     def put_code(self, score: str, mask: str, names: Any, numbers: Any, num_tensors: int) -> None:
         """A score and a mask as code: ``names`` of so many tensors, which :meth:`put_captured` puts, then of

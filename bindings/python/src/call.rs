@@ -5,7 +5,8 @@ use std::ffi::CString;
 use std::ptr;
 
 use fmha_c::{
-    FMHA_EXACT, FMHA_FAST, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaTensor,
+    FMHA_EXACT, FMHA_FAST, FmhaBlockScales, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaTensor,
 };
 use smallvec::SmallVec;
 
@@ -42,6 +43,7 @@ pub struct Call {
     lists: Option<FmhaLists>,
     code: Option<Coded>,
     masks: Option<FmhaMasks>,
+    block_scales: Option<FmhaBlockScales>,
     mask: CString,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
@@ -94,6 +96,10 @@ impl Call {
                 .map(|(code, captured)| Coded::new(code, captured, device))
                 .transpose()?,
             masks: masks(&sizes, request)?,
+            // SAFETY: who made the request promised its scales.
+            block_scales: unsafe { request.scaled() }
+                .map(|given| crate::scales::scales(&sizes, given, device))
+                .transpose()?,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -117,6 +123,7 @@ impl Call {
         self.call.lists = pointer(self.lists.as_ref());
         self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
         self.call.masks = pointer(self.masks.as_ref());
+        self.call.block_scales = pointer(self.block_scales.as_ref());
         body(&mut self.call)
     }
 
@@ -235,6 +242,10 @@ impl Call {
         if let Some(masks) = &self.masks {
             crate::masks::key(masks, &mut key);
         }
+        key.push(u64::MAX - 4);
+        if let Some(scales) = &self.block_scales {
+            crate::scales::key(scales, &mut key);
+        }
         key
     }
 }
@@ -262,7 +273,7 @@ pub(crate) fn word(number: i64) -> u64 {
     number.cast_unsigned()
 }
 
-fn lattice(key: &mut Key, tensor: &FmhaTensor) {
+pub(crate) fn lattice(key: &mut Key, tensor: &FmhaTensor) {
     key.extend([tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride].map(word));
 }
 

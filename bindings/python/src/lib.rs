@@ -16,6 +16,7 @@ pub mod plans;
 #[cfg(test)]
 mod reach;
 pub mod request;
+mod scales;
 mod shapes;
 pub mod tensor;
 pub mod torch;

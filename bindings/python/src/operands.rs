@@ -35,6 +35,11 @@ pub(crate) fn fill_dims(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -
 }
 
 pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
+    // SAFETY: who made the request promised its scales.
+    if let Some(scales) = unsafe { request.scaled() } {
+        crate::scales::fill_operands(call, sizes, request, scales)?;
+        return fill_outputs(call, sizes, request);
+    }
     let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
     call.q = operand("q", q, &sizes.q(sizes.dim_qk))?;
     call.k = operand("k", k, &sizes.k(sizes.dim_qk))?;
@@ -74,6 +79,10 @@ pub(crate) fn fill_operands(call: &mut FmhaCall, sizes: &Sizes, request: &Reques
         dtype_name(k.dtype),
         dtype_name(q.dtype)
     );
+    fill_outputs(call, sizes, request)
+}
+
+fn fill_outputs(call: &mut FmhaCall, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
     let o = request.required(Slot::O)?;
     call.o = operand("o", o, &sizes.q(sizes.dim_v))?;
     call.dtype_o = o.dtype;

@@ -10,13 +10,14 @@ use fmha_c::{FMHA_BF16, FMHA_E4M3FN, FMHA_F16, FMHA_F32};
 
 use crate::call::Call;
 use crate::combine::Combine;
-use crate::request::{ADDS_TO, Captured, Code, Lists, OPTIONS, Request, Slot};
+use crate::request::{ADDS_TO, BlockScales, Captured, Code, Lists, OPTIONS, Request, Slot};
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// Fields of the C structs that Python never sets, with the reason.
-const NOT_SET: [(&str, &str); 12] = [
+const NOT_SET: [(&str, &str); 13] = [
     ("cache.reserved", "0"),
     ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
+    ("block_scales.reserved", "0"),
     ("call.reserved", "0"),
     ("call.workspace", "from the caller's allocator, at each run"),
     ("call.workspace_bytes", "likewise"),
@@ -61,6 +62,9 @@ impl Seen {
             // SAFETY: null, or this call's own structs.
             let (gradients, cache, lists) =
                 unsafe { (call.gradients.as_ref(), call.cache.as_ref(), call.lists.as_ref()) };
+            // SAFETY: null, or this call's own struct.
+            let scales = unsafe { call.block_scales.as_ref() };
+            scales.into_iter().for_each(|scales| self.add("block_scales", scales));
             lists.into_iter().for_each(|lists| self.add("lists", lists));
             gradients.into_iter().for_each(|gradients| self.add("gradients", gradients));
             cache.into_iter().for_each(|cache| self.add("cache", cache));
@@ -263,6 +267,35 @@ fn listed(seen: &mut Seen) {
     }
 }
 
+/// Calls with scales by blocks.
+fn scaled(seen: &mut Seen) {
+    for (format, stored, pack, block) in [(1, FMHA_E4M3FN, 1, 32), (3, U8, 2, 16)] {
+        for n in [2, 3] {
+            let dim = 32 * n;
+            let rows = |keys: i64, heads: i64, dim: i64, dtype| tensor(&[n, keys, heads, dim], dtype);
+            let mut scales = BlockScales {
+                q: rows(n + 1, 2 * n, dim / block, U8),
+                k: rows(n + 40, n, dim / block, U8),
+                v: rows((n + 40 + block - 1) / block, n, dim, U8),
+                format,
+                values: FMHA_BF16.into(),
+            };
+            // Scales with gaps.
+            for tensor in [&mut scales.q, &mut scales.k, &mut scales.v] {
+                tensor.strides = tensor.strides.map(|step| (n - 1) * step);
+            }
+            let mut request = request(&[
+                (Slot::Q, rows(n + 1, 2 * n, dim / pack, stored)),
+                (Slot::K, rows(n + 40, n, dim / pack, stored)),
+                (Slot::V, rows(n + 40, n, dim / pack, stored)),
+                (Slot::O, rows(n + 1, 2 * n, dim, FMHA_BF16)),
+            ]);
+            request.block_scales = &raw const scales;
+            seen.call(&request);
+        }
+    }
+}
+
 /// A call with masks as data.
 fn masked(seen: &mut Seen) {
     for n in [2, 3] {
@@ -299,6 +332,7 @@ fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
     requests().iter().for_each(|request| seen.call(request));
     coded(&mut seen);
     listed(&mut seen);
+    scaled(&mut seen);
     masked(&mut seen);
     for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
         let rows = [n, n + 1, n + 2, n + 3];

@@ -303,6 +303,22 @@ pub struct Lists {
     pub lse_without_sink: i64,
 }
 
+/// Scales by blocks of Q, K and V, which are stored in a format with them then.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct BlockScales {
+    /// Q's scales, bytes.
+    pub q: Tensor,
+    /// K's scales, bytes.
+    pub k: Tensor,
+    /// V's scales, bytes.
+    pub v: Tensor,
+    /// `FMHA_MXFP8_E4M3`, ...
+    pub format: i64,
+    /// Type of the values: `FMHA_BF16` or `FMHA_F32`.
+    pub values: i64,
+}
+
 /// One forward, backward or combine call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -317,6 +333,8 @@ pub struct Request {
     pub code: *const Code,
     /// Lists of keys; null: none. They outlive the request.
     pub lists: *const Lists,
+    /// Scales by blocks; null: none. They outlive the request.
+    pub block_scales: *const BlockScales,
 }
 
 impl Request {
@@ -329,6 +347,7 @@ impl Request {
             stream: 0,
             code: ptr::null(),
             lists: ptr::null(),
+            block_scales: ptr::null(),
         }
     }
 
@@ -375,6 +394,16 @@ impl Request {
     pub unsafe fn listed(&self) -> Option<&Lists> {
         // SAFETY: the caller's promise.
         unsafe { self.lists.as_ref() }
+    }
+
+    /// The call's scales by blocks, if it has any.
+    ///
+    /// # Safety
+    /// `block_scales` is null or live ones.
+    #[must_use]
+    pub unsafe fn scaled(&self) -> Option<&BlockScales> {
+        // SAFETY: the caller's promise.
+        unsafe { self.block_scales.as_ref() }
     }
 
     /// Whether entries of lists are addresses, so that K has pages and no table.

@@ -132,6 +132,27 @@ pub(crate) fn sizes(request: &Request) -> Result<Sizes, Wrong> {
     for (side, total, longest) in [("q", total_q, seqlen_q), ("k", total_k, seqlen_k)] {
         longest_is_said(&format!("max_seqlen_{side}"), longest, side, total)?;
     }
+    // SAFETY: who made the request promised its scales.
+    if let Some(scales) = unsafe { request.scaled() } {
+        let each = crate::scales::elems_per_byte(scales);
+        let v = request.required(Slot::V)?;
+        let pairs_of_keys = each > 1 && crate::scales::lies_in_columns(v);
+        let dim_v =
+            v.shape().last().ok_or("v has 0 axes")?.saturating_mul(if pairs_of_keys { 1 } else { each });
+        let dim_qk = dim_qk.saturating_mul(each);
+        return Ok(Sizes {
+            batch,
+            seqlen_q,
+            seqlen_k,
+            heads_q,
+            heads_kv,
+            dim_qk,
+            dim_v,
+            total_q,
+            total_k,
+            pages,
+        });
+    }
     let dim_v = match request.get(Slot::V) {
         Some(v) => *v.shape().last().ok_or("v has 0 axes")?,
         None => numbers.head_dim_v,
@@ -177,8 +198,13 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
 /// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead: packed rows may be
 /// fewer than a sequence has at most, by which a plan counts.
 pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
-    expect(name, tensor, wanted)?;
     attention_type(name, tensor)?;
+    rows_of(name, tensor, wanted)
+}
+
+/// The C form of a tensor of rows, of whatever type.
+pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
+    expect(name, tensor, wanted)?;
     let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
     for (at, (step, &size)) in steps.iter_mut().zip(wanted).enumerate() {
         ensure!(*step >= 0 || size <= 1, "{name} has stride {step} on axis {at}, below 0");

@@ -24,8 +24,37 @@ namespace fmha {
 FMHA_DEVICE float larger_of(float a, float b) { return a < b ? b : a; }
 FMHA_DEVICE float sum_of(float a, float b) { return a + b; }
 
+// Elements of Q, K and V as their types have them, without descales.
+struct StoredElems {
+  // Q[i] . K[j].
+  template <FwdSpec spec>
+  static FMHA_DEVICE float product(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head, int32_t j,
+                                   int32_t i_head_kv) {
+    const int64_t q = query_offset(p, span, i, i_head);
+    const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
+    float dot = 0.f;
+    for (int32_t d = 0; d < spec.head_dim_qk; ++d)
+      dot += load_elem<spec.dtype_qk>(p.q.data, q + d) * load_elem<spec.dtype_qk>(p.k.data, k + d);
+    return dot;
+  }
+
+  // V's row of one key.
+  template <FwdSpec spec>
+  struct Value {
+    const View& v;
+    int64_t at;
+
+    FMHA_DEVICE float operator()(int32_t d) const { return load_elem<spec.dtype_v>(v.data, at + d * v.dim); }
+  };
+
+  template <FwdSpec spec>
+  static FMHA_DEVICE Value<spec> value(const FwdParams& p, const SeqSpan& span, int32_t j, int32_t i_head_kv) {
+    return {p.v, row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv)};
+  }
+};
+
 // One query of one (sequence, query head).
-template <FwdSpec spec, class Lanes, class Masks = NoMasks>
+template <FwdSpec spec, class Lanes, class Masks = NoMasks, class Elems = StoredElems>
 struct FwdRow {
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, Lanes::count);  // of O, to a lane
 
@@ -33,6 +62,7 @@ struct FwdRow {
   const SeqSpan span;
   const int32_t i_head, i;
   const Masks masks = {};
+  const Elems elems = {};
   const int32_t lane = Lanes::index();
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
@@ -54,12 +84,7 @@ struct FwdRow {
 
   // Q[i] . K[j], as stored.
   FMHA_DEVICE float product(int32_t j) const {
-    const int64_t q = query_offset(p, span, i, i_head);
-    const int64_t k = row_offset(p.k, kv_row(p, spec.kv_layout, span, j), i_head_kv);
-    float dot = 0.f;
-    for (int32_t d = 0; d < spec.head_dim_qk; ++d)
-      dot += load_elem<spec.dtype_qk>(p.q.data, q + d) * load_elem<spec.dtype_qk>(p.k.data, k + d);
-    return dot;
+    return elems.template product<spec>(p, span, i, i_head, j, i_head_kv);
   }
 
   FMHA_DEVICE bool keeps(int32_t j) const { return dropout_keeps(p, head_of_whole(p, span.i_batch, i_head), i, j); }
@@ -121,11 +146,11 @@ struct FwdRow {
   }
 
   FMHA_DEVICE void add_value(int32_t j, float weight) {
-    const int64_t v = row_offset(p.v, kv_row(p, spec.kv_layout, span, j), i_head_kv);
+    const auto value = elems.template value<spec>(p, span, j, i_head_kv);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + lane;
-      if (d < spec.head_dim_v) o[c] += weight * load_elem<spec.dtype_v>(p.v.data, v + d * p.v.dim);
+      if (d < spec.head_dim_v) o[c] += weight * value(d);
     }
   }
 
@@ -194,13 +219,13 @@ struct FwdRow {
 };
 
 // Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
-template <FwdSpec spec, class Lanes, class Masks = NoMasks>
-FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at, const Masks& masks = {}) {
+template <FwdSpec spec, class Lanes, class Masks = NoMasks, class Elems = StoredElems>
+FMHA_DEVICE void fwd_row(const FwdParams& p, int64_t at, const Masks& masks = {}, const Elems& elems = {}) {
   const int32_t i = int32_t(at % p.seqlen_q);
   const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, int32_t(at / p.seqlen_q / p.num_heads_q));
   if (i >= span.seqlen_q) return;
-  FwdRow<spec, Lanes, Masks> row{p, span, i_head, i, masks};
+  FwdRow<spec, Lanes, Masks, Elems> row{p, span, i_head, i, masks, elems};
   row.run();
 }
 

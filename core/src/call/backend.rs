@@ -123,6 +123,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of scales by blocks ([`BlockScales`](crate::BlockScales)), and refuses by a kernel's name what
+    /// it does not compute. A backend that does not is given no problem with any.
+    fn takes_block_scales(&self) -> bool {
+        false
+    }
+
     /// Chooses a backward kernel.
     ///
     /// # Errors
@@ -390,6 +396,17 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
 pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
     let Some(fwd) = problem.forward().filter(|_| !backend.takes_lists()) else { return Ok(()) };
     let refused = |kernel| fwd.refuse_lists(kernel).err();
+    let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
+    if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
+}
+
+/// Refuses a problem with scales by blocks for each kernel of a backend that knows of none.
+///
+/// # Errors
+/// [`Error::Unsupported`] with a refusal a kernel.
+pub fn refuse_block_scales<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
+    let Some(fwd) = problem.forward().filter(|_| !backend.takes_block_scales()) else { return Ok(()) };
+    let refused = |kernel| fwd.refuse_block_scales(kernel).err();
     let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }

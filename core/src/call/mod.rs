@@ -7,6 +7,7 @@ pub mod lengths;
 pub mod lists;
 pub(crate) mod peers;
 pub mod queues;
+pub mod scaled_rows;
 pub mod seq;
 pub mod tree;
 

@@ -131,6 +131,10 @@ impl BwdProblem {
             "dtype_o {}: there is no gradient of an FP8 O",
             fwd.dtypes.o
         );
+        if let Some(scales) = &fwd.block_scales {
+            let text = format!("block_scales {}: there is no gradient yet", scales.format);
+            return Err(ProblemError::new("block_scales", text));
+        }
         let grad = self.dtype_grad;
         ensure!(!grad.is_fp8(), "dtype_grad", "dtype_grad {grad} is not f32, f16 or bf16");
         if let Some(page_size) = fwd.layout.kv.page_size() {

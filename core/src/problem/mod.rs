@@ -1,5 +1,7 @@
 //! The forward problem: every fact of a call but its pointers.
 
+pub mod block_scales;
+mod blocks;
 pub mod bwd;
 mod cache;
 mod code;
@@ -23,6 +25,8 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::expr::Function;
 use crate::kv::{Append, Rotary};
+pub use blocks::BlockScales;
+pub(crate) use blocks::{BYTE, SCALE_NAMES};
 pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
@@ -108,6 +112,8 @@ pub struct FwdProblem {
     pub dropout: Dropout,
     /// Factors of FP8 tensors.
     pub scales: Scales,
+    /// Scales by blocks of Q, K and V.
+    pub block_scales: Option<BlockScales>,
     /// Changes to the KV cache and to how it is read: append, rotary embedding, tree mask.
     pub cache: CacheUse,
     /// Place of the call within a larger one that it is a part of.
@@ -158,6 +164,7 @@ impl FwdProblem {
             code: Code::default(),
             dropout: Dropout { p_drop: 0.0, write_keep_mask: false },
             scales: Scales { descale_q: descale, descale_k: descale, descale_v: descale, scale_o: false },
+            block_scales: None,
             cache: CacheUse::default(),
             part: Part::default(),
             write_lse: false,
@@ -232,6 +239,8 @@ impl FwdProblem {
         descale_v: Descale => scales.descale_v;
         /// Whether FP8 O is multiplied by a number before it is rounded.
         scale_o: bool => scales.scale_o;
+        /// Scales by blocks of Q, K and V.
+        block_scales: impl Into<Option<BlockScales>> => block_scales;
         /// The FP8 type that K and V are stored in beside a 16-bit Q.
         dtype_cache: impl Into<Option<DType>> => cache.dtype;
         /// Whether V is the first `head_dim_v` elements of K's rows.
@@ -365,6 +374,7 @@ impl FwdProblem {
     pub fn validate(self) -> Result<ValidFwd, ProblemError> {
         self.check_dims()?;
         self.check_dtypes()?;
+        self.check_block_scales()?;
         self.check_layouts()?;
         self.check_score()?;
         self.code.check()?;
@@ -464,7 +474,7 @@ impl FwdProblem {
             ("descale_v", self.scales.descale_v, self.stored_v()),
         ] {
             ensure!(
-                descale == Descale::None || dtype.is_fp8(),
+                descale == Descale::None || dtype.is_fp8() || self.block_scales.is_some(),
                 field,
                 "{field} is given, but that tensor is {dtype}, not FP8"
             );
@@ -502,6 +512,10 @@ impl FwdProblem {
 
     /// Checks the strides of tensors that have these extents.
     fn check_tensors(&self, extents: &Extents) -> Result<(), ProblemError> {
+        if let Some(scales) = &self.block_scales {
+            self.check_scaled_tensors(scales, extents)?;
+            return check_output("o", self.strides.o, extents.o, self.dtypes.o);
+        }
         check_input("q", self.strides.q, extents.q, self.dtypes.qk)?;
         check_input("k", self.strides.k, extents.k, self.stored_k())?;
         check_unit_stride("q", "dim", self.strides.q.dim, extents.q.dim)?;

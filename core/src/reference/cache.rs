@@ -9,6 +9,7 @@ use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
 use crate::problem::FwdProblem;
+use crate::scaled_rows::ScaledRows;
 use crate::seq::{KvRows, SeqSpan};
 
 /// One sequence's operands.
@@ -17,12 +18,18 @@ pub(super) struct Cached<'a> {
     pub(super) problem: &'a FwdProblem,
     pub(super) inputs: &'a Inputs<'a>,
     pub(super) span: SeqSpan,
+    /// Whether values of a format with scales by blocks are rounded to `dtype_qk`.
+    pub(super) rounds: bool,
 }
 
 impl<'a> Cached<'a> {
     /// Q `[seqlen_q, head_dim_qk]` of one head.
     pub(super) fn queries<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
-        let Self { problem, inputs, span } = self;
+        let Self { problem, inputs, span, .. } = self;
+        if let Some([q, _, _]) = self.scaled()? {
+            let place = |i| (span.q_batch, span.q_row + i);
+            return Ok(self.values_of(q, place, head, (span.seqlen_q, problem.dims.head_dim_qk), descale));
+        }
         let q = Rows { name: "q", slice: inputs.q, dtype: problem.dtypes.qk, strides: problem.strides.q };
         let dim = problem.dims.head_dim_qk;
         let mut rows = q.gather(|i| (span.q_batch, span.q_row + i), head, span.seqlen_q, dim, T::one())?;
@@ -34,7 +41,12 @@ impl<'a> Cached<'a> {
 
     /// K `[seqlen_k, head_dim_qk]` of one kv head.
     pub(super) fn keys<T: Float>(self, head: u32, descale: T) -> Result<Vec<T>, ProblemError> {
-        let Self { problem, inputs, span } = self;
+        let Self { problem, inputs, span, .. } = self;
+        if let Some([_, k, _]) = self.scaled()? {
+            let places = KvRows::of(problem, &inputs.seq)?;
+            let shape = (self.span.seqlen_k, problem.dims.head_dim_qk);
+            return Ok(self.values_of(k, |j| places.at(&self.span, j), head, shape, descale));
+        }
         let rows = Rows { name: "k", slice: inputs.k, dtype: problem.stored_k(), strides: problem.strides.k };
         let mut keys = self.cached(&rows, head, problem.dims.head_dim_qk, descale)?;
         if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.k_new) {
@@ -54,6 +66,11 @@ impl<'a> Cached<'a> {
             let keys: Vec<T> = self.keys(head, descale)?;
             return Ok(keys.chunks(qk).flat_map(|row| &row[..v]).copied().collect());
         }
+        if let Some([_, _, v]) = self.scaled()? {
+            let places = KvRows::of(problem, &inputs.seq)?;
+            let shape = (self.span.seqlen_k, problem.dims.head_dim_v);
+            return Ok(self.values_of(v, |j| places.at(&self.span, j), head, shape, descale));
+        }
         let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.strides.v };
         let mut values = self.cached(&rows, head, problem.dims.head_dim_v, descale)?;
         if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.v_new) {
@@ -64,6 +81,36 @@ impl<'a> Cached<'a> {
         Ok(values)
     }
 
+    /// Q, K and V with their scales by blocks.
+    fn scaled(self) -> Result<Option<[ScaledRows<'a>; 3]>, ProblemError> {
+        let Inputs { q, k, v, score, .. } = self.inputs;
+        ScaledRows::of(self.problem, [*q, *k, *v], score)
+    }
+
+    /// Values of rows that have scales by blocks, exact or rounded once.
+    fn values_of<T: Float>(
+        self,
+        rows: ScaledRows<'_>,
+        place: impl Fn(u32) -> (u32, u32),
+        head: u32,
+        (count, dim): (u32, u32),
+        descale: T,
+    ) -> Vec<T> {
+        let mut row = vec![0f32; dim as usize];
+        let mut values = Vec::with_capacity(count as usize * dim as usize);
+        for (batch, at) in (0..count).map(place) {
+            rows.read((batch, at, head), &mut row);
+            values.extend(row.iter().map(|&x| {
+                let value = real::<T>(f64::from(x)) * descale;
+                if !self.rounds {
+                    return value;
+                }
+                real(self.problem.dtypes.qk.round(value.to_f64().unwrap_or(f64::NAN)))
+            }));
+        }
+        values
+    }
+
     /// The rows that are in the cache before the call.
     fn cached<T: Float>(
         self,
@@ -72,7 +119,7 @@ impl<'a> Cached<'a> {
         dim: u32,
         descale: T,
     ) -> Result<Vec<T>, ProblemError> {
-        let Self { problem, inputs, span } = self;
+        let Self { problem, inputs, span, .. } = self;
         let places = KvRows::of(problem, &inputs.seq)?;
         let place = |j| places.at(&span, j);
         if problem.cache.dtype.is_none() {

@@ -138,10 +138,11 @@ impl<T: Float> Softmax<T> {
     /// O of query `i`, not yet rounded to its type. The sum is divided by that of the weights; where it has left f32
     /// before, the weights are.
     fn output(&self, head: &Head<'_, T>, i: u32) -> Vec<T> {
+        let rounded = head.probabilities(&self.visible, &self.weights);
         let sums = |per_weight: T| {
             let mut o = vec![T::zero(); head.head_dim_v];
-            for (&j, &weight) in self.visible.iter().zip(&self.weights) {
-                let p = head.probability(weight) * head.keep_factor(i, j) * per_weight;
+            for (&j, &weight) in self.visible.iter().zip(&rounded) {
+                let p = weight * head.keep_factor(i, j) * per_weight;
                 for (o, &v) in o.iter_mut().zip(row(&head.v, j, head.head_dim_v)) {
                     *o = *o + p * v;
                 }

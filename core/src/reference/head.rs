@@ -106,7 +106,7 @@ impl<'a, T: Float> Head<'a, T> {
             Descale::None => Ok(T::one()),
             _ => f32_at(name, slice.as_ref(), kind.index(span.i_batch, i_head_kv, dims.num_heads_kv)),
         };
-        let cached = Cached { problem, inputs, span };
+        let cached = Cached { problem, inputs, span, rounds: precision != Precision::Exact };
         let alibi = match problem.score.bias {
             Bias::Alibi { per_batch } => {
                 let i_batch = if per_batch { span.i_batch as usize } else { 0 };
@@ -306,6 +306,23 @@ impl<'a, T: Float> Head<'a, T> {
         let dtype = self.problem.dtypes.v;
         let scale = if dtype.is_fp8() { 2f64.powi(dtype.max_finite().log2().floor() as i32) } else { 1.0 };
         self.rounded(value, scale, dtype)
+    }
+
+    /// Rounds a row's P, `weights` of the keys `visible`, ascending, as [`probability`](Self::probability) does, or a
+    /// block of keys at a time.
+    pub(super) fn probabilities(&self, visible: &[u32], weights: &[T]) -> Vec<T> {
+        let Some(scales) = self.problem.block_scales.filter(|_| !self.is_exact()) else {
+            return weights.iter().map(|&weight| self.probability(weight)).collect();
+        };
+        let block = scales.format.block_size();
+        let mut rounded = Vec::with_capacity(weights.len());
+        for keys in visible.chunk_by(|a, b| a / block == b / block) {
+            let of_block = weights[rounded.len()..].iter().take(keys.len());
+            let mut p: Vec<f64> = of_block.map(|p| p.to_f64().unwrap_or(f64::NAN)).collect();
+            scales.format.round_p(&mut p);
+            rounded.extend(p.into_iter().map(real::<T>));
+        }
+        rounded
     }
 
     /// Rounds a dS as the input's precision does before its products with K and Q; for FP8 inputs it is

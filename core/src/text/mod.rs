@@ -6,5 +6,7 @@ pub mod bwd_workspace;
 pub mod cache_update;
 pub mod code_source;
 pub mod fields;
+pub mod scale_params;
+pub mod small_outputs;
 pub mod source;
 pub mod spec;

@@ -71,6 +71,9 @@ impl TileClass {
             let there = [masks.intervals.is_some(), masks.bits.is_some(), masks.block_lists.is_some()];
             facts += &format!(" masks {there:?}");
         }
+        if let Some(scales) = &problem.block_scales {
+            facts += &format!(" block_scales {}", scales.format);
+        }
         Self { operation, facts }
     }
 

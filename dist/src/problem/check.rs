@@ -30,6 +30,7 @@ impl Whole {
             ("mask_code", whole.code.mask.is_some(), "a mask as code is"),
             ("lists", whole.lists.is_some(), "lists of keys are"),
             ("masks", !whole.masks.is_empty(), "a mask as data is"),
+            ("block_scales", whole.block_scales.is_some(), "scales by blocks are"),
             ("outputs", !whole.outputs.is_empty(), "a small output (row_max, head_max, key_sum) is"),
             ("write_keep_mask", whole.dropout.write_keep_mask, "a keep mask is"),
             ("part", !whole.part.is_whole(), "a part of a longer sequence is"),
@@ -139,6 +140,7 @@ mod tests {
             ("lists", whole.clone().lists(fmha::KeyLists::new(&whole, 4))),
             ("masks", whole.clone().intervals(Intervals::batch(&whole, MaskAxes::SHARED, 2))),
             ("outputs", whole.clone().key_sum(true)),
+            ("block_scales", whole.clone().with_block_scales(fmha::BlockFormat::Nvfp4)),
             ("write_keep_mask", keeps),
         ] {
             assert_eq!(field(whole), Err((1, wanted.to_owned())));

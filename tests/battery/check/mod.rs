@@ -10,7 +10,8 @@ pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
 pub use fwd::check_fwd;
 
-use fmha_core::{Bias, BwdProblem, DType, FwdProblem, SeqSpan};
+use fmha_core::scaled_rows::ScaledRows;
+use fmha_core::{Bias, BwdProblem, DType, FwdProblem, ScoreArgs, SeqSpan};
 
 use crate::tensor::{Operand, Operands};
 
@@ -129,9 +130,24 @@ fn logits_bound(
         return 0.0;
     }
     let i_head_kv = i_head / problem.gqa_ratio();
+    let scaled = problem.block_scales.and_then(|_| {
+        let score = ScoreArgs::default()
+            .block_scale_q(operands.input(Operand::BlockScaleQ))
+            .block_scale_k(operands.input(Operand::BlockScaleK))
+            .block_scale_v(operands.input(Operand::BlockScaleV));
+        let tensors = [Operand::Q, Operand::K, Operand::V].map(|operand| operands.expect(operand).slice());
+        ScaledRows::of(problem, tensors, &score).ok().flatten()
+    });
     // Rotary embedding turns rows and changes no norm.
     let norm_of = |operand, head, batch: u32, row: u32| {
         let Some(tensor) = operands.get(operand) else { return 0.0 };
+        if let Some([q, k, _]) = &scaled {
+            let mut values = vec![0f32; problem.dims.head_dim_qk as usize];
+            let rows = if operand == Operand::Q { q } else { k };
+            rows.read((batch, row, head), &mut values);
+            let norm = values.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            return if norm.is_finite() { norm } else { 0.0 };
+        }
         let square = |d| tensor.get(batch, row, head, d).powi(2);
         let norm = (0..problem.dims.head_dim_qk).map(square).sum::<f64>().sqrt();
         if norm.is_finite() { norm } else { 0.0 }

@@ -20,6 +20,7 @@ mod parts;
 mod rare;
 mod recipe;
 mod rows;
+mod scales;
 mod small;
 
 use crate::case::Case;
@@ -45,6 +46,7 @@ pub(crate) fn all() -> Vec<Case> {
         decode::cases(),
         lists::cases(),
         rows::cases(),
+        scales::cases(),
         small::cases(),
     ]
     .into_iter()

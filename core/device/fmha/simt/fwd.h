@@ -5,9 +5,9 @@
 
 namespace fmha::simt {
 
-template <FwdSpec spec, class Masks = NoMasks>
-FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}) {
-  for_each_row(num_fwd_rows(p), [&](int64_t at) { fwd_row<spec, Lanes>(p, at, masks); });
+template <FwdSpec spec, class Masks = NoMasks, class Elems = StoredElems>
+FMHA_DEVICE void fwd(const FwdParams& p, const Masks& masks = {}, const Elems& elems = {}) {
+  for_each_row(num_fwd_rows(p), [&](int64_t at) { fwd_row<spec, Lanes>(p, at, masks, elems); });
 }
 
 }  // namespace fmha::simt

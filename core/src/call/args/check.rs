@@ -15,7 +15,7 @@ use crate::expr::Stored;
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
 use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
-use crate::problem::{CapturedTensor, Extents, FwdProblem, ValidFwd, check_input};
+use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
 
 const F32: ElemType = ElemType::Number(DType::F32);
@@ -36,8 +36,11 @@ pub fn check_fwd(
     let mut operands = Operands::new(space);
     let extents = operands.inputs(problem, args.q, &args.seq, &args.score)?;
     operands.masks(problem, &args.masks, args.seq.totals)?;
-    operands.cache("k", &args.k, problem, (problem.strides.k, extents.k, problem.stored_k()))?;
-    operands.cache("v", &args.v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
+    if problem.block_scales.is_none() {
+        operands.cache("k", &args.k, problem, (problem.strides.k, extents.k, problem.stored_k()))?;
+        operands.cache("v", &args.v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
+    }
+    operands.block_scales(problem, args, &extents)?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
     operands.tensor("o", Access::out(&args.o), problem.strides.o, extents.o, problem.dtypes.o)?;
     let lse = args.lse.as_ref().map(Access::out);
@@ -154,6 +157,14 @@ pub fn check_combine(
     operands.disjoint()
 }
 
+/// K or V of a call that appends nothing.
+fn read_only<'a>(name: &'static str, slice: &CacheSlice<'a>) -> Result<DevSlice<'a>, ProblemError> {
+    match slice {
+        CacheSlice::Read(slice) => Ok(*slice),
+        _ => Err(ProblemError::new(name, format!("{name} is not memory to read, as the problem has it"))),
+    }
+}
+
 /// An input or an output.
 #[derive(Clone, Copy)]
 struct Access {
@@ -215,7 +226,9 @@ impl Operands {
         score: &ScoreArgs<'_>,
     ) -> Result<Extents, ProblemError> {
         let extents = problem.checked_extents(seq.totals)?;
-        self.tensor("q", Access::input(&q), problem.strides.q, extents.q, problem.dtypes.qk)?;
+        if problem.block_scales.is_none() {
+            self.tensor("q", Access::input(&q), problem.strides.q, extents.q, problem.dtypes.qk)?;
+        }
 
         let dims = problem.dims;
         let (packed_q, packed_k) =
@@ -317,6 +330,38 @@ impl Operands {
             let bytes =
                 wanted.map_or(0, |(strides, shape)| ValidFwd::extent_bytes(strides, shape, DType::F32));
             self.optional(name, slice.as_ref().map(Access::input), wanted.is_some(), elem, bytes, 4)?;
+        }
+        Ok(())
+    }
+
+    /// Checks Q, K and V that have scales by blocks, and the scales.
+    fn block_scales(
+        &mut self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+        extents: &Extents,
+    ) -> Result<(), ProblemError> {
+        let given = args.score.block_scales();
+        let Some(scales) = &problem.block_scales else {
+            for (name, slice) in SCALE_NAMES.into_iter().zip(&given) {
+                self.optional(name, slice.as_ref().map(Access::input), false, ElemType::Bytes, 0, 1)?;
+            }
+            return Ok(());
+        };
+        let (elem, strides) =
+            (scales.format.elem(), [problem.strides.q, problem.strides.k, problem.strides.v]);
+        let tensors = [("q", args.q), ("k", read_only("k", &args.k)?), ("v", read_only("v", &args.v)?)];
+        let shapes = scales.stored(extents, problem.layout.v);
+        for (((name, slice), strides), shape) in tensors.into_iter().zip(strides).zip(shapes) {
+            let bytes = ValidFwd::extent_bytes(strides, shape, BYTE);
+            self.push(name, Access::input(&slice), elem, bytes, 1, Some((strides, shape, BYTE)))?;
+        }
+        let (elem, shapes) = (scales.format.scale_elem(), scales.shapes(extents));
+        for (((name, slice), strides), shape) in
+            SCALE_NAMES.into_iter().zip(given).zip(scales.strides()).zip(shapes)
+        {
+            let bytes = ValidFwd::extent_bytes(strides, shape, BYTE);
+            self.given(name, slice.as_ref().map(Access::input), true, elem, bytes, 1)?;
         }
         Ok(())
     }

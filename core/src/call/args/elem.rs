@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use bytemuck::NoUninit;
 use half::{bf16, f16};
 
+use crate::block_scales::{E2m1Pair, E8m0};
 use crate::dtype::DType;
 use crate::fp8::{E4m3Fn, E4m3Fnuz, E5m2, E5m2Fnuz};
 
@@ -22,6 +23,10 @@ pub enum ElemType {
     I32,
     /// Words of a tree mask; ends and flags of pieces of keys.
     U32,
+    /// Pairs of E2M1 numbers, a byte each.
+    E2m1Pair,
+    /// Powers of two that scale blocks, a byte each.
+    E8m0,
     /// A workspace's bytes: they hold anything, another process's numbers among it, so nothing but a kernel that has
     /// written them reads them.
     Scratch,
@@ -42,7 +47,7 @@ impl ElemType {
     #[must_use]
     pub fn size_bytes(self) -> u64 {
         match self {
-            Self::Bytes | Self::Scratch => 1,
+            Self::Bytes | Self::Scratch | Self::E2m1Pair | Self::E8m0 => 1,
             Self::Number(dtype) => dtype.size_bytes(),
             Self::I32 | Self::U32 => 4,
         }
@@ -70,6 +75,8 @@ impl fmt::Display for ElemType {
             Self::Number(dtype) => dtype.fmt(f),
             Self::I32 => f.write_str("i32"),
             Self::U32 => f.write_str("u32"),
+            Self::E2m1Pair => f.write_str("pairs of e2m1"),
+            Self::E8m0 => f.write_str("e8m0"),
             Self::Scratch => f.write_str("a workspace"),
         }
     }
@@ -84,7 +91,14 @@ impl Told {
     /// Bit that is set if a call has set the type.
     const BY_A_CALL: u8 = 1 << 7;
     /// Element types that are not numbers; those of numbers follow.
-    const OTHERS: [ElemType; 4] = [ElemType::Bytes, ElemType::I32, ElemType::U32, ElemType::Scratch];
+    const OTHERS: [ElemType; 6] = [
+        ElemType::Bytes,
+        ElemType::I32,
+        ElemType::U32,
+        ElemType::Scratch,
+        ElemType::E2m1Pair,
+        ElemType::E8m0,
+    ];
 
     pub(crate) fn new(elem: ElemType) -> Self {
         Self(AtomicU8::new(Self::code(elem)))
@@ -96,7 +110,9 @@ impl Told {
             ElemType::I32 => 1,
             ElemType::U32 => 2,
             ElemType::Scratch => 3,
-            ElemType::Number(dtype) => 4 + dtype as u8,
+            ElemType::E2m1Pair => 4,
+            ElemType::E8m0 => 5,
+            ElemType::Number(dtype) => Self::OTHERS.len() as u8 + dtype as u8,
         }
     }
 
@@ -152,6 +168,8 @@ elems! {
     E5m2 = ElemType::Number(DType::E5m2),
     E4m3Fnuz = ElemType::Number(DType::E4m3Fnuz),
     E5m2Fnuz = ElemType::Number(DType::E5m2Fnuz),
+    E2m1Pair = ElemType::E2m1Pair,
+    E8m0 = ElemType::E8m0,
     i32 = ElemType::I32,
     u32 = ElemType::U32,
     u8 = ElemType::Bytes,

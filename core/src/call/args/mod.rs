@@ -327,6 +327,12 @@ pub struct ScoreArgs<'a> {
     pub descale_k: Option<DevSlice<'a>>,
     /// f32 `[1]` or `[batch, num_heads_kv]`.
     pub descale_v: Option<DevSlice<'a>>,
+    /// Scales of Q's blocks, iff the problem has [`block_scales`](crate::FwdProblem::block_scales).
+    pub block_scale_q: Option<DevSlice<'a>>,
+    /// Scales of K's blocks, likewise.
+    pub block_scale_k: Option<DevSlice<'a>>,
+    /// Scales of V's blocks, likewise.
+    pub block_scale_v: Option<DevSlice<'a>>,
     /// The tensors that score and mask capture, one for each of the problem's
     /// [`Code::captured`](crate::Code::captured).
     pub captured: &'a [DevSlice<'a>],
@@ -402,6 +408,14 @@ pub struct FwdArgs<'a> {
     /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
     /// contents mean nothing, before and after.
     pub workspace: Option<DevSliceMut<'a>>,
+}
+
+impl<'a> ScoreArgs<'a> {
+    /// Scales of the blocks of Q, K and V.
+    #[must_use]
+    pub fn block_scales(&self) -> [Option<DevSlice<'a>>; 3] {
+        [self.block_scale_q, self.block_scale_k, self.block_scale_v]
+    }
 }
 
 impl<'a> FwdArgs<'a> {

@@ -48,6 +48,12 @@ impl<'a> ScoreArgs<'a> {
         descale_k: impl Into<Option<DevSlice<'a>>> => descale_k;
         /// f32 `[1]` or `[batch, num_heads_kv]`.
         descale_v: impl Into<Option<DevSlice<'a>>> => descale_v;
+        /// Scales of Q's blocks.
+        block_scale_q: impl Into<Option<DevSlice<'a>>> => block_scale_q;
+        /// Scales of K's blocks.
+        block_scale_k: impl Into<Option<DevSlice<'a>>> => block_scale_k;
+        /// Scales of V's blocks.
+        block_scale_v: impl Into<Option<DevSlice<'a>>> => block_scale_v;
         /// The tensors that score and mask capture.
         captured: &'a [DevSlice<'a>] => captured;
         /// The numbers that score and mask capture.

@@ -11,7 +11,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::args::MemorySpace;
-use crate::backend::{DeviceMemory, FmhaBackend, refuse_code, refuse_lists, refuse_outputs, unsupported};
+use crate::backend::{
+    DeviceMemory, FmhaBackend, refuse_block_scales, refuse_code, refuse_lists, refuse_outputs, unsupported,
+};
 use crate::bwd::ValidBwd;
 use crate::cache::{Precompile, only_plans};
 use crate::call::{Planned, Problem};
@@ -167,6 +169,7 @@ impl Device {
         refuse_code(&*self.0, problem)?;
         refuse_lists(&*self.0, problem)?;
         refuse_outputs(&*self.0, problem)?;
+        refuse_block_scales(&*self.0, problem)?;
         let one = problem.of_one_sequence()?;
         let mut planned = plan(one.as_ref().unwrap_or(problem))?;
         if one.is_some() {

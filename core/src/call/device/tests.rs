@@ -464,3 +464,20 @@ fn a_backend_that_knows_of_no_small_outputs_refuses_them_by_each_kernels_name() 
     }
     assert!(log.take().is_empty());
 }
+
+#[test]
+fn a_backend_that_knows_of_no_scales_by_blocks_refuses_them_by_each_kernels_name() {
+    let (device, log) = open(Toy::on_a_device());
+    let dims = FwdProblem::clone(&problem()).dims;
+    for format in crate::BlockFormat::ALL {
+        let scaled = FwdProblem::batch(crate::DType::F32, dims).with_block_scales(format);
+        let refused = device.plan_fwd(&scaled.validate().unwrap(), &PlanOptions::default());
+        let Err(crate::Error::Unsupported { refusals, .. }) = refused else { panic!("{format} is planned") };
+        assert!(!refusals.is_empty());
+        for refusal in refusals {
+            let reason = format!("block_scales {format} is not in this kernel");
+            assert_eq!(refusal.reason, reason, "{}", refusal.kernel);
+        }
+    }
+    assert!(log.take().is_empty());
+}

@@ -1,0 +1,124 @@
+//! Forward over scales by blocks: Q, K and V are multiplied by their scales first, each rounded once to the type of its
+//! values, and the call goes on over those.
+
+use fmha_core::scaled_rows::ScaledRows;
+use fmha_core::seq::KvRows;
+use fmha_core::{DevSlice, DevSliceMut, FwdArgs, MemorySpace, ProblemError, SeqSpan, Strides, Totals};
+
+use super::Forward;
+use crate::memory::{Floats, reserve};
+use crate::simd::Simd;
+use crate::tasks::Threads;
+use crate::tensor::{Target, f32_at};
+
+/// Rows of a task.
+const ROWS: u32 = 64;
+
+/// Some rows of a sequence in one tensor.
+#[derive(Clone, Copy)]
+struct Task {
+    tensor: usize,
+    span: usize,
+    first: u32,
+    rows: u32,
+}
+
+/// # Errors
+/// Memory that the system refuses, before anything is written.
+pub(super) fn forward<S: Simd>(call: &Forward<'_>, s: S, threads: &Threads) -> fmha_core::Result<()> {
+    let &Forward { problem, args, spans, blocks } = call;
+    let tensors = ScaledRows::of(problem, [args.q, args.k_slice(), args.v_slice()], &args.score)?;
+    let longest = spans.iter().map(|span| span.seqlen_k).max().unwrap_or(0);
+    let values = problem.over_values(args.seq.totals, longest);
+    let (Some(tensors), Some(values)) = (tensors, values) else {
+        return Err(
+            ProblemError::new("block_scales", "block_scales None has no scales to multiply by").into()
+        );
+    };
+    let dims = problem.dims;
+    let (dtype, rows) = (values.dtypes.qk, KvRows::of(problem, &args.seq)?);
+    let q = values.extents(args.seq.totals).q;
+    let per_row = [q.dim, dims.head_dim_qk, dims.head_dim_v];
+    let rows_kv = u64::from(dims.batch) * u64::from(longest) * u64::from(dims.num_heads_kv);
+    let elems = [q.num_elems(), rows_kv * u64::from(per_row[1]), rows_kv * u64::from(per_row[2])];
+    let bytes = elems.map(|elems| elems * dtype.size_bytes());
+    let mut memory = reserve(3)?;
+    for bytes in bytes {
+        memory.push(Floats::scratch(bytes.div_ceil(4) as usize)?);
+    }
+    let strides: [Strides; 3] = [values.strides.q, values.strides.k, values.strides.v];
+    let addresses: [*mut u8; 3] = std::array::from_fn(|i| memory[i].as_mut_ptr().cast());
+    let targets: [Target; 3] = std::array::from_fn(|i| Target::of_scratch(addresses[i], dtype, strides[i]));
+
+    let mut tasks = vec![];
+    for (span, lengths) in spans.iter().enumerate() {
+        for (tensor, length) in [lengths.seqlen_q, lengths.seqlen_k, lengths.seqlen_k].into_iter().enumerate()
+        {
+            let firsts = (0..length).step_by(ROWS as usize);
+            tasks.extend(firsts.map(|first| Task { tensor, span, first, rows: ROWS.min(length - first) }));
+        }
+    }
+    let used = threads.used(tasks.len());
+    let mut scratch = reserve(used)?;
+    scratch.extend((0..used).map(|_| vec![0f32; per_row.into_iter().max().unwrap_or(0) as usize]));
+    threads.for_each(&mut scratch, tasks.len(), |row, task| {
+        let Task { tensor, span, first, rows: count } = tasks[task];
+        let (from, to, span) = (&tensors[tensor], &targets[tensor], &spans[span]);
+        let row = &mut row[..per_row[tensor] as usize];
+        for i in first..first + count {
+            let (from_at, to_at) = if tensor == 0 {
+                ((span.q_batch, span.q_row + i), (span.q_batch, span.q_row + i))
+            } else {
+                (rows.at(span, i), (span.i_batch, i))
+            };
+            for head in 0..if tensor == 0 { dims.num_heads_q } else { dims.num_heads_kv } {
+                from.read((from_at.0, from_at.1, head), row);
+                let factor = tensor_scale(call, tensor, span, head);
+                if factor != 1.0 {
+                    row.iter_mut().for_each(|x| *x *= factor);
+                }
+                // SAFETY: the row is one of the memory that was reserved for this tensor's rows, and this task's alone:
+                // sequences have rows of their own in Q, and K and V are theirs by the batch axis.
+                unsafe { to.write_strided(to_at.0, to_at.1, head, row) };
+            }
+        }
+    });
+
+    // SAFETY: `memory` lives until the call is done, and nothing writes it now.
+    let slice = |i: usize| unsafe {
+        DevSlice::from_raw(MemorySpace::Host, addresses[i].cast_const(), bytes[i], dtype)
+    };
+    let mut over = FwdArgs::new(slice(0), slice(1), slice(2), written(&args.o));
+    let totals = Totals { num_pages: None, ..args.seq.totals };
+    (over.seq, over.score) = (args.seq, args.score);
+    (over.seq.totals, over.seq.block_table) = (totals, None);
+    (over.score.descale_q, over.score.descale_k, over.score.descale_v) = (None, None, None);
+    let no_scales = (None, None, None);
+    (over.score.block_scale_q, over.score.block_scale_k, over.score.block_scale_v) = no_scales;
+    (over.masks, over.cache, over.scale_o) = (args.masks, args.cache, args.scale_o);
+    over.lse = args.lse.as_ref().map(written);
+    over.keep_mask = args.keep_mask.as_ref().map(written);
+    over.row_max = args.row_max.as_ref().map(written);
+    over.head_max = args.head_max.as_ref().map(written);
+    over.key_sum = args.key_sum.as_ref().map(written);
+    Forward { problem: &values, args: &over, spans, blocks }.run(s, threads)
+}
+
+/// The scale of a whole tensor, or of its (sequence, kv head); 1 where there is none.
+fn tensor_scale(call: &Forward<'_>, tensor: usize, span: &SeqSpan, head: u32) -> f32 {
+    let (scales, score) = (&call.problem.scales, &call.args.score);
+    let (kind, slice) = [
+        (scales.descale_q, &score.descale_q),
+        (scales.descale_k, &score.descale_k),
+        (scales.descale_v, &score.descale_v),
+    ][tensor];
+    let i_head_kv = if tensor == 0 { head / call.problem.gqa_ratio() } else { head };
+    let index = kind.index(span.i_batch, i_head_kv, call.problem.dims.num_heads_kv);
+    slice.as_ref().map_or(1.0, |slice| f32_at(slice, index))
+}
+
+/// Memory of an output, for a call over the values that ends before this one does.
+fn written<'a>(slice: &'a DevSliceMut<'_>) -> DevSliceMut<'a> {
+    // SAFETY: the memory that the caller's slice promises, which nothing else touches meanwhile.
+    unsafe { DevSliceMut::from_raw(slice.space(), slice.as_mut_ptr(), slice.bytes(), slice.elem()) }
+}

@@ -1,0 +1,182 @@
+"""Scales by blocks on torch's tensors: against attention in float64 on the values that the formats stand for."""
+
+import pytest
+import torch
+
+import fmha
+
+FORMATS = ["mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def values(x, scales, name, axis, descale):
+    """What elements, scales by blocks along an axis and a tensor's scale stand for, in float64."""
+    if name == "nvfp4":
+        codes = torch.stack((x & 0xF, x >> 4), -1).flatten(-2).long()
+        elements, block = E2M1[codes].double(), 16
+        each = scales.view(torch.float8_e4m3fn).double()
+    else:
+        elements, block = x.double(), 32
+        each = 2.0 ** (scales.double() - 127)
+    each = each.repeat_interleave(block, axis).narrow(axis, 0, elements.shape[axis])
+    return elements * each * (1.0 if descale is None else descale.double())
+
+
+def attention(q, k, v, causal):
+    """Attention by its definition."""
+    q, k, v = (x.movedim(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2]).logical_not()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).movedim(1, 2), scores.logsumexp(-1)
+
+
+def made(name, seqlen_k=77, dim=48):
+    torch.manual_seed(5)
+    q = torch.randn(2, 19, 4, dim)
+    k, v = torch.randn(2, seqlen_k, 2, dim), torch.randn(2, seqlen_k, 2, dim)
+    return (q, k, v), fmha.BlockScales.quantize(q, k, v, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("seqlen_k", [20, 32, 77])
+def test_o_and_lse_are_those_of_the_values(name, seqlen_k):
+    _, (q, k, v, scales) = made(name, seqlen_k)
+    wide = [
+        values(x, by, name, axis, descale)
+        for x, by, axis, descale in zip((q, k, v), (scales.q, scales.k, scales.v), (-1, -1, 1), scales.descales)
+    ]
+    right, right_lse = attention(*wide, causal=True)
+    scales.values = torch.float32
+    o, lse = fmha.attention(q, k, v, mask="causal", block_scales=scales, return_lse=True)
+    assert o.dtype == torch.float32
+    torch.testing.assert_close(o.double(), right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=1e-5)
+    scales.values = torch.bfloat16
+    o = fmha.attention(q, k, v, mask="causal", block_scales=scales)
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(o.double(), right, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_come_back_within_half_a_step_of_their_block(name):
+    (q, k, v), (q8, k8, v8, scales) = made(name)
+    share = 1 / 6 + 1 / 16 if name == "nvfp4" else 1 / 8
+    for x, stored, by, axis, descale in [
+        (q, q8, scales.q, -1, scales.descales[0]),
+        (k, k8, scales.k, -1, scales.descales[1]),
+        (v, v8, scales.v, 1, scales.descales[2]),
+    ]:
+        back = values(stored, by, name, axis, descale)
+        block = 16 if name == "nvfp4" else 32
+        rows = torch.nn.functional.pad(x.movedim(axis, -1), (0, -x.shape[axis] % block)).unflatten(-1, (-1, block))
+        most = rows.abs().amax(-1, keepdim=True).expand(rows.shape).flatten(-2)[..., : x.shape[axis]].movedim(-1, axis)
+        assert ((back - x).abs() <= most * share).all()
+
+
+def test_scales_of_a_block_are_the_smallest_that_hold_it():
+    x = torch.zeros(1, 1, 1, 64)
+    x[..., 3], x[..., 40] = 448.0, 449.0
+    q, _, _, scales = fmha.BlockScales.quantize(x, x, x, "mxfp8_e4m3")
+    assert scales.q.flatten().tolist() == [127, 128]
+    assert q.float().flatten()[[3, 40]].tolist() == [448.0, 224.0]
+    x = torch.full((1, 1, 1, 16), torch.nan)
+    _, _, _, scales = fmha.BlockScales.quantize(x, x, x, "nvfp4")
+    assert scales.q.flatten().tolist() == [0x7F]
+
+
+def test_pages_and_packed_queries_are_the_same_call():
+    for name in FORMATS:
+        _, (q, k, v, scales) = made(name, seqlen_k=128)
+        right = fmha.attention(q, k, v, block_scales=scales)
+        paged = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (k, v, scales.k, scales.v)]
+        table = torch.arange(4, dtype=torch.int32).view(2, 2)
+        by_pages = fmha.BlockScales(scales.q, paged[2], paged[3], name, descales=scales.descales)
+        o = fmha.attention(q, paged[0], paged[1], block_table=table, max_seqlen_k=128, block_scales=by_pages)
+        assert torch.equal(o, right), name
+        offsets = torch.tensor([0, 19, 38], dtype=torch.int32)
+        packed = fmha.BlockScales(scales.q.flatten(0, 1), scales.k, scales.v, name, descales=scales.descales)
+        more = dict(cu_seqlens_q=offsets, max_seqlen_q=19, block_scales=packed)
+        assert torch.equal(fmha.attention(q.flatten(0, 1), k, v, **more), right.flatten(0, 1)), name
+
+
+def test_columns_of_v_are_the_same_call():
+    for name in FORMATS:
+        (_, _, v), (q, k, v8, scales) = made(name, seqlen_k=80)
+        right = fmha.attention(q, k, v8, block_scales=scales)
+        if name == "nvfp4":
+            codes = torch.stack((v8 & 0xF, v8 >> 4), -1).flatten(-2)
+            columns = codes[:, 0::2] | codes[:, 1::2] << 4
+        else:
+            columns = v8
+        columns = columns.movedim(1, -1).contiguous().movedim(-1, 1)
+        assert columns.stride(1) == 1
+        assert torch.equal(fmha.attention(q, k, columns, block_scales=scales), right), name
+
+
+def test_typed_tensors_are_taken():
+    _, (q, k, v, scales) = made("nvfp4")
+    right = fmha.attention(q, k, v, block_scales=scales)
+    typed = [x.view(torch.float4_e2m1fn_x2) for x in (q, k, v)]
+    by = [x.view(torch.float8_e4m3fn) for x in (scales.q, scales.k, scales.v)]
+    o = fmha.attention(*typed, block_scales=fmha.BlockScales(*by, "nvfp4", descales=scales.descales))
+    assert torch.equal(o, right)
+    _, (q, k, v, scales) = made("mxfp8_e4m3")
+    by = [x.view(torch.float8_e8m0fnu) for x in (scales.q, scales.k, scales.v)]
+    o = fmha.attention(q, k, v, block_scales=fmha.BlockScales(*by, "mxfp8_e4m3"))
+    assert torch.equal(o, fmha.attention(q, k, v, block_scales=scales))
+
+
+def test_what_does_not_go_with_scales_by_blocks_is_named():
+    (wide, _, _), (q, k, v, scales) = made("mxfp8_e4m3")
+    bad = fmha.BlockScales(scales.q[..., :1], scales.k, scales.v, "mxfp8_e4m3")
+    offsets = torch.tensor([0, 77, 154], dtype=torch.int32)
+    one = torch.ones(1)
+    packed = fmha.BlockScales(scales.q, scales.k.flatten(0, 1), scales.v.flatten(0, 1)[:0], "mxfp8_e4m3")
+    twice = fmha.BlockScales(scales.q, scales.k, scales.v, "mxfp8_e4m3", descales=(one, one, one))
+    for error, text, call in [
+        (RuntimeError, "block_scales: q has shape", lambda: fmha.attention(q, k, v, block_scales=bad)),
+        (TypeError, "q is of torch.float32", lambda: fmha.attention(wide, k, v, block_scales=scales)),
+        (TypeError, "block_scales: str", lambda: fmha.attention(q, k, v, block_scales="mxfp8_e4m3")),
+        (
+            ValueError,
+            "format 'mxfp4' is none of",
+            lambda: fmha.attention(q, k, v, block_scales=fmha.BlockScales(one, one, one, "mxfp4")),
+        ),
+        (
+            RuntimeError,
+            "cu_seqlens_k is given beside block_scales",
+            lambda: fmha.attention(
+                q, k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_k=offsets, max_seqlen_k=77, block_scales=packed
+            ),
+        ),
+        (
+            NotImplementedError,
+            "score_code is given beside block_scales",
+            lambda: fmha.attention(q, k, v, score_code="s * 2", block_scales=scales),
+        ),
+        (
+            NotImplementedError,
+            "mask: masks as data",
+            lambda: fmha.attention(q, k, v, mask=fmha.MaskBits(torch.zeros(1, 1, 19, 3)), block_scales=scales),
+        ),
+        (
+            NotImplementedError,
+            "torch's tensors",
+            lambda: fmha.attention(wide.numpy(), k, v, block_scales=scales),
+        ),
+        (
+            NotImplementedError,
+            "sink beside block_scales has no gradient",
+            lambda: fmha.attention(q, k, v, sink=torch.zeros(4, requires_grad=True), block_scales=scales),
+        ),
+        (
+            ValueError,
+            "descale_q is given, and",
+            lambda: fmha.attention(q, k, v, descale_q=one, block_scales=twice),
+        ),
+    ]:
+        with pytest.raises(error, match=text):
+            call()

@@ -1,0 +1,79 @@
+// Elements of Q, K and V times the scales of their blocks, for `fmha/row_fwd.h`. Each product is exact in f32, and
+// infinite beyond it. Scales of whole tensors come with the score and with O, as those of FP8 do.
+#pragma once
+#include <fmha/block_scale_params.h>
+#include <fmha/num.h>
+#include <fmha/seq.h>
+
+namespace fmha {
+
+struct ScaledElems {
+  const BlockScaleParams& s;
+
+  FMHA_DEVICE int32_t block() const { return s.format == kNvfp4 ? 16 : 32; }
+  FMHA_DEVICE int32_t elems_per_byte() const { return s.format == kNvfp4 ? 2 : 1; }
+
+  FMHA_DEVICE static float e2m1(uint32_t code) {
+    const uint32_t exponent = code >> 1 & 3, mantissa = code & 1;
+    const float half = exponent == 0 ? float(mantissa) : float((2 + mantissa) << (exponent - 1));
+    return float_of((code >> 3 & 1) << 31 | bits_of(0.5f * half));
+  }
+
+  FMHA_DEVICE float element(const void* data, int64_t at, int32_t half) const {
+    const uint32_t byte = static_cast<const uint8_t*>(data)[at];
+    if (s.format == kNvfp4) return e2m1(byte >> 4 * half);
+    return s.format == kMxfp8E4m3 ? decode(format_of(DType::E4m3Fn), byte) : decode(format_of(DType::E5m2), byte);
+  }
+
+  FMHA_DEVICE float scale(const void* data, int64_t at) const {
+    const uint32_t byte = static_cast<const uint8_t*>(data)[at];
+    // The sign bit is not read.
+    if (s.format == kNvfp4) return decode(format_of(DType::E4m3Fn), byte & 0x7f);
+    return float_of(byte == 0xff ? 0x7fc00000u : byte == 0 ? 1u << 22 : byte << 23);
+  }
+
+  template <FwdSpec spec>
+  FMHA_DEVICE float product(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head, int32_t j,
+                            int32_t i_head_kv) const {
+    // Packed rows have no batch stride.
+    const int64_t row = (p.q.batch == 0 ? int64_t(span.q_row) : 0) + i;
+    const int64_t q = query_offset(p, span, i, i_head), scale_q = row_offset(s.q, span.i_batch, row, i_head);
+    const KvRow key = kv_row(p, spec.kv_layout, span, j);
+    const int64_t k = row_offset(p.k, key, i_head_kv), scale_k = row_offset(s.k, key, i_head_kv);
+    const int32_t each = elems_per_byte();
+    float dot = 0.f;
+    for (int32_t first = 0; first < spec.head_dim_qk; first += block()) {
+      const int64_t at = first / block();
+      const float of_q = scale(s.q.data, scale_q + at * s.q.dim), of_k = scale(s.k.data, scale_k + at * s.k.dim);
+      for (int32_t d = first; d < min(spec.head_dim_qk, first + block()); ++d) {
+        const float x = element(p.q.data, q + d / each, d % each) * of_q;
+        dot += x * (element(p.k.data, k + d / each, d % each) * of_k);
+      }
+    }
+    return dot;
+  }
+
+  // V's row of one key.
+  struct Value {
+    const ScaledElems& elems;
+    const View &v, &scales;
+    int64_t at, scale_at;
+    int32_t half, each;  // elements to a byte along a row
+
+    FMHA_DEVICE float operator()(int32_t d) const {
+      const float x = elems.element(v.data, at + d / each * v.dim, each == 1 ? half : d % each);
+      return x * elems.scale(scales.data, scale_at + d * scales.dim);
+    }
+  };
+
+  template <FwdSpec spec>
+  FMHA_DEVICE Value value(const FwdParams& p, const SeqSpan& span, int32_t j, int32_t i_head_kv) const {
+    const KvRow key = kv_row(p, spec.kv_layout, span, j);
+    const int32_t keys = s.pairs_of_keys ? elems_per_byte() : 1;
+    const int64_t at = row_offset(p.v, key.batch, key.row / keys, i_head_kv);
+    const int64_t scale_at = row_offset(s.v, key.batch, key.row / block(), i_head_kv);
+    return {*this, p.v, s.v, at, scale_at, key.row % keys, s.pairs_of_keys ? 1 : elems_per_byte()};
+  }
+};
+
+}  // namespace fmha

@@ -1,0 +1,68 @@
+//! Scales by blocks as kernels take them: an argument of its own, of those launches alone that have them.
+
+use crate::abi::{AbiStruct as _, View};
+use crate::abi_struct;
+use crate::args::{DevSlice, ScoreArgs};
+use crate::block_scales::BlockFormat;
+use crate::layout::{QLayout, Strides, VLayout};
+use crate::problem::FwdProblem;
+use crate::source::Header;
+
+abi_struct! {
+    /// Scales by blocks of a call.
+    pub struct BlockScaleParams {
+        /// Q's scales; strides in bytes.
+        pub q: View,
+        /// K's scales.
+        pub k: View,
+        /// V's scales, whose rows are blocks of keys.
+        pub v: View,
+        /// `kMxfp8E4m3`, `kMxfp8E5m2` or `kNvfp4`.
+        pub format: i32,
+        /// Whether two keys of V share a byte, and not two neighbours in a row.
+        pub pairs_of_keys: i32,
+    }
+}
+
+/// A format's number on the device.
+fn code(format: BlockFormat) -> i32 {
+    match format {
+        BlockFormat::Mxfp8E4m3 => 1,
+        BlockFormat::Mxfp8E5m2 => 2,
+        BlockFormat::Nvfp4 => 3,
+    }
+}
+
+/// The argument of a call; `None` without scales by blocks. `args` have passed the check of their call.
+#[must_use]
+pub fn block_scale_params(problem: &FwdProblem, args: &ScoreArgs<'_>) -> Option<BlockScaleParams> {
+    let scales = problem.block_scales?;
+    let view = |slice: Option<DevSlice<'_>>, strides: Strides, packed| {
+        View::new(slice.map_or(0, |slice| slice.as_ptr() as u64), strides, packed)
+    };
+    let [q, k, v] = args.block_scales();
+    Some(BlockScaleParams {
+        q: view(q, scales.q, problem.layout.q == QLayout::Packed),
+        k: view(k, scales.k, false),
+        v: view(v, scales.v, false),
+        format: code(scales.format),
+        pairs_of_keys: i32::from(scales.format.elems_per_byte() > 1 && problem.layout.v == VLayout::ColMajor),
+    })
+}
+
+/// `fmha/block_scale_params.h`: what this file shares with the device.
+#[must_use]
+pub fn header() -> Header {
+    let names = [
+        ("kMxfp8E4m3", BlockFormat::Mxfp8E4m3),
+        ("kMxfp8E5m2", BlockFormat::Mxfp8E5m2),
+        ("kNvfp4", BlockFormat::Nvfp4),
+    ];
+    let codes: String =
+        names.map(|(name, format)| format!("constexpr int32_t {name} = {};\n", code(format))).concat();
+    let text = format!(
+        "#pragma once\n#include <fmha/params.h>\n\nnamespace fmha {{\n\n{codes}\n{}\n}}  // namespace fmha\n",
+        BlockScaleParams::c_definition()
+    );
+    Header::rendered("fmha/block_scale_params.h", text)
+}

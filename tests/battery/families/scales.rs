@@ -1,0 +1,184 @@
+//! Scales by blocks: each format, over every way in which Q, K and V lie, and beside every option that goes with it.
+
+use fmha_core::{BlockFormat, DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
+
+use super::decode::in_pages;
+use super::edges::{data, masked};
+use crate::case::{Body, Case, Plant};
+use crate::init::{Init, mix};
+use crate::tensor::Operand;
+use crate::tensors::{Data, Lengths, padded};
+
+/// Drawn problems of a format.
+const DRAWN: u32 = 40;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for format in BlockFormat::ALL {
+        of_format(&mut cases, format);
+        drawn(&mut cases, format);
+    }
+    cases
+}
+
+fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
+    let named = |what: &str| format!("scales/{format}/{what}");
+    let mut push = |what: &str, problem: FwdProblem, lengths: Lengths| {
+        let name = named(what);
+        let data = data(&name);
+        cases.push(Case::forward(name, problem, lengths, data));
+    };
+    for dtype in [DType::Bf16, DType::F32] {
+        for (letter, layout, mask) in [("r", VLayout::RowMajor, "b"), ("c", VLayout::ColMajor, "0")] {
+            for (kind, descale) in
+                [("plain", Descale::None), ("tensor", Descale::PerTensor), ("head", Descale::PerKvHead)]
+            {
+                let problem = small(dtype, mask).v_layout(layout).with_block_scales(format);
+                let problem = problem.descale_q(descale).descale_k(descale).descale_v(descale);
+                push(&format!("{dtype}/descale_{kind}/{letter}/{mask}"), problem, Lengths::default());
+            }
+        }
+        // The last block of a row has fewer elements than the others.
+        for head_dim in [1, 5, 16, 31, 64, 100, 128, 192, 256] {
+            let dims = Dims { head_dim_qk: head_dim, head_dim_v: head_dim, ..small(dtype, "b").dims };
+            let problem = masked(dtype, dims, "b").with_block_scales(format);
+            push(&format!("{dtype}/head_dim/d{head_dim}"), problem, Lengths::default());
+        }
+        // The last block of V has one key, all, or all but one.
+        for seqlen_k in [1, 15, 16, 17, 31, 32, 33, 63, 65, 300] {
+            for (letter, layout) in [("r", VLayout::RowMajor), ("c", VLayout::ColMajor)] {
+                let dims = Dims { seqlen_k, ..small(dtype, "0").dims };
+                let problem = masked(dtype, dims, "0").v_layout(layout).with_block_scales(format);
+                push(&format!("{dtype}/keys/{seqlen_k}/{letter}"), problem, Lengths::default());
+            }
+        }
+        let plain = |mask| small(dtype, mask).with_block_scales(format);
+        for (what, problem) in [
+            ("window", plain("b:20,3,2")),
+            ("softcap", plain("b").softcap(2.0)),
+            ("dropout", plain("b").p_drop(0.3)),
+            ("sink", plain("t").sink(true)),
+            ("alibi", plain("b").bias(fmha_core::Bias::Alibi { per_batch: false })),
+            ("negative_scale", plain("b").softmax_scale(-0.2)),
+            ("o_f32", plain("0").dtype_o(DType::F32)),
+            ("no_lse", plain("b").write_lse(false)),
+        ] {
+            push(&format!("{dtype}/beside/{what}"), problem, Lengths::default());
+        }
+        let few = masked(dtype, Dims { seqlen_q: 1, seqlen_k: 333, ..small(dtype, "b").dims }, "b");
+        push(&format!("{dtype}/one_query"), few.with_block_scales(format), Lengths::default());
+        let used = plain("b").seqused_q(true).seqused_k(true);
+        let lengths = Lengths { seqused_q: vec![30, 7], seqused_k: vec![33, 0], ..Lengths::default() };
+        push(&format!("{dtype}/lengths"), used, lengths.clone());
+        // Pages hold whole blocks.
+        for page_size in [32, 64] {
+            let what = format!("{dtype}/paged/p{page_size}");
+            let dims = Dims { seqlen_k: 200, ..small(dtype, "b").dims };
+            let paged = masked(dtype, dims, "b").seqused_k(true);
+            let lengths = Lengths { seqused_k: vec![200, 71], ..Lengths::default() };
+            let (paged, lengths) = in_pages(paged, page_size, lengths, &named(&what));
+            push(&what, paged.with_block_scales(format), lengths);
+        }
+        // Rows of Q one sequence after another, over a cache.
+        let sequences = [(13, 41), (0, 5), (30, 17), (1, 0)];
+        let dims = Dims { batch: 4, ..small(dtype, "b").dims };
+        let mut packed = masked(dtype, dims, "b").q_layout(fmha_core::QLayout::Packed).seqused_k(true);
+        packed.strides.q = Strides::bshd(packed.shape_q());
+        packed.strides.o = Strides::bshd(packed.shape_o());
+        let mut lengths = Lengths::packed(&sequences);
+        (lengths.cu_seqlens_k, lengths.totals.total_k) = (vec![], None);
+        lengths.seqused_k = sequences.iter().map(|&(_, keys)| keys.cast_signed()).collect();
+        push(&format!("{dtype}/packed_queries"), packed.with_block_scales(format), lengths);
+        // Tensors and scales with gaps.
+        let mut apart = plain("b");
+        if let Some(scales) = apart.block_scales {
+            let extents = apart.extents(fmha_core::Totals::NONE);
+            let [q, k, v] = scales.stored(&extents, VLayout::RowMajor).map(|shape| padded(shape, 3));
+            (apart.strides.q, apart.strides.k, apart.strides.v) = (q, k, v);
+            let [q, k, v] = scales.shapes(&extents);
+            let heads_first = |shape: Shape| Strides::bhds(shape);
+            let scales = scales.strides_q(padded(q, 5)).strides_k(heads_first(k)).strides_v(heads_first(v));
+            push(&format!("{dtype}/apart"), apart.block_scales(scales), Lengths::default());
+        }
+    }
+    // Scales of blocks would make other numbers of a V that is one number throughout.
+    for init in Init::ALL.into_iter().filter(|&init| init != Init::ConstantV) {
+        let name = named(&format!("numbers/{init}"));
+        let data = Data { init, ..data(&name) };
+        let problem = small(DType::Bf16, "b").with_block_scales(format);
+        cases.push(Case::forward(name, problem, Lengths::default(), data));
+    }
+    // A scale that is NaN reaches the outputs that its block is in, and no other.
+    for (what, operand, at) in [
+        ("q", Operand::BlockScaleQ, [1, 3, 2, 1]),
+        ("k", Operand::BlockScaleK, [0, 7, 1, 0]),
+        ("v", Operand::BlockScaleV, [1, 1, 0, 9]),
+    ] {
+        let name = named(&format!("nan_scale/{what}"));
+        let problem = small(DType::Bf16, "t").with_block_scales(format);
+        let mut case = Case::forward(name.clone(), problem, Lengths::default(), data(&name));
+        if let Body::Forward(forward) = &mut case.body {
+            forward.plant = Plant::At(operand, at, f64::NAN);
+        }
+        cases.push(case);
+    }
+}
+
+/// Problems that a number alone decides: sizes, lengths, mask, layouts and modifiers together.
+fn drawn(cases: &mut Vec<Case>, format: BlockFormat) {
+    for number in 0..DRAWN {
+        let name = format!("scales/{format}/drawn/{number:02}");
+        let data = data(&name);
+        let mut count = 0;
+        let mut below = |most: u64| {
+            count += 1;
+            (mix(data.seed ^ count) % most) as u32
+        };
+        let (kv, group) = (1 + below(3), 1 + below(4));
+        let dims = Dims {
+            batch: 1 + below(3),
+            seqlen_q: [1, 2, 17, 40, 130][below(5) as usize],
+            seqlen_k: 1 + below(200),
+            num_heads_q: kv * group,
+            num_heads_kv: kv,
+            head_dim_qk: [8, 33, 64, 96, 128][below(5) as usize],
+            head_dim_v: [8, 16, 47, 64, 128][below(5) as usize],
+        };
+        let dtype = [DType::Bf16, DType::F32][below(2) as usize];
+        let mask = ["0", "b", "t", "b:20,0", "t:5,9,3", "g:7,11"][below(6) as usize];
+        let descale = [Descale::None, Descale::PerTensor, Descale::PerKvHead];
+        let [of_q, of_k, of_v] = [0; 3].map(|_| descale[below(3) as usize]);
+        let mut problem = masked(dtype, dims, mask).sink(below(3) == 0).seqused_k(below(2) == 0);
+        problem = problem.softcap((below(4) == 0).then_some(3.0)).p_drop([0.0, 0.0, 0.25][below(3) as usize]);
+        if below(4) == 0 {
+            problem = problem.bias(fmha_core::Bias::Alibi { per_batch: below(2) == 0 });
+        }
+        let mut lengths = Lengths::default();
+        if problem.layout.seqused_k {
+            let used = (0..dims.batch).map(|_| below(u64::from(dims.seqlen_k) + 1).cast_signed());
+            lengths.seqused_k = used.collect();
+        }
+        if below(3) == 0 {
+            let page_size = format.block_size() * (1 + below(3));
+            (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+        }
+        if below(3) == 0 {
+            problem = problem.v_layout(VLayout::ColMajor);
+        }
+        let problem = problem.with_block_scales(format).descale_q(of_q).descale_k(of_k).descale_v(of_v);
+        cases.push(Case::forward(name, problem, lengths, data));
+    }
+}
+
+fn small(dtype: DType, mask: &str) -> FwdProblem {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 30,
+        seqlen_k: 41,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 48,
+        head_dim_v: 48,
+    };
+    masked(dtype, dims, mask)
+}
