@@ -289,6 +289,13 @@ fn is_singular(function: &Function, slope: f64) -> bool {
     slope.is_nan() && function.graph().nodes().iter().any(has_pole)
 }
 
+/// Whether a remainder took the step away: `x % 1e94` of a negative x is 1e94 for every x that is drawn, since an f64
+/// of that size has no bits for x.
+fn is_absorbed(function: &Function, differences: [f64; 2]) -> bool {
+    let is_mod = |node: &Node| matches!(node, Node::Binary(Binary::Mod, ..));
+    differences == [0.0; 2] && function.graph().nodes().iter().any(is_mod)
+}
+
 /// Compares `slope` with differences of `f` around 0, at the step sizes where they converge.
 fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -> Result<(), TestCaseError> {
     if is_singular(function, slope) {
@@ -302,7 +309,9 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
     let size = 1.0f64.max(close.abs());
     let settles = |a: f64, b: f64| (a - b).abs() < 1e-3 * size;
     // A jump, a corner, or a value that f64 does not difference.
-    if !(here.abs() < 1e3 && settles(wide, close) && (left - right).abs() < 0.02 * size) {
+    if !(here.abs() < 1e3 && settles(wide, close) && (left - right).abs() < 0.02 * size)
+        || is_absorbed(function, [left, right])
+    {
         return Ok(());
     }
     prop_assert!((slope - close).abs() < 5e-3 * size, "slope {slope}, differences {wide} {close}");
@@ -328,7 +337,7 @@ fn check_slope_of_f32(
     let settles = here.abs() < 1e3
         && ((left + right) / 2.0 - close).abs() < 1e-3 * size
         && (near_left - near_right).abs() < 0.02 * size;
-    if settles {
+    if settles && !is_absorbed(function, [left, right]) {
         prop_assert!((slope - close).abs() < 5e-3 * size, "slope {slope}, differences {close}");
     }
     Ok(())

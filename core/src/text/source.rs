@@ -314,7 +314,13 @@ mod tests {
     #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let mut headers = headers();
-        headers.extend([crate::cache_update::header(), crate::lists::header(), crate::masks::header()]);
+        headers.extend([
+            crate::cache_update::header(),
+            crate::lists::header(),
+            crate::masks::header(),
+            crate::scale_params::header(),
+            crate::small_outputs::header(),
+        ]);
         headers.push(Header::embedded("fmha/simt/lanes.h", ""));
         for header in &headers {
             for name in includes(&header.text) {
