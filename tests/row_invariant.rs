@@ -191,7 +191,7 @@ fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
     emulated_amd("gfx942", (4, 3));
 }
 
-/// What the promise adds to parts of a fixed number of keys: P's scale is by the number of a sequence's keys without it.
+/// Parts of a fixed number of keys are not enough: without the promise P's scale is by the number of a sequence's keys.
 #[test]
 fn rows_of_cdna_decode_differ_where_p_s_scale_is_by_the_length() {
     let Ok(device) = fmha_rocm::open(0, Some("gfx942")) else { return println!("absent: no emulator") };

@@ -189,7 +189,7 @@ impl Split for RdnaDecode {
     fn for_any_address(&self) -> Option<Self> {
         let load = LoadPath::Element;
         let block_n = block_n(&self.spec, load, self.parts.row_invariant);
-        let tile = RdnaTile { load, block_n, ..self.tile };
+        let tile = RdnaTile { block_n, load, ..self.tile };
         (tile != self.tile).then_some(Self { tile, ..*self })
     }
 

@@ -59,8 +59,8 @@ pub enum LawKind {
     SplitsCombine(u32),
     /// Itself, so many times more; where the plan promises to be deterministic.
     Repeated(u32),
-    /// Its backward, so many times more: dK and dV, whatever the plan promises; where it promises to be deterministic
-    /// every gradient.
+    /// Gradients of the call, so many times more: dK and dV, whatever the plan promises; where it promises to be
+    /// deterministic dQ too.
     KeysOfGradients(u32),
     /// Calls of each of its sequences alone.
     AloneIsInBatch,

@@ -35,20 +35,20 @@ pub enum RowKernel {
     /// The gradients of captured tensors from their sums, of a [`BwdSpec`](fmha_core::spec::BwdSpec): a group of lanes
     /// takes as many elements.
     SimtCaptured,
-    /// What small outputs need of each query row, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their
-    /// parameters follow.
+    /// Numbers that small outputs need of each query row, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the
+    /// masks' parameters follow.
     SmallRows {
         /// Whether there are masks as data.
         masked: bool,
     },
-    /// The greatest score of each head, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
-    /// follow, unread.
+    /// The greatest score of each head, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the masks'
+    /// parameters follow, unread.
     SmallHeads {
         /// Whether there are masks as data.
         masked: bool,
     },
-    /// Each key's sum of probabilities, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` their parameters
-    /// follow.
+    /// Each key's sum of probabilities, of a [`FwdSpec`](fmha_core::spec::FwdSpec); with `masked` the masks'
+    /// parameters follow.
     SmallKeys {
         /// Whether there are masks as data.
         masked: bool,

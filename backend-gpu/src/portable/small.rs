@@ -1,5 +1,5 @@
-//! Small outputs of the forward: launches behind whichever kernel writes O. They compute scores again, a row or a key to
-//! a group of lanes.
+//! Small outputs of the forward: launches behind whichever kernel writes O. They compute scores again, a row or a key
+//! to a group of lanes.
 
 use fmha_core::masks::mask_data_params;
 use fmha_core::small_outputs::{rows_bytes, small_params};
@@ -39,7 +39,7 @@ pub(crate) fn plan(problem: &ValidFwd, facts: &impl Facts) -> Result<(Vec<Launch
         return Ok((Vec::new(), 0));
     }
     let bytes = rows_bytes(problem).ok_or("the workspace would be 2^62 bytes or more")?;
-    // What the forward writes else is no concern of scores.
+    // Scores know nothing of what else the forward writes.
     let spec = FwdSpec { write_lse: false, write_keep_mask: false, dropout: false, ..FwdSpec::of(problem) };
     let masked = !problem.masks.is_empty();
     let dims = problem.dims;

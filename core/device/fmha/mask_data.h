@@ -24,14 +24,15 @@ struct DataMasks {
     return found != 0;
   }
 
-  // Endpoints that decrease count as the largest before them. E is not cut at seqlen_k, since no key lies there.
+  // Endpoints that decrease count as the largest before them. E is not cut at seqlen_k, since no key lies there. All
+  // endpoints are read: lanes that leave by `inside` would begin what is behind the loop undefined (see `lists`).
   FMHA_DEVICE bool in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0, inside = 0;
-    for (int32_t at = 0; at < m.endpoints && inside == 0; at += 2) {
+    for (int32_t at = 0; at < m.endpoints; at += 2) {
       const int32_t begin = max(word(m.intervals, span.storage_batch, head, row, at), before);
       before = max(word(m.intervals, span.storage_batch, head, row, at + 1), begin);
-      inside = j >= begin && j < before ? 1 : 0;
+      inside |= j >= begin && j < before ? 1 : 0;
     }
     return inside != 0;
   }

@@ -1,8 +1,8 @@
 // Small outputs of the forward, in launches of their own behind the kernel that writes O, whichever that is: the
 // greatest score of each row and of each head, and each key's sum of probabilities. Scores are computed again in f32.
 //
-// A row's numbers are one group of lanes' work, and a key's too, whose queries the lanes take in turn, so that every sum
-// has one order. Nothing goes through shared memory.
+// A row's numbers are one group of lanes' work, and a key's too, whose queries the lanes take in turn: every sum has
+// one order. Nothing goes through shared memory.
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
@@ -67,9 +67,12 @@ FMHA_DEVICE void small_row(const FwdParams& p, const SmallParams& small, int64_t
   float greatest = -infinity();
   ExpSum sum;
   const auto take = [&](Range keys) {
-    for (int32_t j = keys.begin + Lanes::index(); j < keys.end; j += Lanes::count) {
-      if (!head.sees(i, j)) continue;
-      const float score = head.score(i, j);
+    for (int32_t begin = keys.begin; begin < keys.end; begin += Lanes::count) {
+      const int32_t j = begin + Lanes::index();
+      const bool seen = j < keys.end && head.sees(i, j);
+      if (Lanes::ballot(seen) == 0) continue;
+      // A score of -infinity changes neither number.
+      const float score = seen ? head.score(i, j) : -infinity();
       greatest = greater_of(greatest, score);
       sum.add(score);
     }
@@ -120,12 +123,15 @@ FMHA_DEVICE void small_key(const FwdParams& p, const SmallParams& small, int64_t
     const SmallHead<spec, Lanes, Masks> head{p, span, i_head, masks};
     const Range queries = query_range(head.band, {j, j + 1}, span.seqlen_q);
     const int64_t first = (int64_t(i_batch) * p.num_heads_q + i_head) * p.seqlen_q;
-    for (int32_t i = queries.begin + Lanes::index(); i < queries.end; i += Lanes::count) {
-      if (!head.sees(i, j)) continue;
-      const float score = head.score(i, j);
-      if (score == -infinity()) continue;  // hidden, whatever the row's other numbers are
-      const SmallRow row = load_small_row(small, first + i);
-      sum += exp2_of(min((score - row.top) * kLog2E, 0.f)) * row.inverse;
+    for (int32_t begin = queries.begin; begin < queries.end; begin += Lanes::count) {
+      const int32_t i = begin + Lanes::index();
+      const bool seen = i < queries.end && head.sees(i, j);
+      if (Lanes::ballot(seen) == 0) continue;
+      const float score = seen ? head.score(i, j) : -infinity();
+      const SmallRow row = load_small_row(small, first + min(i, queries.end - 1));
+      const float prob = exp2_of(min((score - row.top) * kLog2E, 0.f)) * row.inverse;
+      // A hidden pair adds nothing, whatever the row's other numbers are.
+      sum += score == -infinity() ? 0.f : prob;
     }
   }
 #pragma unroll

@@ -22,8 +22,8 @@ fn tiles_that_leave_a_round_empty_share_a_heads_query_heads() {
     assert_eq!(of(3, 24, MaskSpec::NONE), "1");
 }
 
-/// Lengths of queries and keys of FlashAttention's test suites, whose race tests want equal dK and dV of two runs without
-/// `deterministic`.
+/// Lengths of queries and keys of FlashAttention's test suites, whose race tests want equal dK and dV of two runs
+/// without `deterministic`.
 const SUITES: [(u32, u32); 12] = [
     (1, 239),
     (3, 799),

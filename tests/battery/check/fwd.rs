@@ -60,7 +60,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
     Ok(Verdict { logits: all.logits(), tensors, faults: all.faults, note: None })
 }
 
-/// What f32 may be off of a small output, relative to 1 and to the number.
+/// Error that f32 may have in a small output, relative to 1 and to the number.
 const SMALL_TOLERANCE: f64 = 3e-5;
 
 /// Faults of the small outputs that a call has written.
@@ -74,7 +74,8 @@ fn small_outputs(host: &HostFwd, inputs: &Inputs<'_>) -> Result<Vec<String>, Pro
     let of = |operand| host.operands.get(operand);
     let mut compare = |what: &str, at: String, got: f64, want: f64| {
         let equal = got == want || got.is_nan() && want.is_nan();
-        if !equal && !((got - want).abs() <= SMALL_TOLERANCE * (1.0 + want.abs())) {
+        let near = (got - want).abs() <= SMALL_TOLERANCE * (1.0 + want.abs());
+        if !equal && !near {
             faults.push(format!("{what} of {at} is {got}, not {want}"));
         }
     };
