@@ -349,7 +349,7 @@ fn masked_problems(arch: Arch) -> Vec<(String, FwdProblem)> {
     all
 }
 
-/// What a kernel under masks as data has of registers, each `(name, resources)`, forward and then backward.
+/// Registers of the kernels under masks as data, each `(name, resources)`, forward and then backward.
 fn masked_resources(arch: Arch, compiles: impl Fn(usize) -> bool) -> Vec<(String, Resources)> {
     let backend = fmha_rocm::pretend(arch.name()).unwrap();
     let mut found = Vec::new();

@@ -20,7 +20,7 @@ struct TileLister {
   using Classes = MaskClasses<Group>;
   static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
 
-  // What a group's threads tell each other.
+  // Answers that a group's threads have for each other.
   struct Shared {
     uint8_t classes[Group::threads];
     int32_t counts[2][warps];

@@ -118,8 +118,8 @@ FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype
 
 // Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in natural units
 // (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term by `add(e, x)`.
-// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers. `hides`: a
-// mask as code is asked; else lists of tiles have it, and it is asked behind the scores of tiles that are cut.
+// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers.
+// `hides`: a mask as code is asked; else lists of tiles have it, and it is asked behind the scores of cut tiles.
 template <class Tanh, bool hides = true, class Fragment>
 FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head) {
