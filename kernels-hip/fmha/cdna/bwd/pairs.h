@@ -43,7 +43,8 @@ struct Pairs {
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;
   }
 
-  // Pairs of a lane that masks as data, a mask as code beside them, and the band show: a bit to each. The whole wave asks.
+  // Pairs of a lane that the band, masks as data and a mask as code beside them show: a bit to each. The whole wave
+  // asks.
   FMHA_DEVICE uint32_t shown(const PairPlace& at) const {
     const MaskedBwdParams& p = reload_params<MaskedBwdParams>();
     const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
