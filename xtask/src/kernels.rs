@@ -805,6 +805,37 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^scales/", deal: 1 },
         ..amd("gfx942", NONE)
     },
+    // Masks as data on AMD's tile kernels: lists of tiles, walks over them, gradients; whole ones in `--all`.
+    Row {
+        kernel: Some("cdna_fwd"),
+        in_test: Cases { filter: "^masks/forward/bf16/(batch/all|group/partial)$", deal: 1 },
+        in_all: Cases { filter: "^masks/forward/b?f16/([^p]|p[^a])", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        kernel: Some("cdna_bwd"),
+        in_test: Cases { filter: "^masks/backward/bf16/batch/all$", deal: 1 },
+        in_all: Cases { filter: "^masks/backward/b?f16/", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        kernel: Some("rdna_fwd"),
+        in_test: Cases { filter: "^masks/forward/bf16/batch/all$", deal: 1 },
+        in_all: Cases { filter: "^masks/forward/b?f16/([^p]|p[^a])", deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
+    Row {
+        kernel: Some("rdna_bwd"),
+        in_test: NONE,
+        in_all: Cases { filter: "^masks/backward/b?f16/", deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
+    masks_on("cdna_fwd", "^masks/forward/b?f16/([^p]|p[^a])", "gfx90a"),
+    masks_on("cdna_bwd", "^masks/backward/b?f16/", "gfx90a"),
+    masks_on("cdna_fwd", "^masks/forward/b?f16/([^p]|p[^a])", "gfx950"),
+    masks_on("cdna_bwd", "^masks/backward/b?f16/", "gfx950"),
+    masks_on("rdna_fwd", "^masks/forward/b?f16/([^p]|p[^a])", "gfx1201"),
+    masks_on("rdna_bwd", "^masks/backward/b?f16/", "gfx1201"),
 ];
 
 /// One case of each kernel for `cargo xtask test --quick`, where it can show most: accesses ordered by vector
@@ -833,6 +864,10 @@ pub(crate) const QUICK: &[Row] = &[
 
 /// Two tiles of queries, the second one row long, under a causal mask.
 const OFF_TILE: &str = "^edges/off_tile/bf16/s65x63/b$";
+
+const fn masks_on(kernel: &'static str, filter: &'static str, arch: &'static str) -> Row {
+    Row { kernel: Some(kernel), in_all: Cases { filter, deal: 1 }, ..amd(arch, NONE) }
+}
 
 const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {
     Row { kernel: Some(kernel), in_test: Cases { filter: case, deal: 1 }, ..of }

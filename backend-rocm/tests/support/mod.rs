@@ -24,7 +24,9 @@ pub(crate) const DIMS: Dims = Dims {
 pub(crate) fn code_object(device: &Device, problem: &ValidFwd, options: &PlanOptions) -> Vec<u8> {
     let compiler = device.precompiler().unwrap();
     let jobs = compiler.jobs(AnyProblem::Forward(problem), options).unwrap();
-    compiler.precompile(&jobs[0]).unwrap().machine.clone()
+    // Launches before it, which update a cache or make lists of tiles, have no tile.
+    let main = jobs.iter().find(|job| job.source.entry.contains("kTile")).unwrap_or(&jobs[0]);
+    compiler.precompile(main).unwrap().machine.clone()
 }
 
 /// The code objects of a backward plan's products, with their names in the plan.

@@ -23,7 +23,8 @@ struct ShownWords {
   // The `32 * words` keys from `first` on that query i of the sequence sees. `rows`: of the sequence, those of all
   // lanes are among them.
   template <int words>
-  FMHA_DEVICE ShownBits<words> of_query(const SeqSpan& span, int32_t i_head, int32_t i, Range rows, int32_t first) const {
+  FMHA_DEVICE ShownBits<words> of_query(const SeqSpan& span, int32_t i_head, int32_t i, Range rows,
+                                        int32_t first) const {
     const MaskDataParams& m = masks.m;
     ShownBits<words> shown;
 #pragma unroll

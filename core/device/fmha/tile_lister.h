@@ -20,7 +20,7 @@ struct TileLister {
   using Classes = MaskClasses<Group>;
   static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
 
-  // What a group's threads tell each other.
+  // Answers that a group's threads have for each other.
   struct Shared {
     uint8_t classes[Group::threads];
     int32_t counts[2][warps];
@@ -123,7 +123,8 @@ struct TileLister {
     Group::barrier();
   }
   FMHA_DEVICE void mark_list(Shared& shared, int32_t& is_listed, const MaskTensor& counts, const MaskTensor& indices,
-                             int32_t most, int32_t batch, int32_t head, int32_t q, int32_t last, int32_t block_n) const {
+                             int32_t most, int32_t batch, int32_t head, int32_t q, int32_t last,
+                             int32_t block_n) const {
     if (!counts.data) return;
     const int64_t block_k = keys.masks.m.block_k;
     const int32_t count = clamp(DataMasks::word(counts, batch, head, q, 0), 0, most);

@@ -20,7 +20,8 @@ struct ListWalk {
   int32_t max_blocks, num_cut, num_tiles;
   int32_t past_end;  // a block behind the last, which is read as zeros
 
-  static FMHA_DEVICE ListWalk of(const TileList& list, int32_t i_batch, int32_t i_head, int32_t tile, int32_t past_end) {
+  static FMHA_DEVICE ListWalk of(const TileList& list, int32_t i_batch, int32_t i_head, int32_t tile,
+                                 int32_t past_end) {
     const int64_t row = int64_t(i_batch * list.heads_of_batch + i_head / list.heads_ratio) * list.num_tiles + tile;
     const auto counts = (const int32_t FMHA_CONSTANT*)(list.counts + 2 * row);
     ListWalk walk;

@@ -60,19 +60,35 @@ FMHA_DEVICE void add_elements(Fragment fragment, const FwdParams& p, const SeqSp
   }
 }
 
+// Calls `body` for each number below `count`: a loop over long functions, which clang would not unroll, would index
+// registers.
+template <int count, class Body>
+FMHA_DEVICE void for_each_below(Body body) {
+  if constexpr (count > 0) {
+    for_each_below<count - 1>(body);
+    body(count - 1);
+  }
+}
+
 template <class Tanh, bool hides, class Map, class Fragment>
 FMHA_DEVICE void map_given(Fragment fragment, const FwdParams& p, const SeqSpan& span, int32_t i_head) {
   if (!Map::given(p)) return;
   const Map map = Map::of(p, span, i_head);
   fragment.forget_place();
+  if constexpr (Map::is_first) {
+    for_each_below<Fragment::count>([&](int e) __attribute__((always_inline)) {
+      const Scored x = map.template at<Tanh, hides>(fragment.pair(e), fragment.at(e), 1.f);
+      fragment.set(e, x.score);
+      fragment.multiply_slope(e, x.slope);
+    });
+  } else {
 #pragma unroll
-  for (int e = 0; e < Fragment::count; ++e) {
-    const bool hidden = !Map::is_first && is_hidden(fragment.at(e));
-    Scored x;
-    if constexpr (Map::is_first) x = map.template at<Tanh, hides>(fragment.pair(e), fragment.at(e), 1.f);
-    else x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
-    fragment.set(e, hidden ? -infinity() : x.score);
-    fragment.multiply_slope(e, hidden ? 0.f : x.slope);
+    for (int e = 0; e < Fragment::count; ++e) {
+      const bool hidden = is_hidden(fragment.at(e));
+      const Scored x = map.template at<Tanh>(fragment.pair(e), fragment.at(e), 1.f);
+      fragment.set(e, hidden ? -infinity() : x.score);
+      fragment.multiply_slope(e, hidden ? 0.f : x.slope);
+    }
   }
 }
 template <class Term, class Fragment>
@@ -102,8 +118,8 @@ FMHA_DEVICE void apply_given(Fragment& fragment, const FwdParams& p, DType dtype
 
 // Applies the call's maps, bias and terms to the scaled products of a fragment, which become scores in natural units
 // (not log2). The fragment takes the slope of a map by `multiply_slope(e, x)`, and adds a term by `add(e, x)`.
-// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers. `hides`: a
-// mask as code is asked; else lists of tiles have it, and it is asked behind the scores of tiles that are cut.
+// `forget_place()` precedes each modifier: keys that live from one modifier to the next fill RDNA's registers.
+// `hides`: a mask as code is asked; else lists of tiles have it, and it is asked behind the scores of cut tiles.
 template <class Tanh, bool hides = true, class Fragment>
 FMHA_DEVICE void apply_given(Fragment fragment, const FwdParams& p, DType dtype_bias, const SeqSpan& span,
                              int32_t i_head) {

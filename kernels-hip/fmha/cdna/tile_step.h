@@ -162,7 +162,7 @@ FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<
       const int32_t row = acc_row(i, 0), key = first + n * kEdge + row;
       bool sees = key < job.span.seqlen_k && visible(job.band, query, key) && (seen >> row & 1);
       if constexpr (code::kIsGiven) {
-        // No branch: clang 22 lets one around the function hide pairs that it shows.
+        // No branch around the function: one hid pairs that it shows (clang 22, emulated; cause not found).
         const uint32_t by_function = Functions::of(p.cdna.fwd, job.span, job.i_head).shows({query, key});
         sees &= ((full >> row | by_function) & 1) != 0;
       }

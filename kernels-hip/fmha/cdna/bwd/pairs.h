@@ -43,7 +43,8 @@ struct Pairs {
     for (int i = 0; i < 16; ++i) x[i] = sees(pair_of(at, i)) ? x[i] : 0.f;
   }
 
-  // The same under masks as data, and a mask as code beside them: a bit to each of a lane's pairs. The whole wave asks.
+  // Pairs of a lane that the band, masks as data and a mask as code beside them show: a bit to each. The whole wave
+  // asks.
   FMHA_DEVICE uint32_t shown(const PairPlace& at) const {
     const MaskedBwdParams& p = reload_params<MaskedBwdParams>();
     const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
@@ -66,7 +67,7 @@ struct Pairs {
       const Pair pair = pair_of(at, i);
       uint32_t is_shown = seen >> row & uint32_t(sees(pair));
       if constexpr (code::kIsGiven) {
-        // No branch: clang 22 lets one around the function hide pairs that it shows.
+        // No branch around the function: one hid pairs that it shows (clang 22, emulated; cause not found).
         const uint32_t by_function = Functions::of(p.bwd.bwd.fwd, span, i_head).shows(pair);
         is_shown &= full >> row | by_function;
       }
