@@ -416,7 +416,7 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::HappensBefore,
         multiprocessors: Some(2),
         in_test: Cases {
-            filter: "^masks/(forward/bf16/(batch|code)/all|backward/bf16/(batch/intervals|group/all))$",
+            filter: "^masks/(forward/bf16/(batch/(all|intervals)|code/all)|backward/bf16/(batch/intervals|group/all))$",
             deal: 1,
         },
         in_all: Cases { filter: "^(code|masks)/.*/b?f16/", deal: 1 },

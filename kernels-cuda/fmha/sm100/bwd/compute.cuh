@@ -52,7 +52,7 @@ struct ComputeRole {
     const int32_t end = key < work.keys.end ? min(seen.end, work.span.seqlen_q - first_query) : 0;
     return {max(seen.begin, 0), end};
   }
-  // The same under masks, where a bit says it for each query; without lists a range is all that there is.
+  // Queries of the half that see the thread's key under masks, a bit each; without lists their range.
   FMHA_DEVICE auto shown_of(const QueryBlock& block, int32_t first_query, Range seen, bool is_cut) const {
     if constexpr (!SeenKeys::has_tile_list) {
       return seen;
