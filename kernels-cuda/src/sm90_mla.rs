@@ -83,6 +83,12 @@ impl Sm90MlaTile {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 
+    /// Whether a CTA walks several tiles: over lists of keys, which are not cut, beside no FP8 cache.
+    #[must_use]
+    pub const fn walks_tiles(&self) -> bool {
+        self.listed && !self.stored.is_fp8() && self.split_keys == 0
+    }
+
     /// Sets one field from its name and value.
     ///
     /// # Errors
