@@ -96,7 +96,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             (spec, tile)
         };
         let tiles = schedule.num_tiles.unsigned_abs();
-        let ctas = if tile.walks_tiles() { tiles.min(facts.num_sms) } else { tiles };
+        let walks = own_tile.walks_tiles(&own_spec);
+        let ctas = if walks { tiles.min(facts.num_sms) } else { tiles };
         let main = Launch {
             stage: Stage::Main,
             kernel: text::NAME,
@@ -126,7 +127,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             },
             details: vec![
                 ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
-                ("order", order_words(problem, &tile)),
+                ("order", order_words(problem, walks)),
                 ("schedule", schedule_words(&tile, &schedule)),
             ],
         })
@@ -210,8 +211,8 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
     if problem.lists.is_some() { lists::spec(spec) } else { spec }
 }
 
-fn order_words(problem: &ValidFwd, tile: &Sm90MlaTile) -> String {
-    let walk = if tile.walks_tiles() { "CTAs walk tiles" } else { "a CTA a tile" };
+fn order_words(problem: &ValidFwd, walks: bool) -> String {
+    let walk = if walks { "CTAs walk tiles" } else { "a CTA a tile" };
     match problem.lists {
         Some(lists) => {
             format!("{walk}, those of a token side by side, gathers {} entries", lists.topk)

@@ -225,7 +225,7 @@ struct Consumer {
   // The warpgroup's scores of the tile have read Q, whose place may take the next tile's.
   FMHA_DEVICE void release_q() { ptx::mbarrier_arrive_if(smem.list.q_empty, threadIdx.x % 32 == 0); }
 
-  // Computes this warpgroup's own i-th block, of so many of the tile: scores, probabilities, products with its half of V.
+  // Computes this warpgroup's own i-th block of the tile's: scores, probabilities, products with its half of V.
   FMHA_DEVICE void do_own(int32_t i, int32_t num_blocks) {
     start_scores(i);
     wait_for_scores();
@@ -260,7 +260,7 @@ struct Consumer {
   // Blocks of the tile; of a list, without those that the load role leaves out.
   FMHA_DEVICE int32_t blocks_of_tile() const {
     if constexpr (tile.listed) {
-      if constexpr (!walks_tiles(tile)) ptx::bar_sync<kNumThreads>(kTileTold);
+      if constexpr (!walks_tiles(spec, tile)) ptx::bar_sync<kNumThreads>(kTileTold);
       return smem.list.num_blocks;
     } else {
       return work.num_blocks;

@@ -93,7 +93,7 @@ FMHA_DEVICE int32_t load_tile(const FwdParams& p, const Maps& maps, const ListPa
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists,
                             Smem<spec, tile>& smem) {
-  if constexpr (walks_tiles(tile)) {
+  if constexpr (walks_tiles(spec, tile)) {
     Turns turns;
 #pragma unroll 1
     for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
@@ -121,7 +121,7 @@ FMHA_DEVICE void consume_tile(const FwdParams& p, const ListParams& lists, const
 template <FwdSpec spec, Sm90MlaTile tile, int group>
 FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists,
                                Smem<spec, tile>& smem) {
-  if constexpr (walks_tiles(tile)) {
+  if constexpr (walks_tiles(spec, tile)) {
 #pragma unroll 1
     for (;;) {
       ptx::bar_sync<kNumThreads>(kTileTold);

@@ -404,7 +404,7 @@ struct Loader {
 
   FMHA_DEVICE void run(int32_t index = 0) {
     // With Q's place the words of the tile before are read.
-    if constexpr (walks_tiles(tile)) ptx::mbarrier_wait_parity(smem.list.q_empty, work.turns.tile() ^ 1);
+    if constexpr (walks_tiles(spec, tile)) ptx::mbarrier_wait_parity(smem.list.q_empty, work.turns.tile() ^ 1);
     load_q();
     if constexpr (are_of_token<Keys>()) {
       leave_out_absent();
