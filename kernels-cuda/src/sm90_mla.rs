@@ -83,8 +83,8 @@ impl Sm90MlaTile {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 
-    /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has registers, which
-    /// `walks_tiles` of the device text says.
+    /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has
+    /// registers, as the device text's function of this name says.
     #[must_use]
     pub const fn walks_tiles(&self, spec: &FwdSpec) -> bool {
         self.listed
