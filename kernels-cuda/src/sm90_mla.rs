@@ -83,6 +83,17 @@ impl Sm90MlaTile {
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 
+    /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has
+    /// registers, as the device text's function of this name says.
+    #[must_use]
+    pub const fn walks_tiles(&self, spec: &FwdSpec) -> bool {
+        self.listed
+            && !self.stored.is_fp8()
+            && !spec.softcap
+            && spec.dtype_o.size_bytes() == 2
+            && self.vector_store
+    }
+
     /// Sets one field from its name and value.
     ///
     /// # Errors
@@ -369,9 +380,11 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
              const __grid_constant__ MlaSchedule schedule{last_param}"
         ),
         call: &format!(
-            "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem<kSpec, kTile>) <= {}, \
+            "static_assert(mla::kNumThreads == {NUM_THREADS} && sizeof(mla::Smem<kSpec, kTile>) <= {} && \
+             mla::walks_tiles(kSpec, kTile) == {}, \
              \"host and device disagree\"); {call};",
-            tile.smem_bytes(spec)
+            tile.smem_bytes(spec),
+            tile.walks_tiles(spec)
         ),
     };
     let (dtype, half) = (spec.dtype_qk, chunks_of_half(spec) * SPAN);

@@ -95,11 +95,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         } else {
             (spec, tile)
         };
+        let tiles = schedule.num_tiles.unsigned_abs();
+        let walks = own_tile.walks_tiles(&own_spec);
+        let ctas = if walks { tiles.min(facts.num_sms) } else { tiles };
         let main = Launch {
             stage: Stage::Main,
             kernel: text::NAME,
             source: text::fwd(&own_spec, &own_tile),
-            grid: Grid::new(schedule.num_tiles.max(1).unsigned_abs(), text::NUM_THREADS),
+            grid: Grid::new(ctas.max(1), text::NUM_THREADS),
             shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
             tiles: u64::from(schedule.num_tiles.unsigned_abs()),
             tiles_at_once: facts.num_sms.into(),
@@ -124,7 +127,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             },
             details: vec![
                 ("tile", format!("64 x 64, {}", if tile.v_in_k { "2 stages" } else { "1 stage" })),
-                ("order", order_words(problem)),
+                ("order", order_words(problem, walks)),
                 ("schedule", schedule_words(&tile, &schedule)),
             ],
         })
@@ -208,9 +211,12 @@ fn spec_of(problem: &ValidFwd) -> FwdSpec {
     if problem.lists.is_some() { lists::spec(spec) } else { spec }
 }
 
-fn order_words(problem: &ValidFwd) -> String {
+fn order_words(problem: &ValidFwd, walks: bool) -> String {
+    let walk = if walks { "CTAs walk tiles" } else { "a CTA a tile" };
     match problem.lists {
-        Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
+        Some(lists) => {
+            format!("{walk}, those of a token side by side, gathers {} entries", lists.topk)
+        }
         None => "a CTA a tile, row blocks of a part side by side".to_owned(),
     }
 }

@@ -36,8 +36,15 @@ FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tm
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
 constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
-constexpr int kLoaders = 6;     // the load role, over lists of keys
+// Over lists of keys: the load role alone; and a tile that it has told: it arrives, the consumers wait.
+constexpr int kLoaders = 6, kTileTold = 7;
 constexpr int kBothGroups = 2 * kWarpgroup;
+
+// Whether a CTA walks tiles. A walk has no registers over FP8 caches, beside a soft-cap, and where O is stored in f32
+// (as parts are, whose tiles are few) or element by element.
+FMHA_DEVICE consteval bool walks_tiles(const FwdSpec& spec, const Sm90MlaTile& tile) {
+  return tile.listed && !is_fp8(tile.stored) && !spec.softcap && size_bytes(spec.dtype_o) == 2 && tile.vector_store;
+}
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one
 // has not. With `bias_stages` a bias is not prefetched into registers, of which O leaves too few.
@@ -86,7 +93,8 @@ struct Plan {
                 "sm90_mla: a V in K leaves one chunk of K for P, or none");
 
   FMHA_DEVICE static int32_t slot_of(int32_t block) { return v_in_k ? block % 2 : 0; }
-  FMHA_DEVICE static uint32_t phase_of(int32_t block) { return v_in_k ? block / 2 % 2 : block % 2; }
+  // Blocks that the slot has had before.
+  FMHA_DEVICE static uint32_t turn_of(int32_t block) { return v_in_k ? block / 2 : block; }
   // The part with a half of a slot's V.
   FMHA_DEVICE static constexpr int part_of(int slot, int half) { return v_in_k ? 2 * slot + half : 1 + half; }
   // Whether the tail of a slot comes with a half.
@@ -114,8 +122,10 @@ template <>
 struct PresentKeys<true> {
   alignas(16) uint32_t present[2][4];
   Barrier told[2];     // one arrival per warp of the load role
-  int32_t num_blocks;  // of the tile, without those left out
-  Barrier counted;     // one arrival
+  Barrier q_empty;  // one arrival per warp of the consumers, whose scores have read Q
+  // The tile of the consumers, -1 behind the last; its blocks without those left out; blocks of tiles before.
+  int32_t tile, num_blocks;
+  uint32_t turns;
 };
 
 template <FwdSpec spec, Sm90MlaTile tile>

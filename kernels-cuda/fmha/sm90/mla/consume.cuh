@@ -47,7 +47,7 @@ struct Consumer {
 
   // S of the i-th block, this warpgroup's. Starts, does not wait.
   FMHA_DEVICE void start_scores(int32_t i) {
-    const uint32_t phase = P::phase_of(i);
+    const uint32_t phase = phase_of<spec, tile>(work, i);
     if constexpr (P::v_in_k) {
       constexpr int half = P::chunks_half;
       const Chunk* k = smem.k[group];
@@ -96,7 +96,7 @@ struct Consumer {
   // is row 4 * warp + n % 4 + 16 * (n / 4), or over FP8 caches bit 4 n + k row 16 * warp + n + 8 * k.
   FMHA_DEVICE void hide_absent(int32_t i) {
     if constexpr (tile.listed) {
-      ptx::mbarrier_wait_parity(smem.list.told[group], i / 2 % 2);
+      ptx::mbarrier_wait_parity(smem.list.told[group], (work.turns.of_parity(group) + i / 2) % 2);
       uint32_t words[4];
       ptx::ld_shared_v4_b32(words, ptx::shared_address(smem.list.present[group]));
       constexpr bool by_sixteens = is_fp8(tile.stored);
@@ -219,14 +219,20 @@ struct Consumer {
   }
   // Waits for this warpgroup's half of V where V does not lie in K.
   FMHA_DEVICE void wait_for_values(int32_t i) {
-    if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], P::phase_of(i));
+    if constexpr (!P::v_in_k) wait_full(smem.full[P::part_of(0, group)], phase_of<spec, tile>(work, i));
   }
 
-  // Computes this warpgroup's own i-th block: scores, probabilities, products with its half of V.
-  FMHA_DEVICE void do_own(int32_t i) {
+  // The warpgroup's scores of the tile have read Q, whose place may take the next tile's.
+  FMHA_DEVICE void release_q() { ptx::mbarrier_arrive_if(smem.list.q_empty, threadIdx.x % 32 == 0); }
+
+  // Computes this warpgroup's own i-th block of the tile's: scores, probabilities, products with its half of V.
+  FMHA_DEVICE void do_own(int32_t i, int32_t num_blocks) {
     start_scores(i);
     wait_for_scores();
     if constexpr (!P::v_in_k) release(0);
+    if constexpr (tile.listed) {
+      if (i + 2 >= num_blocks) release_q();
+    }
     modify(i);
     mask(i);
     float shift[2];
@@ -254,7 +260,7 @@ struct Consumer {
   // Blocks of the tile; of a list, without those that the load role leaves out.
   FMHA_DEVICE int32_t blocks_of_tile() const {
     if constexpr (tile.listed) {
-      ptx::mbarrier_wait_parity(smem.list.counted, 0);
+      if constexpr (!walks_tiles(spec, tile)) ptx::bar_sync<kNumThreads>(kTileTold);
       return smem.list.num_blocks;
     } else {
       return work.num_blocks;
@@ -266,17 +272,20 @@ struct Consumer {
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();
-    wait_full(smem.q_full, 0);
+    wait_full(smem.q_full, tile.listed ? work.turns.tile() : 0);
     const int32_t num_blocks = ptx::uniform(blocks_of_tile());
+    if constexpr (tile.listed) {
+      if (num_blocks <= group) release_q();
+    }
     int32_t i = 0;
 #pragma unroll 1
     for (; i + 1 < num_blocks; i += 2) {
-      if constexpr (group == 0) do_own(i);
+      if constexpr (group == 0) do_own(i, num_blocks);
       do_other(group == 0 ? i + 1 : i);
-      if constexpr (group == 1) do_own(i + 1);
+      if constexpr (group == 1) do_own(i + 1, num_blocks);
     }
     if (i == num_blocks) return;
-    if constexpr (group == 0) do_own(i);
+    if constexpr (group == 0) do_own(i, num_blocks);
     if constexpr (group == 1) do_other(i);
   }
 };

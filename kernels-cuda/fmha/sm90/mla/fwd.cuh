@@ -12,17 +12,17 @@
 
 namespace fmha::mla {
 
-template <FwdSpec spec, Sm90MlaTile tile, class Keys>
-FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE void consume(const FwdParams& p, const Work& work, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_inc<regs(tile).consume>();
   if (ptx::uniform(threadIdx.x / kWarpgroup) == 1) {
     Consumer<spec, tile, 0> consumer{p, work, smem};
     consumer.run();
-    store(consumer, keys);
+    store(consumer, EveryKey{});
   } else {
     Consumer<spec, tile, 1> consumer{p, work, smem};
     consumer.run();
-    store(consumer, keys);
+    store(consumer, EveryKey{});
   }
 }
 
@@ -50,7 +50,7 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
     }
     if constexpr (tile.listed) {
       for (Barrier& told : smem.list.told) ptx::mbarrier_init(told, kWarpgroup / 32);
-      ptx::mbarrier_init(smem.list.counted, 1);
+      ptx::mbarrier_init(smem.list.q_empty, 2 * kWarpgroup / 32);
     }
     ptx::fence_mbarrier_init();
   }
@@ -64,41 +64,99 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
   return smem;
 }
 
-// Deals the roles out. Keys that no other tile of rows reads (`alone`) need not stay in the L2.
-template <FwdSpec spec, Sm90MlaTile tile, class Keys = EveryKey>
-FMHA_DEVICE void attend(const FwdParams& p, const Maps& maps, const Work& work, Smem<spec, tile>& smem, bool alone,
-                        const Keys& keys = {}) {
-  if (ptx::uniform(threadIdx.x / kWarpgroup) == 0) {
-    ptx::setmaxnreg_dec<regs(tile).load>();
-    const ptx::CacheHint hint = alone ? ptx::CacheHint::EvictFirst : ptx::CacheHint::EvictLast;
-    Loader<spec, tile, Keys> loader{p, maps, work, smem, hint, keys};
-    loader.run();
-  } else {
-    consume<spec, tile>(p, work, smem, keys);
-  }
-  // A CTA stays until the other has received what it loads for it, and it what the other loads for it.
-  if constexpr (tile.cluster > 1) ptx::cluster_sync();
-}
-
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule) {
   Smem<spec, tile>& smem = begin<spec, tile>(maps);
   const Work work = resolve<spec, tile>(p, schedule, blockIdx.x);
   if (!work.has_rows) return;
-  attend<spec, tile>(p, maps, work, smem, schedule.num_m_blocks <= tile.cluster);
+  if (ptx::uniform(threadIdx.x / kWarpgroup) == 0) {
+    ptx::setmaxnreg_dec<regs(tile).load>();
+    // Keys that no other cluster reads need not stay in the L2.
+    const ptx::CacheHint hint = schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
+    Loader<spec, tile> loader{p, maps, work, smem, hint};
+    loader.run();
+  } else {
+    consume<spec, tile>(p, work, smem);
+  }
+  // A CTA stays until the other has received what it loads for it, and it what the other loads for it.
+  if constexpr (tile.cluster > 1) ptx::cluster_sync();
+}
+
+// The load role over lists: the CTA's tile, or each of those that it walks. Returns its blocks.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE int32_t load_tile(const FwdParams& p, const Maps& maps, const ListParams& lists, Smem<spec, tile>& smem,
+                              const Work& work, int32_t index) {
+  Loader<spec, tile, TokenKeys> loader{p, maps, work, smem, ptx::CacheHint::EvictFirst, keys_of_token(p, lists, work)};
+  loader.run(index);
+  return loader.work.num_blocks;
+}
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists,
+                            Smem<spec, tile>& smem) {
+  if constexpr (walks_tiles(spec, tile)) {
+    Turns turns;
+#pragma unroll 1
+    for (int32_t index = blockIdx.x; index < schedule.num_tiles; index += gridDim.x) {
+      Work work = resolve_token<spec, tile>(p, schedule, lists, index);
+      if (!work.has_rows) continue;
+      work.turns = turns;
+      turns.add(load_tile<spec, tile>(p, maps, lists, smem, work, index));
+    }
+    ptx::mbarrier_wait_parity(smem.list.q_empty, turns.tile() ^ 1);
+    tell_tile(smem, -1, 0, turns);
+  } else {
+    const Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x);
+    if (!work.has_rows) return;
+    load_tile<spec, tile>(p, maps, lists, smem, work, 0);
+  }
+  if constexpr (gathers(tile)) Loader<spec, tile, TokenKeys>::end_gathers();
+}
+
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+FMHA_DEVICE void consume_tile(const FwdParams& p, const ListParams& lists, const Work& work, Smem<spec, tile>& smem) {
+  Consumer<spec, tile, group> consumer{p, work, smem};
+  consumer.run();
+  store(consumer, keys_of_token(p, lists, work));
+}
+template <FwdSpec spec, Sm90MlaTile tile, int group>
+FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists,
+                               Smem<spec, tile>& smem) {
+  if constexpr (walks_tiles(spec, tile)) {
+#pragma unroll 1
+    for (;;) {
+      ptx::bar_sync<kNumThreads>(kTileTold);
+      const int32_t index = ptx::uniform(smem.list.tile);
+      if (index < 0) return;
+      Work work = resolve_token<spec, tile>(p, schedule, lists, index);
+      work.turns = {smem.list.turns};
+      consume_tile<spec, tile, group>(p, lists, work, smem);
+    }
+  } else {
+    const Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x);
+    if (work.has_rows) consume_tile<spec, tile, group>(p, lists, work, smem);
+  }
 }
 
 // The kernel over lists of keys: a tile has up to 64 query heads of one token and kv head, and gathers the rows that
-// the token's list names.
+// the token's list names. Where CTAs walk tiles, the next one's Q and rows arrive while the results of one are stored.
 template <FwdSpec spec, Sm90MlaTile tile>
 FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists) {
   static_assert(tile.listed && !tile.by_tma && tile.cluster == 1, "sm90_mla: rows of a list are gathered one by one");
   static_assert(spec.mask == MaskKind::Full, "sm90_mla: lists hide keys by their places");
   static_assert(spec.bias == BiasKind::None, "sm90_mla: a place in a list is not a position");
   Smem<spec, tile>& smem = begin<spec, tile>(maps);
-  const Work work = resolve_token<spec, tile>(p, schedule, lists, blockIdx.x);
-  if (!work.has_rows) return;
-  attend<spec, tile>(p, maps, work, smem, true, keys_of_token(p, lists, work));
+  const int32_t role = ptx::uniform(threadIdx.x / kWarpgroup);
+  if (role == 0) {
+    ptx::setmaxnreg_dec<regs(tile).load>();
+    load_lists<spec, tile>(p, maps, schedule, lists, smem);
+    return;
+  }
+  ptx::setmaxnreg_inc<regs(tile).consume>();
+  if (role == 1) {
+    consume_lists<spec, tile, 0>(p, schedule, lists, smem);
+  } else {
+    consume_lists<spec, tile, 1>(p, schedule, lists, smem);
+  }
 }
 
 }  // namespace fmha::mla

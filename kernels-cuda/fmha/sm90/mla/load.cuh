@@ -19,6 +19,17 @@
 
 namespace fmha::mla {
 
+// Tells the consumers their next tile of lists, -1 behind the last one.
+template <class Shared>
+FMHA_DEVICE void tell_tile(Shared& smem, int32_t index, int32_t num_blocks, Turns turns) {
+  if (threadIdx.x == 0) {
+    smem.list.tile = index;
+    smem.list.num_blocks = num_blocks;
+    smem.list.turns = turns.bits;
+  }
+  ptx::bar_arrive<kNumThreads>(kTileTold);
+}
+
 // The work of a loader, which over a list leaves out blocks of it.
 template <class Keys>
 struct LoaderWork {
@@ -142,7 +153,7 @@ struct Loader {
   // The n-th part of all blocks, in the order in which they are widened.
   FMHA_DEVICE Part part_of(int32_t n) const {
     const int32_t block = n / kPartsOfBlock, at = n % kPartsOfBlock, slot = P::slot_of(block);
-    const uint32_t phase = P::phase_of(block);
+    const uint32_t phase = phase_of<spec, tile>(work, block);
     if constexpr (P::v_in_k) {
       const uint32_t tail = P::comes_with_tail(slot, at) ? smem.k[slot][2 * P::chunks_half].address() : 0;
       return {smem.k[slot][at * P::chunks_half].address(), at * P::chunks_half, tail, P::part_of(slot, at), phase, false};
@@ -391,9 +402,14 @@ struct Loader {
     __syncwarp();
   }
 
-  FMHA_DEVICE void run() {
+  FMHA_DEVICE void run(int32_t index = 0) {
+    // With Q's place the words of the tile before are read.
+    if constexpr (walks_tiles(spec, tile)) ptx::mbarrier_wait_parity(smem.list.q_empty, work.turns.tile() ^ 1);
     load_q();
-    if constexpr (are_of_token<Keys>()) leave_out_absent();
+    if constexpr (are_of_token<Keys>()) {
+      leave_out_absent();
+      tell_tile(smem, index, work.num_blocks, work.turns);
+    }
     if constexpr (widens) {
       widen_all();
     } else if constexpr (are_of_token<Keys>()) {
@@ -421,7 +437,7 @@ struct Loader {
 #pragma unroll 1
     for (int32_t i = 0; i < num_blocks; ++i, j -= kKeys) {
       const int32_t slot = P::slot_of(i);
-      const uint32_t phase = P::phase_of(i);
+      const uint32_t phase = phase_of<spec, tile>(work, i);
       const Row found = row_of<Row>(p.k, j, entry), found_v = P::v_in_k ? nullptr : row_of<Row>(p.v, j, entry);
       // Entry of the next block; it arrives during this block's copies.
       entry = entry_of(j - kKeys);
@@ -474,8 +490,7 @@ struct Loader {
     }
     return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
   }
-  // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full, and
-  // tells the consumers how many blocks are left.
+  // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full.
   FMHA_DEVICE void leave_out_absent() {
     static_assert(2 * kKeys == kWarpgroup, "a thread looks at one place of two blocks");
     while (work.num_blocks > 0) {
@@ -485,8 +500,6 @@ struct Loader {
       work.last_block -= 2;
       work.num_blocks = max(work.num_blocks - 2, 0);
     }
-    if (threadIdx.x == 0) smem.list.num_blocks = work.num_blocks;
-    ptx::mbarrier_arrive_if(smem.list.counted, threadIdx.x == 0);
   }
   // Tells the consumers which keys of a block are there, by the warp's word. The block's places are free, so that they
   // have read the word of two blocks before.
@@ -509,16 +522,15 @@ struct Loader {
       key = keys.list.key_of(entry, place);
       page = page_with(key);
       entry = listed_at(place - kKeys);
-      gather_block(P::slot_of(i), P::phase_of(i), found, found_v);
+      gather_block(P::slot_of(i), phase_of<spec, tile>(work, i), found, found_v);
       tell(i, present & 0xffffu);
     }
-    end_gathers();
   }
   FMHA_DEVICE void copy_all() {
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_blocks; ++i) {
       const int32_t slot = P::slot_of(i), first_key = (work.last_block - i) * kKeys;
-      const uint32_t phase = P::phase_of(i);
+      const uint32_t phase = phase_of<spec, tile>(work, i);
       if constexpr (!P::v_in_k)
         load_part<spec.head_dim_qk, P::chunks_k>(0, p.k, maps.k, smem.k[0], 0, false, first_key, phase);
 #pragma unroll 1

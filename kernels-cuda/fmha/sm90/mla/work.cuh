@@ -9,6 +9,20 @@
 
 namespace fmha::mla {
 
+// Blocks of tiles that a CTA has walked before over lists of keys, by the parity of their place in the tile; and tiles.
+// Barriers ask whether a count is odd: a register holds all three.
+struct Turns {
+  static constexpr uint32_t kOdd = 1, kTile = 2;
+  uint32_t bits = 0;  // of even places, of odd ones, of tiles
+
+  FMHA_DEVICE uint32_t of_parity(int32_t block) const { return bits >> block % 2; }
+  FMHA_DEVICE uint32_t of_all() const { return bits ^ bits >> kOdd; }
+  FMHA_DEVICE uint32_t tile() const { return bits >> kTile & 1; }
+  FMHA_DEVICE void add(int32_t num_blocks) {
+    bits ^= (uint32_t(num_blocks + 1) >> 1 & 1) | (uint32_t(num_blocks) >> 1 & 1) << kOdd | 1u << kTile;
+  }
+};
+
 struct Work {
   SeqSpan span;
   MaskBand band;
@@ -19,6 +33,7 @@ struct Work {
   int32_t last_block;  // blocks go down from this one,
   int32_t num_blocks;  // this many; 0 where no row sees a key
   bool has_rows;       // of the cluster; else there is nothing to do
+  Turns turns;         // before the tile; none without lists, where a CTA has one tile
 
   // The query of a row, which is (query, head of the kv head's group).
   FMHA_DEVICE static int32_t query_of(const FwdParams& p, int32_t row) { return row / p.gqa_ratio; }
@@ -26,6 +41,15 @@ struct Work {
     return i_head_kv * p.gqa_ratio + row - i * p.gqa_ratio;
   }
 };
+
+// The phase of the barriers of a block's slot.
+template <FwdSpec spec, Sm90MlaTile tile>
+FMHA_DEVICE uint32_t phase_of(const Work& work, int32_t block) {
+  using P = Plan<spec, tile>;
+  uint32_t turn = P::turn_of(block);
+  if constexpr (tile.listed) turn += P::v_in_k ? work.turns.of_parity(block) : work.turns.of_all();
+  return turn % 2;
+}
 
 // Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
 // a cluster in shared memory: these walk the blocks that any of their rows sees.
