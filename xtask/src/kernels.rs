@@ -793,7 +793,7 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("simt"),
         in_test: Cases {
-            filter: "^scales/[a-z0-9_]*/(bf16/(descale_head/c|paged/p32|apart)|drawn/0)",
+            filter: "^scales/[a-z0-9_]*/(bf16/(descale_head/c|paged/p32|apart)|drawn/0[0-3])",
             deal: 1,
         },
         in_all: Cases { filter: "^scales/", deal: 1 },

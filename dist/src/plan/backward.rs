@@ -55,7 +55,7 @@ impl BwdPlan {
     pub fn run(&mut self, args: &mut BwdArgs<'_>, stream: &Stream) -> Result<()> {
         let score = args.score;
         let call = self.tensors(args);
-        self.planned.run(call, score, stream)
+        self.planned.run(call, &score, stream)
     }
 
     fn tensors<'a>(&self, args: &'a mut BwdArgs<'_>) -> Result<Call<'a>> {

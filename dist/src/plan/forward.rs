@@ -45,7 +45,7 @@ impl FwdPlan {
     pub fn run(&mut self, args: &mut FwdArgs<'_>, stream: &Stream) -> Result<()> {
         let score = args.score;
         let call = self.tensors(args);
-        self.planned.run(call, score, stream)
+        self.planned.run(call, &score, stream)
     }
 
     fn tensors<'a>(&self, args: &'a mut FwdArgs<'_>) -> Result<Call<'a>> {

@@ -91,7 +91,7 @@ impl Planned {
     pub(super) fn run(
         &mut self,
         call: Result<Call<'_>>,
-        score: ScoreArgs<'_>,
+        score: &ScoreArgs<'_>,
         stream: &Stream,
     ) -> Result<()> {
         let brought = self.brought(score);
@@ -105,13 +105,13 @@ impl Planned {
         ran
     }
 
-    fn run_begun(&mut self, call: Result<Call<'_>>, score: ScoreArgs<'_>, stream: &Stream) -> Result<()> {
-        let call = self.check_score(&score).and(call).map_err(|error| self.group.fail(error))?;
+    fn run_begun(&mut self, call: Result<Call<'_>>, score: &ScoreArgs<'_>, stream: &Stream) -> Result<()> {
+        let call = self.check_score(score).and(call).map_err(|error| self.group.fail(error))?;
         if let Some(error) = self.group.failure().filter(|_| self.meeting.is_some()) {
             return Err(self.group.fail(error));
         }
         let (streams, meeting) = (self.streams.as_ref(), self.meeting.as_ref());
-        let executor = Executor { group: &*self.group, stream, streams, score, meeting };
+        let executor = Executor { group: &*self.group, stream, streams, score: *score, meeting };
         let Built { program, scratch, workspaces } = &mut self.built;
         let mut buffers = Buffers::new(call, std::mem::take(scratch));
         let ran = executor.run(program, &mut buffers, workspaces);
@@ -126,7 +126,7 @@ impl Planned {
 
     /// Values of a call that a plan does not know. Ranks with different dropout seeds, slopes, sinks or
     /// scales do not compute one problem. Values in device memory are not read.
-    fn brought(&self, score: ScoreArgs<'_>) -> Vec<(String, String)> {
+    fn brought(&self, score: &ScoreArgs<'_>) -> Vec<(String, String)> {
         let mut says = Vec::new();
         if self.whole.fwd.dropout.p_drop > 0.0 {
             let said = match score.dropout {
