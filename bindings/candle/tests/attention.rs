@@ -112,10 +112,7 @@ fn each_mask_as_data_that_spells_causal_is_causal_with_its_gradients() {
             allowing().block_lists(BlockLists { block_q: 0, ..lists.clone() }),
             "block_lists.block_q 0 is not in 1..=",
         ),
-        (
-            allowing().block_lists(BlockLists { full: None, ..lists.clone() }),
-            "block_lists has 0 lists",
-        ),
+        (allowing().block_lists(BlockLists { full: None, ..lists.clone() }), "block_lists has 0 lists"),
     ] {
         let error = refused(options);
         assert!(error.contains(said), "{error}, not {said}");
@@ -241,8 +238,7 @@ fn packed_sequences_and_their_gradients() {
 
     let o = fmha_candle::flash_attn_varlen(q, k, v, seqlens_q, seqlens_k, max_q, max_k, 0.25, true).unwrap();
     check(&o, Plain::causal(16));
-    let (_, lse) =
-        fmha_candle::attention_varlen(q, k, v, &packed.sequences, &allowing().causal()).unwrap();
+    let (_, lse) = fmha_candle::attention_varlen(q, k, v, &packed.sequences, &allowing().causal()).unwrap();
     close(&lse, &packed.plain(&Plain::causal(16)).1, F32);
 
     let (left, right) = (Some(3), Some(1));
@@ -379,11 +375,7 @@ fn what_has_no_elements_is_computed() {
             dims.map(|dims| Var::from_tensor(&Tensor::ones(&dims, DType::F32, &device()).unwrap()).unwrap());
         let [q, k, v] = &variables;
         let slopes = Tensor::ones((batch, 4), DType::F32, &device()).unwrap();
-        for options in [
-            allowing(),
-            allowing().causal().alibi_slopes(slopes),
-            allowing().dropout(0.5, 1),
-        ] {
+        for options in [allowing(), allowing().causal().alibi_slopes(slopes), allowing().dropout(0.5, 1)] {
             let (o, lse) = fmha_candle::attention(q, k, v, &options).unwrap();
             assert_eq!((o.dims(), lse.dims()), (&[batch, seqlen_q, 4, 6][..], &[batch, 4, seqlen_q][..]));
             assert!(is_zero(&o));
@@ -403,20 +395,10 @@ fn what_has_no_elements_is_computed() {
             max_seqlen_k: if paged { 16 } else { seqlen_k },
             block_table: paged.then(|| Tensor::zeros((batch, 1), DType::U32, &device()).unwrap()),
         };
-        let packed = fmha_candle::attention_varlen(
-            &rows[0],
-            &rows[1],
-            &rows[2],
-            &sequences(false),
-            &allowing(),
-        );
-        let paged = fmha_candle::attention_varlen(
-            &rows[0],
-            &pages[0],
-            &pages[1],
-            &sequences(true),
-            &allowing(),
-        );
+        let packed =
+            fmha_candle::attention_varlen(&rows[0], &rows[1], &rows[2], &sequences(false), &allowing());
+        let paged =
+            fmha_candle::attention_varlen(&rows[0], &pages[0], &pages[1], &sequences(true), &allowing());
         for (o, lse) in [packed.unwrap(), paged.unwrap()] {
             assert_eq!((o.dims(), lse.dims()), (&[batch * seqlen_q, 4, 6][..], &[4, batch * seqlen_q][..]));
             assert!(is_zero(&o));

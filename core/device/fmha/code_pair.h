@@ -1,5 +1,5 @@
-// Operands of printed expressions: a pair's place, and the captures of a call (core/src/text/code_source.rs). The captures
-// are words of the call's arguments:
+// Operands of printed expressions: a pair's place, and the captures of a call (core/src/text/code_source.rs). The
+// captures are words of the call's arguments:
 //
 //   number   its bits
 //   tensor   its address, then its strides in elements, then its extents

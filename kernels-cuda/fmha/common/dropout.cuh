@@ -42,8 +42,8 @@ struct DroppedBits {
   // the next two, and so on.
   uint32_t words[2][num_words];
 
-  // Draws which P of the first `count` keys are dropped. `i` and `batch_head` belong to the thread's two rows; with `one_head` all rows of
-  // the warp have one head.
+  // Draws which P of the first `count` keys are dropped. `i` and `batch_head` belong to the thread's two rows; with
+  // `one_head` all rows of the warp have one head.
   template <int count, bool one_head>
   FMHA_DEVICE void decide(const FwdParams& p, DropoutQuads& quads, const int32_t (&i)[2], const int32_t (&batch_head)[2],
                           int32_t first_key) {

@@ -1,7 +1,7 @@
 // `fmha/row_bwd.h` on a vendor's lanes (`fmha/simt/lanes.h`): every backward spec of the contract, slowly.
 #pragma once
 #include <fmha/row_bwd.h>
-#include <fmha/simt/lanes.h>
+#include <fmha/simt/fwd.h>
 
 namespace fmha::simt {
 

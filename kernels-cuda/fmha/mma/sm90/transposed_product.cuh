@@ -45,8 +45,8 @@ FMHA_DEVICE void start_product_atb(D& d, const TileA& a, int column, const TileB
   ptx::wgmma_commit_group();
 }
 
-// Starts d = A B, or d += A B, and does not wait. A is rows [row, row + 64), contracted along their dim. B is read across
-// its rows from `b_column` on, which begins a chunk or lies in a chunk that has all of D's columns.
+// Starts d = A B, or d += A B, and does not wait. A is rows [row, row + 64), contracted along their dim. B is read
+// across its rows from `b_column` on, which begins a chunk or lies in a chunk that has all of D's columns.
 template <DType dtype, bool adds = false, class D, class TileA, class TileB>
 FMHA_DEVICE void start_product_ab(D& d, const TileA& a, int row, const TileB& b, int b_column = 0) {
   static_assert(TileA::dim == TileB::rows && D::columns <= TileB::dim, "A's columns are B's rows");

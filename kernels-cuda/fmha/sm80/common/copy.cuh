@@ -28,8 +28,8 @@ FMHA_DEVICE void gather_word(uint32_t (&words)[4], ElemAt elem_at) {
   }
 }
 
-// Copies one word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be named where
-// nothing is read. Fewer than 4 bytes at a time are read element by element.
+// Copies one word of a row: its first `there` elements from `from` on, then zeros. `any` is an address that may be
+// named where nothing is read. Fewer than 4 bytes at a time are read element by element.
 template <int bytes, class Elem>
 FMHA_DEVICE void copy_word(uint32_t to, const Elem* from, int32_t there, const void* any) {
   constexpr int size = sizeof(Elem), all = kWordOf<Elem>;

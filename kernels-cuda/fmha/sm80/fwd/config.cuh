@@ -73,7 +73,8 @@ FMHA_DEVICE consteval bool widens_blocks(const FwdSpec& spec, const Sm80Tile& ti
 // Elements of O that a warp's registers hold beside fragments on their way.
 constexpr int kMostRawOutput = 32 * 128;
 
-// Whether the products read FP8 blocks as they lie (fp8_product.cuh): one warp has all rows, and a lane reads whole words.
+// Whether the products read FP8 blocks as they lie (fp8_product.cuh): one warp has all rows, and a lane reads whole
+// words.
 FMHA_DEVICE consteval bool reads_raw_blocks(const FwdSpec& spec, const Sm80Tile& tile) {
   return widens_blocks(spec, tile) && tile.warps == 1 && spec.head_dim_qk % 16 == 0 && spec.head_dim_v % 64 == 0 &&
          tile.block_m * spec.head_dim_v <= kMostRawOutput;
