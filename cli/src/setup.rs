@@ -397,7 +397,12 @@ impl ProblemArgs {
                 let text = format!("iperm 1 beside block_scales {format}: such tensors are made b s h d");
                 return Err(Failure::wrong(text));
             }
-            problem = problem.with_block_scales(format);
+            // Each tensor has a scale of its own in every format.
+            problem = problem
+                .with_block_scales(format)
+                .descale_q(self.qscale)
+                .descale_k(self.qscale)
+                .descale_v(self.qscale);
         }
         let descales = [problem.scales.descale_q, problem.scales.descale_k, problem.scales.descale_v];
         if !descales.contains(&self.qscale) {

@@ -228,8 +228,8 @@ impl Sm100Tile {
     pub fn place(&mut self, problem: &FwdProblem) {
         self.whole_groups = self.pack_gqa && !128_u32.is_multiple_of(problem.gqa_ratio().max(1));
         self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
-        // A part's rows are the kernel's own.
-        self.vector_store = stores_vectors(problem) || self.split_keys > 0;
+        // A part's rows are the kernel's own; rows of O that no vector fits are stored by elements, whatever was asked.
+        self.vector_store = self.split_keys > 0 || self.vector_store && stores_vectors(problem);
     }
 
     /// CTAs to launch.
@@ -248,7 +248,7 @@ impl Sm100Tile {
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let workers = self.grid(schedule, num_sms) / self.cluster.unsigned_abs();
         let zeroed_bytes = schedule.counter_bytes(self.order, workers);
-        let parts = self.cut(problem).workspace_bytes(problem, problem.dims.seqlen_q);
+        let parts = self.cut(problem).workspace_bytes(problem, self.rows_at_once(problem).queries);
         Workspace { bytes: parts.max(zeroed_bytes), zeroed_bytes }
     }
 

@@ -107,6 +107,10 @@ pub(crate) struct Parts {
 /// Keys of a sequence, at most, where rows are to have the same bits in each call: P's scale is one for all lengths.
 const MOST_INVARIANT_KEYS: u32 = (1 << 24) - 1;
 
+/// Bytes of parts at most where rows are to have the same bits in each call: all rows' parts lie in the workspace at
+/// once, so they grow with the square of the length.
+const MOST_INVARIANT_BYTES: u64 = 16 << 30;
+
 impl Parts {
     /// The pieces of keys that are cut so.
     ///
@@ -163,8 +167,20 @@ impl Parts {
             dealt_words,
             row_invariant,
         };
-        if parts.workspace_bytes() >= 1 << 62 {
+        let bytes = parts.workspace_bytes();
+        if bytes >= 1 << 62 {
             refuse!(kernel, "the workspace would be 2^62 bytes or more");
+        }
+        if row_invariant && bytes > MOST_INVARIANT_BYTES {
+            refuse!(
+                kernel,
+                "row_invariant true: batch {}, num_heads_q {}, seqlen_q {} and seqlen_k {} make parts of {bytes} \
+                 bytes, more than {MOST_INVARIANT_BYTES}",
+                dims.batch,
+                dims.num_heads_q,
+                dims.seqlen_q,
+                dims.seqlen_k
+            );
         }
         Ok(parts)
     }

@@ -84,10 +84,20 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100", "sm100_widened"],
+        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
-        what: "lists of keys are sm80's",
+        what: "lists of keys are sm80's, and sm90_mla's of wide rows",
         applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90_mla"],
+        slowly: false,
+        what: "lists of keys in rows of 256 or fewer elements, and gradients over them, are sm80's",
+        applies: |case, problem| {
+            let is_narrow = problem.is_some_and(|p| p.lists.is_some() && p.dims.head_dim_qk <= 256);
+            is_narrow || matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.lists.is_some())
+        },
     },
     Declared {
         backends: &["cuda"],
@@ -141,18 +151,41 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["cuda"],
         kernels: &[],
         slowly: false,
         what: "masks as data beside a score or a mask as code are the CPU backend's, and sm90's and sm100's where no mask reads the head",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["rocm"],
+        kernels: &["simt"],
+        slowly: false,
+        what: "masks as data beside a score or a mask as code are not the slow kernel's",
+        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
+    },
+    Declared {
+        backends: &["cuda"],
         kernels: &[],
         slowly: true,
         what: "masks as data are read by sm80, by sm90, by sm100 and by the slow kernels",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &["cdna_decode", "cdna_widened", "rdna_decode", "rdna_widened"],
+        slowly: false,
+        what: "masks as data are read by AMD's tile kernels and by the slow ones",
+        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty()),
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &["cdna_fwd", "cdna_bwd", "rdna_fwd", "rdna_bwd"],
+        slowly: true,
+        what: "masks as data over pages are the slow kernel's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| !p.masks.is_empty() && p.layout.kv.page_size().is_some())
+        },
     },
     Declared {
         backends: &["cuda", "rocm"],

@@ -99,13 +99,13 @@ impl RowKernel {
             Self::MaskedSimtBwd => [MASKED, BWD_MASKS, "simt::masked_bwd<kSpec>(p, m);"],
             Self::SmallRows { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_rows<kSpec>(p, s);"],
             Self::SmallRows { masked: true } => {
-                [SMALL, SMALL_MASKS, "simt::small_rows<kSpec>(p, s, DataMasks{m});"]
+                [SMALL, SMALL_MASKS, "simt::small_rows<kSpec>(p, s, ShownPairs<true>{DataMasks{m}, p});"]
             }
             Self::SmallHeads { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_heads<kSpec>(p, s);"],
             Self::SmallHeads { masked: true } => [SMALL, SMALL_MASKS, "simt::small_heads<kSpec>(p, s);"],
             Self::SmallKeys { masked: false } => [SMALL, SMALL_PARAMS, "simt::small_keys<kSpec>(p, s);"],
             Self::SmallKeys { masked: true } => {
-                [SMALL, SMALL_MASKS, "simt::small_keys<kSpec>(p, s, DataMasks{m});"]
+                [SMALL, SMALL_MASKS, "simt::small_keys<kSpec>(p, s, ShownPairs<true>{DataMasks{m}, p});"]
             }
             Self::ScaledSimt => [
                 "fmha/simt/scaled.h",

@@ -6,7 +6,7 @@ use fmha_core::small_outputs::{rows_bytes, small_params};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{Call, Refusal, Result, ValidFwd, bind, cache_update};
 
-use super::RowKernel;
+use super::{RowKernel, tile_list};
 use crate::driver::Driver;
 use crate::launches::{Launch, Stage};
 use crate::recipe::Facts;
@@ -20,6 +20,7 @@ pub(crate) fn takes(problem: &ValidFwd, kernel: &str) -> Result<(), Refusal> {
     let Some(name) = problem.outputs.first() else { return Ok(()) };
     let beside = match problem.cache.dtype {
         Some(cache) => format!("dtype_cache {cache}"),
+        None if problem.block_scales.is_some() => "block_scales".to_owned(),
         None if problem.cache.tree_mask => "tree_mask".to_owned(),
         None if cache_update::is_wanted(problem) => "k_new or rotary_dim".to_owned(),
         None if problem.arrivals > 0 => format!("arrivals {}", problem.arrivals),
@@ -40,8 +41,13 @@ pub(crate) fn plan(problem: &ValidFwd, facts: &impl Facts) -> Result<(Vec<Launch
     }
     let bytes = rows_bytes(problem).ok_or("the workspace would be 2^62 bytes or more")?;
     // Scores know nothing of what else the forward writes.
-    let spec = FwdSpec { write_lse: false, write_keep_mask: false, dropout: false, ..FwdSpec::of(problem) };
+    let mut spec =
+        FwdSpec { write_lse: false, write_keep_mask: false, dropout: false, ..FwdSpec::of(problem) };
     let masked = !problem.masks.is_empty();
+    if masked {
+        // Pairs ask the mask as code where masks as data say so: not in full blocks.
+        spec.code = tile_list::code_beside_lists(problem);
+    }
     let dims = problem.dims;
     let heads = u64::from(dims.batch) * u64::from(dims.num_heads_q);
     let launch = |name, kernel, rows| facts.row_launch((Stage::Small, name), kernel, &spec, [rows, 0]);

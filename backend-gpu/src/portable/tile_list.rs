@@ -69,6 +69,9 @@ pub struct TileListPlan {
     blocks: u64,
 }
 
+/// Lists, at most: a group of [`THREADS`] makes each, and a grid of AMD's has threads that 32 bits count.
+const MOST_LISTS: u64 = (u32::MAX / THREADS) as u64;
+
 /// Bytes of lists, at most: they grow with the square of the length, and `sm80` serves the same masks without any.
 const MOST_BYTES: u64 = 4 << 30;
 
@@ -77,7 +80,7 @@ impl TileListPlan {
     /// whole workspace.
     ///
     /// # Errors
-    /// 2^30 rows or more, with the fields that make them.
+    /// More rows than a grid has groups for, with the fields that make them.
     pub fn new(
         problem: &FwdProblem,
         of: TileOf,
@@ -92,9 +95,9 @@ impl TileListPlan {
         let max_blocks = blocks.max(1);
         let batch = if shared_by_batch(problem) { dims.batch.min(1) } else { dims.batch };
         let rows = u64::from(batch) * u64::from(heads) * u64::from(tiles);
-        if rows >= 1 << 30 {
+        if rows >= MOST_LISTS {
             return Err(format!(
-                "seqlen_q {}, seqlen_k {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below 2^30",
+                "seqlen_q {}, seqlen_k {}, {heads} heads of masks and batch {} make {rows} lists of tiles, not below {MOST_LISTS}",
                 dims.seqlen_q, dims.seqlen_k, dims.batch
             ));
         }

@@ -83,7 +83,8 @@ pub struct Options {
     pub batch_invariant: bool,
     /// The bits of a query row depend on that row and the keys that it sees alone.
     pub row_invariant: bool,
-    /// Whether the fallback kernel, which is right and slow, may serve where no fast one takes the call.
+    /// Whether the fallback kernel, which is right and slow, may serve where no fast one takes the call: not unless it
+    /// is asked for. On a GPU f32 needs it.
     pub allow_fallback: bool,
 }
 

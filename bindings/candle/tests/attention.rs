@@ -58,12 +58,12 @@ impl Case {
     }
 }
 
-#[test]
 /// Options with which f32 is computed on a GPU too.
 fn allowing() -> Options {
     Options::default().allow_fallback(true)
 }
 
+#[test]
 fn flash_attn_of_equal_lengths_and_its_gradients() {
     for (seed, causal, dims) in [
         (1, false, [[2, 9, 4, 24], [2, 13, 2, 24], [2, 13, 2, 24]]),

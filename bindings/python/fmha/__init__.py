@@ -219,7 +219,7 @@ def attention(
         index_block: keys of an entry: entry ``e`` stands for keys ``e * index_block`` up to
             ``(e + 1) * index_block``.
         block_scales: scales by blocks of Q, K and V that are stored in MXFP8 or NVFP4, as
-            :meth:`BlockScales.quantize` makes both. torch's tensors alone, without a compiler and gradients, and beside
+            :meth:`BlockScales.quantize` makes both. On a GPU ``allow_fallback`` alone serves them. torch's tensors alone, without a compiler and gradients, and beside
             neither functions, masks as data, lists nor small outputs.
 
     Returns:
@@ -235,6 +235,7 @@ def attention(
     bound, masks = _bound(options, row_max, head_max, key_sum)
     if block_scales is not None:
         beside = dict(score_code=score_code, mask_code=mask_code, captured=captured, indices=indices)
+        beside["index_block"] = None if index_block == 1 else index_block
         beside.update(topk_length=topk_length, row_max=row_max, head_max=head_max, key_sum=key_sum)
         o, lse = _scaled(door, block_scales, beside, masks)(q, k, v, *bound, block_scales)
     elif indices is not None or topk_length is not None or index_block != 1:

@@ -80,6 +80,7 @@ class FmhaCall(Structure):
         ("code", c_void_p),
         ("lists", c_void_p),
         ("masks", c_void_p),
+        ("block_scales", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_uint64),
         ("dropout_seed", c_uint64),

@@ -475,8 +475,8 @@ def attention(
 
     Args:
         q: this rank's rows ``[batch, own rows, num_heads_q, head_dim_qk]``; packed ``[own rows, num_heads_q, ..]``.
-        k, v: this rank's rows ``[batch, own rows, num_heads_kv, ..]``, or packed. 16 bits or f32; copied where they
-            are not contiguous.
+        k, v: this rank's rows ``[batch, own rows, num_heads_kv, ..]``, or packed. 16 bits or f32, which a GPU computes
+            where ``allow_fallback`` is given; copied where they are not contiguous.
         group: torch's process group: NCCL's for tensors on GPUs, any other's for those of the CPU; ``None`` is all
             ranks.
         causal: bottom-right, over the whole sequence; or ``mask`` as in :func:`fmha.attention`.
@@ -495,6 +495,7 @@ def attention(
         partition_k: the same for keys; ``None``: as the queries.
         scheme: ``"gather"``, ``"ring"``, ``"mixed"``, ``"ulysses"`` or ``"decode"``; ``None``: what the model of
             kernels and links finds fastest. :func:`explain` says what was chosen.
+        allow_fallback: whether the slow kernel may serve where no fast one takes the call.
         deterministic: gradients with the same bits in every run; also where torch's deterministic algorithms are on.
         batch_invariant: bits that do not depend on the number of ranks, or a refusal.
         row_invariant: a row's bits depend on that row and the keys that it sees alone, by ``"gather"``, or a refusal;

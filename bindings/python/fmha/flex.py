@@ -259,7 +259,7 @@ def mask_of(
     has_function = mask_mod is not noop_mask
     if not (beside_code or has_function) or query.device.type == "cpu":
         return (mask_mod if has_function else None), split(BlockLists.of(block_mask))[1]
-    # No kernel of a GPU has lists beside a function: they are a table that the function reads.
+    # Beside a function the lists are a table that it reads: not every kernel of a GPU has both.
     blocks = _Blocks(block_mask)
 
     def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -6,6 +6,7 @@
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
+#include <fmha/bwd.h>
 #include <fmha/exp_sum.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>

@@ -15,8 +15,9 @@ struct ShownPairs {
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t i_head, int32_t i, int32_t j) const {
     if constexpr (!has_function) return masks.sees(span, i_head, i, j);
     const DataMasks::Shown shown = masks.shown(span, i_head, i, j);
-    return shown == DataMasks::Shown::Full ||
-           (shown == DataMasks::Shown::Asked && Functions::of(p, span, i_head).shows({i, j}));
+    // No branch around the function: one hid pairs that it shows (clang 22, gfx942; cause not found).
+    const int32_t shows = Functions::of(p, span, i_head).shows({i, j});
+    return (int32_t(shown == DataMasks::Shown::Full) | (int32_t(shown == DataMasks::Shown::Asked) & shows)) != 0;
   }
 };
 

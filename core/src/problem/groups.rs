@@ -102,7 +102,7 @@ impl SmallOutputs {
         wanted.into_iter().find_map(|(name, wanted)| wanted.then_some(name))
     }
 
-    /// For kernels that write none.
+    /// Refuses small outputs in the name of a kernel that writes none.
     ///
     /// # Errors
     /// A small output that is wanted.

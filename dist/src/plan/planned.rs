@@ -223,6 +223,12 @@ impl Planned {
     }
 
     fn check_score(&self, score: &ScoreArgs<'_>) -> Result<()> {
+        if let Some(given) = score.block_scales().into_iter().flatten().next() {
+            let bytes = given.bytes();
+            return Err(
+                self.wrong("block_scales", format!("block_scales: {bytes} bytes given, but ranks take none"))
+            );
+        }
         let sinks = 4 * u64::from(self.whole.fwd.dims.num_heads_q);
         let given = score.sink.as_ref().map_or(0, DevSlice::bytes);
         if self.whole.fwd.score.sink && given < sinks {

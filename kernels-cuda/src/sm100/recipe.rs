@@ -119,12 +119,12 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
                 // A row is one thread's, its key blocks begin at the sequence's first key, and their size is the head
                 // dimensions': blocks that only other rows of its tile see add zeros. But a short query's keys may be
                 // split, a long one's are not.
-                // Lists have what is cut for any row of a tile first, and the longest query decides on a tile's rows.
-                batch_invariant: (!is_split || tile.fixed_parts)
+                // Lists have what is cut for any row of a tile first, so that a row's order is its tile's.
+                batch_invariant: list.is_none()
+                    && (!is_split || tile.fixed_parts)
                     && tile.cluster == 1
                     && (options.batch_invariant
-                        || list.is_none()
-                            && split::split_keys(problem, tile.block_n) == 0
+                        || split::split_keys(problem, tile.block_n) == 0
                             && sm100::default_tile(&spec).cluster == 1),
                 row_invariant: false,
                 graph_capturable: true,

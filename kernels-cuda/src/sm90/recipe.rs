@@ -271,11 +271,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             promises: Promises {
                 deterministic: true,
                 // A short query's keys may be split, a long one's not, unless parts have as many keys of
-                // every sequence.
-                batch_invariant: tile.is_batch_invariant(&spec)
-                    && (options.batch_invariant
-                        || list.is_some() && has_many_rows(problem)
-                        || split::is_never_cut(problem, tile.block_n, true)),
+                // every sequence. Lists have what is cut for any row of a tile first: a row's order is its tile's.
+                batch_invariant: list.is_none()
+                    && tile.is_batch_invariant(&spec)
+                    && (options.batch_invariant || split::is_never_cut(problem, tile.block_n, true)),
                 row_invariant: options.row_invariant
                     && list.is_none()
                     && row_order::shared_block(problem, facts) == Some(tile.block_n)

@@ -35,7 +35,7 @@ struct ListWalk {
 
   FMHA_DEVICE bool is_cut(int32_t n) const { return n < num_cut; }
   FMHA_DEVICE int32_t tile_at(int32_t n) const {
-    const int32_t i = min(n, num_tiles - 1), block = blocks[i < num_cut ? i : max_blocks - 1 - (i - num_cut)];
+    const int32_t i = max(min(n, num_tiles - 1), 0), block = blocks[i < num_cut ? i : max_blocks - 1 - (i - num_cut)];
     return n < num_tiles ? block : past_end;
   }
 };

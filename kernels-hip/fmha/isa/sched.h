@@ -25,9 +25,13 @@ FMHA_DEVICE int opaque_thread_idx() {
   return thread;
 }
 
-// needs: gfx90a. Makes a wave-uniform value in an SGPR opaque, as opaque_in_vgpr does for a VGPR.
+// needs: gfx90a. Makes a wave-uniform value in an SGPR opaque, as opaque_in_vgpr does for a VGPR. Clang does not see
+// that every such value is uniform, and then cannot copy it.
 // https://llvm.org/docs/AMDGPUUsage.html#amdgpu-inline-assembly
-FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) { asm volatile("" : "+s"(x)); }
+FMHA_DEVICE void opaque_in_sgpr(uint32_t& x) {
+  x = uint32_t(v_readfirstlane_b32(int(x)));
+  asm volatile("" : "+s"(x));
+}
 
 // needs: gfx90a. The kernel's argument struct behind an opaque pointer: fields are loaded here (by S_LOAD, for it lies
 // in constant memory) and not kept in registers from earlier loads.

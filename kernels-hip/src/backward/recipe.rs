@@ -7,7 +7,7 @@ use fmha_core::fields::knob_values;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::{TileClass, TileOptions};
-use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, Workspace, bind};
+use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, ValidBwd, Workspace, bind};
 use fmha_gpu::tile_list::{TileList, TileListPlan};
 use fmha_gpu::{
     About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows,
@@ -111,8 +111,9 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 products.into_iter().chain([rest]),
             ),
             workspace,
-            // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row.
-            promises: deterministic_rows(),
+            // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row, in an
+            // order that is its tile's where there are lists.
+            promises: Promises { batch_invariant: lists.is_empty(), ..deterministic_rows() },
             details,
             kernel: Self { kernel, lists, list_of_launch },
         })

@@ -6,7 +6,9 @@ use fmha_core::masks::mask_data_params;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Call, FwdProblem, PlanOptions, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind};
+use fmha_core::{
+    Call, FwdProblem, PlanOptions, Promises, Refusal, ResourceUsage, Result, ValidFwd, Workspace, bind,
+};
 use fmha_gpu::tile_list::{TileListPlan, TileOf};
 use fmha_gpu::{
     About, AnyAddress, Choice, Facts as _, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles,
@@ -148,8 +150,9 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         Ok(Choice {
             launches: Launches::new(lists, launch(Stage::Main, K::NAME, kernel.source(), tiles, threads), []),
             workspace,
-            // A row is one wave's, its keys in one order, and every tile's maxima are taken.
-            promises: deterministic_rows(),
+            // A row is one wave's, its keys in one order, and every tile's maxima are taken. Lists have what is cut for
+            // any row of a tile first, so that a row's order is its tile's.
+            promises: Promises { batch_invariant: list.is_none(), ..deterministic_rows() },
             details,
             kernel: Self { kernel, list },
         })

@@ -1,5 +1,6 @@
 //! Scales by blocks: each format, over every way in which Q, K and V lie, and beside every option that goes with it.
 
+use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{BlockFormat, DType, Descale, Dims, FwdProblem, Shape, Strides, VLayout};
 
 use super::decode::in_pages;
@@ -62,6 +63,9 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
             ("negative_scale", plain("b").softmax_scale(-0.2)),
             ("o_f32", plain("0").dtype_o(DType::F32)),
             ("no_lse", plain("b").write_lse(false)),
+            ("bias", super::backward::modified(plain("b"), "bias_16").fwd),
+            ("score", plain("b").score_code(draw::score(7, Kind::Bare).ok())),
+            ("mask", plain("b").mask_code(draw::mask(7, Kind::Bare).ok())),
         ] {
             push(&format!("{dtype}/beside/{what}"), problem, Lengths::default());
         }

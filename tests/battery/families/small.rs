@@ -73,6 +73,11 @@ pub(crate) fn cases() -> Vec<Case> {
             push(format!("small/masks/{dtype}/{variant}/{kind}"), wanting(problem, 7), lengths);
         }
     }
+    for (nth, kind) in ["intervals", "bits", "full", "lists", "all"].into_iter().enumerate() {
+        let dtype = [DType::Bf16, DType::F16][nth % 2];
+        let (problem, lengths) = masks::problem(dtype, "code", kind, 40 + nth as u64);
+        push(format!("small/masks/{dtype}/code/{kind}"), wanting(problem, 7), lengths);
+    }
     for (at, variant) in ["batch", "group", "softcap", "alibi", "sink", "window"].into_iter().enumerate() {
         for (nth, what) in ["score", "mask", "both"].into_iter().enumerate() {
             let dtype = WIDE[(at + nth) % 3];

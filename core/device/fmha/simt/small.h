@@ -1,7 +1,7 @@
 // `fmha/row_small.h` on a vendor's lanes: small outputs of the forward, behind whichever kernel writes O.
 #pragma once
-#include <fmha/mask_data.h>
 #include <fmha/row_small.h>
+#include <fmha/shown_pairs.h>
 #include <fmha/simt/lanes.h>
 
 namespace fmha::simt {

@@ -228,6 +228,9 @@ impl Operands {
         let extents = problem.checked_extents(seq.totals)?;
         if problem.block_scales.is_none() {
             self.tensor("q", Access::input(&q), problem.strides.q, extents.q, problem.dtypes.qk)?;
+            for (name, slice) in SCALE_NAMES.into_iter().zip(score.block_scales()) {
+                self.optional(name, slice.as_ref().map(Access::input), false, ElemType::Bytes, 0, 1)?;
+            }
         }
 
         let dims = problem.dims;
@@ -341,13 +344,8 @@ impl Operands {
         args: &FwdArgs<'_>,
         extents: &Extents,
     ) -> Result<(), ProblemError> {
+        let Some(scales) = &problem.block_scales else { return Ok(()) };
         let given = args.score.block_scales();
-        let Some(scales) = &problem.block_scales else {
-            for (name, slice) in SCALE_NAMES.into_iter().zip(&given) {
-                self.optional(name, slice.as_ref().map(Access::input), false, ElemType::Bytes, 0, 1)?;
-            }
-            return Ok(());
-        };
         let (elem, strides) =
             (scales.format.elem(), [problem.strides.q, problem.strides.k, problem.strides.v]);
         let tensors = [("q", args.q), ("k", read_only("k", &args.k)?), ("v", read_only("v", &args.v)?)];

@@ -240,6 +240,8 @@ struct Loader {
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
     ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
     zero_phase ^= 1;
+    // A lane that is late must not find the phase after its own.
+    if constexpr (paged) __syncwarp();
     if (paged && !leads) return;
     smem.zero.slot = slot;
     smem.zero.first_row = first_row;
