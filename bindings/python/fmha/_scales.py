@@ -64,7 +64,7 @@ def _bytes(name: str, x: Any, types: Tuple[torch.dtype, ...]) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: {type(x).__name__} is no tensor of torch's")
     if x.dtype not in types:
-        raise TypeError(f"{name} is of {x.dtype}, not of {' or '.join(map(str, types))}")
+        raise TypeError(f"{name} is of {x.dtype}, not of {' or '.join(map(str, types))}, as block_scales stand for")
     return x if x.dtype == types[0] else x.view(types[0])
 
 

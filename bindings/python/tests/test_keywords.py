@@ -553,9 +553,25 @@ def list_cases():
     )
 
 
+def scale_cases():
+    q, k, v, scales = fmha.BlockScales.quantize(*tensors(), "mxfp8_e4m3")
+    doubled = fmha.BlockScales(scales.q, scales.k, scales.v.view(torch.uint8) + 1, scales.format)
+    beside = dict(q=q, k=k, v=v)
+    return dict(
+        block_scales=[
+            changes(scales, doubled, **beside),
+            refused(scales),
+            refused("mxfp8_e4m3", **beside),
+            refused(scales, "index_block", index_block=2, **beside),
+            refused(scales, "key_sum", key_sum=torch.zeros(2, 4, 11), **beside),
+        ]
+    )
+
+
 @door
 def attention():
-    return Door(fmha.attention, qkv(), dict(own_cases(), **code_cases(), **list_cases(), **small_cases()))
+    cases = dict(own_cases(), **code_cases(), **list_cases(), **small_cases(), **scale_cases())
+    return Door(fmha.attention, qkv(), cases)
 
 
 @door
@@ -798,6 +814,7 @@ def test_no_keyword_of_numpys_door_is_swallowed():
     # Lists are taken of torch's tensors alone.
     cases["indices"] = refused(numpy.zeros((2, 7, 4, 5), numpy.int32))
     cases.update(topk_length=refused(numpy.zeros(2, numpy.int32)), index_block=refused(2))
+    cases["block_scales"] = refused(scale_cases()["block_scales"][0].value)
     assert not faults(Door(fmha.attention, {name: into(x) for name, x in qkv().items()}, cases))
 
 
