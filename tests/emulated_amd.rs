@@ -75,7 +75,17 @@ fn hash(text: &str) -> u64 {
 /// Cases for the tile kernel alone. What the fallback takes instead of it (operands apart from their alignment, pages),
 /// [`the_fallback_takes_every_spec`] and the rows of `xtask/src/kernels.rs` take to it.
 fn for_the_tile_kernel() -> impl Iterator<Item = Case> {
-    let left_out = ["addresses/", "backward/", "code/backward/", "decode/", FOR_A_WHOLE_DEVICE];
+    let left_out = [
+        "addresses/",
+        "backward/",
+        "bits/few_keys/",
+        "code/backward/",
+        "decode/",
+        "lists/",
+        "masks/backward/",
+        "scales/",
+        FOR_A_WHOLE_DEVICE,
+    ];
     let mut cases = all();
     cases.retain(|case| !left_out.iter().any(|family| case.name.starts_with(family)));
     cases.into_iter().map(|mut case| {
@@ -99,7 +109,7 @@ fn is_dealt_to(arch: usize, backend: &Device, case: &Case) -> bool {
 
 /// The number was 1259 when each fact of a call was compiled in. FP8 over several blocks asks for 310 and 9,
 /// and short queries' caches, which differ in layout and type, for 86 (FP8's four types on gfx90a and gfx942,
-/// by their bits).
+/// by their bits). Masks as data ask for kernels of their own.
 #[test]
 fn the_battery_asks_for_few_kernels() {
     for arch in ARCHS {
@@ -113,7 +123,7 @@ fn the_battery_asks_for_few_kernels() {
         let decode = kernels.iter().filter(|entry| entry.contains("cdna/decode/")).count();
         let others = kernels.len() - decode;
         println!("{arch}: {others} kernels, and {decode} of decode");
-        assert!(others > 0 && others <= 330 && decode <= 90, "{arch}: {others} and {decode}");
+        assert!(others > 0 && others <= 370 && decode <= 90, "{arch}: {others} and {decode}");
     }
 }
 
@@ -129,11 +139,11 @@ fn products(backend: &Device, kernel: &str, case: &Case) -> Vec<String> {
 
 /// Products of the backward ask for few kernels: two or three for each of two types, of head dims in whole 64
 /// (of RDNA 32), of five kinds of scores and every two modifiers of them, of two ways to load and to store,
-/// of the gradients' types.
+/// of the gradients' types; under masks as data again.
 #[test]
 fn the_batterys_backward_asks_for_few_products() {
     let of_cdna = ARCHS.map(|arch| (arch, "cdna_bwd", 240));
-    for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 350)]) {
+    for (arch, kernel, most) in of_cdna.into_iter().chain([("gfx1100", "rdna_bwd", 390)]) {
         let Ok(backend) = fmha_rocm::pretend(arch) else { panic!("{arch}") };
         let mut cases = all();
         // Cases of functions are left out: each function is a text of its own.
@@ -274,7 +284,8 @@ fn walk_over_tiles(is_one: fn(&Case) -> bool) {
             repro_words: format!("--emulate {arch} --tile block_m=64,order=static,workgroups={workgroups}"),
             ..Options::default()
         };
-        let dealt: Deal = format!("{}/24", index + 1).parse().unwrap();
+        // Parts in which kernels that walk are many enough.
+        let dealt: Deal = format!("{}/24", index + 3).parse().unwrap();
         let mut cases = dealt.of(cases, &backend, &options.plan);
         cases.retain(is_one);
         let report = run_cases(&backend, &cases, &options, &|_, _, _| ());

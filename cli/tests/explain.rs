@@ -35,7 +35,10 @@ fn small_outputs_are_planned_and_belong_to_forward() {
     assert_eq!((ran.status, ran.err.as_str()), (0, ""));
     for (options, said) in [
         ("--backend cpu --row-max --backward", "row_max goes without --backward"),
-        ("--arch sm_90a --prec bf16 --key-sum --kernel sm90", "key_sum is not written by this kernel"),
+        (
+            "--arch sm_90a --prec bf16 --key-sum --block-scales nvfp4 --allow-fallback",
+            "key_sum beside block_scales is not written on this device",
+        ),
         ("--backend cpu --head-max --ranks 2", "--ranks"),
     ] {
         let ran = fmha(&format!("explain -s 64 -d 8 {options}"));

@@ -59,7 +59,7 @@ fn masks_as_data_are_tuned_and_refused_by_name_beside_functions() {
     let tune = |rest: &str| {
         let mask = mask.display();
         fmha(&format!(
-            "tune --backend cuda --emulate sm_80 -b 1 --heads 1 -s 128 -d 64 --compile --knob stages --mask {mask} {rest}"
+            "tune --backend cuda --emulate sm_80 -b 1 --heads 1 -s 128 -d 64 --compile --field stages --mask {mask} {rest}"
         ))
     };
     let ran = tune("");

@@ -165,6 +165,17 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {
+        backends: &["rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "masks as data beside a score or a mask as code, in f32 or FP8 or over pages, are the CPU backend's",
+        applies: |_, problem| {
+            let is_slow = uses(problem, |dtype| dtype == DType::F32 || dtype.is_fp8())
+                || problem.is_some_and(|p| p.layout.kv.page_size().is_some());
+            is_slow && problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty())
+        },
+    },
+    Declared {
         backends: &["cuda"],
         kernels: &[],
         slowly: true,
