@@ -310,7 +310,8 @@ mod tests {
         assert!(names(KernelSource::new("includes nothing".to_owned(), all)).is_empty());
     }
 
-    /// Holds too for the headers that a recipe adds. A vendor brings the lanes of `fmha/simt`.
+    /// Holds too for the headers that a recipe adds. A vendor brings the lanes of `fmha/simt`, and what GPUs share
+    /// the lists of tiles.
     #[test]
     fn every_include_of_a_shared_header_is_a_shared_header() {
         let mut headers = headers();
@@ -321,7 +322,7 @@ mod tests {
             crate::scale_params::header(),
             crate::small_outputs::header(),
         ]);
-        headers.push(Header::embedded("fmha/simt/lanes.h", ""));
+        headers.extend(["fmha/simt/lanes.h", "fmha/tile_list.h"].map(|name| Header::embedded(name, "")));
         for header in &headers {
             for name in includes(&header.text) {
                 assert!(headers.iter().any(|header| header.name == name), "{}: {name}", header.name);

@@ -438,14 +438,14 @@ fn lists_of_tiles_that_would_take_gigabytes_are_refused_with_their_bytes() {
     assert!(refusal.contains("bytes of workspace, more than 4294967296"), "{refusal}");
 }
 
-/// Few rows go to `sm90` or `sm80` by a price, and with it by the batch.
+/// Lists have what is cut for any row of a tile first, so that a row's order of keys is its tile's.
 #[test]
-fn few_rows_under_masks_as_data_are_batch_invariant_only_where_they_are_asked_to_be() {
-    for (seqlen_q, promised) in [(1, false), (300, true)] {
+fn rows_under_masks_as_data_are_not_batch_invariant() {
+    for seqlen_q in [1, 300] {
         let mut problem = under_intervals(of_lengths([seqlen_q, 300], [32, 8], 128, "0"));
         problem.dims.batch = 1;
         if let Ok(choice) = on_hopper(&problem, "skip_row_max=0") {
-            assert_eq!(choice.promises.batch_invariant, promised, "{seqlen_q}");
+            assert!(!choice.promises.batch_invariant, "{seqlen_q}");
         } else {
             assert_eq!(seqlen_q, 1, "many rows are sm90's");
         }
