@@ -43,7 +43,7 @@ element!(f32 = F32, f16 = F16, bf16 = Bf16);
 /// // O stored [batch, head, seq, dim].
 /// let mut o = vec![0f32; 2 * 5 * 4 * 16];
 /// let o_view = TensorViewMut::host_strided(&mut o, shape, Strides::bhsd(shape));
-/// let options = Attention::of(&q, &k, &v).mask(MaskSpec::CAUSAL);
+/// let options = Attention::of(&q, &k, &v).mask(MaskSpec::CAUSAL).allow_fallback(true); // f32 on a GPU
 /// let lse = fmha::attention_into(&q, &k, &v, o_view, &options)?;
 /// assert!(lse.len() == 2 * 4 * 5 && o.iter().all(|&o| (o - 0.5).abs() < 1e-6));
 /// # Ok::<(), fmha::Error>(())
