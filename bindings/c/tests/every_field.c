@@ -85,6 +85,7 @@ static const Field CALL[] = {
     FIELD(FmhaCall, code, STRUCT),
     FIELD(FmhaCall, lists, STRUCT),
     FIELD(FmhaCall, masks, STRUCT),
+    FIELD(FmhaCall, block_scales, STRUCT),
     FIELD(FmhaCall, workspace, FREE),
     FIELD(FmhaCall, workspace_bytes, FREE),
     FIELD(FmhaCall, dropout_seed, FREE),
@@ -391,6 +392,8 @@ static void forward_and_backward(const FmhaOptions *options) {
   no_lists.struct_bytes = sizeof no_lists;
   FmhaMasks no_masks = {0};
   no_masks.struct_bytes = sizeof no_masks;
+  FmhaBlockScales no_scales = {0};
+  no_scales.struct_bytes = sizeof no_scales;
   if (!forward || !backward) return;
   CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
   CHECK(fmha_run(forward, &call) == 0, "forward does not run");
@@ -412,6 +415,7 @@ static void forward_and_backward(const FmhaOptions *options) {
           else if (CALL[i].at == offsetof(FmhaCall, code)) bad.code = &no_code;
           else if (CALL[i].at == offsetof(FmhaCall, lists)) bad.lists = &no_lists;
           else if (CALL[i].at == offsetof(FmhaCall, masks)) bad.masks = &no_masks;
+          else if (CALL[i].at == offsetof(FmhaCall, block_scales)) bad.block_scales = &no_scales;
           else bad.gradients = kind ? NULL : &gradients;
           break;
       }
