@@ -610,9 +610,6 @@ fn assert_smem(spec: &FwdSpec, tile: &Sm100Tile) -> String {
 
 /// `fmha/sm100_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/tile_schedule.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        Sm100Tile::c_definition()
-    );
-    Header::rendered("fmha/sm100_host.h", text)
+    let definitions = [Sm100Tile::c_definition()];
+    Header::shared("fmha/sm100_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
 }

@@ -234,9 +234,6 @@ fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, params: &str, call: &
 
 /// `fmha/sm100_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        Sm100BwdTile::c_definition()
-    );
-    Header::rendered("fmha/sm100_bwd_host.h", text)
+    let definitions = [Sm100BwdTile::c_definition()];
+    Header::shared("fmha/sm100_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }

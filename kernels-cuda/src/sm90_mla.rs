@@ -401,12 +401,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
 
 /// `fmha/sm90_mla_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}\n{}\n}}  // namespace fmha\n",
-        Sm90MlaTile::c_definition(),
-        MlaSchedule::c_definition()
-    );
-    Header::rendered("fmha/sm90_mla_host.h", text)
+    let definitions = [Sm90MlaTile::c_definition(), MlaSchedule::c_definition()];
+    Header::shared("fmha/sm90_mla_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
 }
 
 #[cfg(test)]

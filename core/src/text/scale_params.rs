@@ -58,11 +58,8 @@ pub fn header() -> Header {
         ("kMxfp8E5m2", BlockFormat::Mxfp8E5m2),
         ("kNvfp4", BlockFormat::Nvfp4),
     ];
-    let codes: String =
+    let codes =
         names.map(|(name, format)| format!("constexpr int32_t {name} = {};\n", code(format))).concat();
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n\nnamespace fmha {{\n\n{codes}\n{}\n}}  // namespace fmha\n",
-        BlockScaleParams::c_definition()
-    );
-    Header::rendered("fmha/block_scale_params.h", text)
+    let definitions = [codes, BlockScaleParams::c_definition()];
+    Header::shared("fmha/block_scale_params.h", "fmha", &["fmha/params.h"], &definitions)
 }

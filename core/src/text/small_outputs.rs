@@ -46,9 +46,6 @@ pub fn rows_bytes(problem: &FwdProblem) -> Option<u64> {
 /// `fmha/small_params.h`: what this file shares with the device.
 #[must_use]
 pub fn header() -> Header {
-    let text = format!(
-        "#pragma once\n#include <fmha/params.h>\n\nnamespace fmha {{\n\n{}\n}}  // namespace fmha\n",
-        SmallParams::c_definition()
-    );
-    Header::rendered("fmha/small_params.h", text)
+    let definitions = [SmallParams::c_definition()];
+    Header::shared("fmha/small_params.h", "fmha", &["fmha/params.h"], &definitions)
 }
