@@ -279,14 +279,7 @@ impl Sm80Tile {
                 self.split_keys, self.value_parts
             ));
         }
-        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
-            return Err(format!(
-                "tile shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
-                self.shares,
-                self.split_keys,
-                i32::from(self.fixed_parts)
-            ));
-        }
+        split::check_shares(self.shares, self.split_keys, self.fixed_parts)?;
         if self.num_threads() * self.ctas > MAX_THREADS {
             return Err(format!(
                 "tile warps={} with ctas={}: a multiprocessor holds {MAX_THREADS} threads at least",

@@ -300,6 +300,21 @@ pub fn splits(problem: &FwdProblem) -> Result<(), String> {
     Ok(())
 }
 
+/// Checks that a tile's shares go with how it cuts keys besides.
+///
+/// # Errors
+/// The three fields.
+pub(crate) fn check_shares(shares: i32, split_keys: i32, fixed_parts: bool) -> Result<(), String> {
+    if shares > 0 && (split_keys == 0 || fixed_parts) {
+        return Err(format!(
+            "tile shares={shares} with split_keys={split_keys} and fixed_parts={}: shares have so many keys at least, \
+             and no fixed number",
+            i32::from(fixed_parts)
+        ));
+    }
+    Ok(())
+}
+
 /// Checks that a problem's keys can be cut so.
 ///
 /// # Errors

@@ -1,13 +1,12 @@
 //! Fields of the tile by name, `block_m=128 stages=3`, as the command, the benches and plan options say it;
 //! which go together.
 
-use fmha_core::fields::Fields as _;
+use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::{FwdSpec, KvKind};
 
-use crate::schedule::TileOrder;
-use fmha_core::fields::FieldValue as _;
-
 use super::{MAX_SMEM_BYTES, Sm100Tile, TMEM_COLUMNS, halves_v};
+use crate::schedule::TileOrder;
+use crate::split;
 
 impl Sm100Tile {
     /// Sets one field from its name and value.
@@ -45,14 +44,7 @@ impl Sm100Tile {
                 i32::from(self.whole_groups)
             ));
         }
-        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
-            return refuse(format!(
-                "shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
-                self.shares,
-                self.split_keys,
-                i32::from(self.fixed_parts)
-            ));
-        }
+        split::check_shares(self.shares, self.split_keys, self.fixed_parts)?;
         if self.fixed_parts && (self.split_keys == 0 || self.order == TileOrder::Dynamic) {
             return refuse(format!(
                 "fixed_parts=1 with split_keys={} and order={}: parts of a launch for some rows, whose tiles no counter deals",

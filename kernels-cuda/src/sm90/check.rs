@@ -7,6 +7,7 @@ use fmha_core::{DType, MaskKind, VLayout};
 
 use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
 use crate::round_up;
+use crate::split;
 
 impl Sm90Tile {
     /// Sets one field from its name and value. What a field cannot go with is given up: clusters, packed
@@ -86,14 +87,7 @@ impl Sm90Tile {
         if self.pack_gqa && !divides && self.cluster > 1 {
             return refuse(format!("cluster=2: {gqa_ratio} heads do not divide block_m={}", self.block_m));
         }
-        if self.shares > 0 && (self.split_keys == 0 || self.fixed_parts) {
-            return refuse(format!(
-                "shares={} with split_keys={} and fixed_parts={}: shares have so many keys at least, and no fixed number",
-                self.shares,
-                self.split_keys,
-                i32::from(self.fixed_parts)
-            ));
-        }
+        split::check_shares(self.shares, self.split_keys, self.fixed_parts)?;
         if self.splits_q() && self.pack_gqa && !64_u32.is_multiple_of(gqa_ratio.max(1)) {
             return refuse(format!(
                 "pack_gqa=1 with lookahead=spare_piece: {gqa_ratio} heads do not divide a piece's 64 rows"
