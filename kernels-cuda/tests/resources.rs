@@ -856,6 +856,42 @@ fn every_kernel_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_90a", hopper_list_kernels(), 1);
 }
 
+/// A problem with a score and a mask as code, each empty where there is none; they capture `slopes` and `ids`.
+fn of_functions(dim: u32, score: &str, mask: &str) -> FwdProblem {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 8192,
+        seqlen_k: 8192,
+        num_heads_q: 16,
+        num_heads_kv: 16,
+        head_dim_qk: dim,
+        head_dim_v: dim,
+    };
+    let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
+    let captured = [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
+    FwdProblem::batch(DType::Bf16, dims)
+        .write_lse(true)
+        .captured(captured.map(|(name, _)| CapturedTensor::dense(name, &[16])).collect())
+        .score_code(function(score))
+        .mask_code(function(mask))
+}
+
+/// Compiles one in `step` of these kernels; none may spill.
+fn do_not_spill(kernels: Vec<(String, &str, KernelSource)>, step: usize) {
+    let Some((_builtins, nvrtc)) = nvrtc() else { return };
+    let mut spilling = Vec::new();
+    for (name, arch, source) in kernels.into_iter().step_by(step) {
+        let log = compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name}: {log}"));
+        let registers = number_before(&log, " registers");
+        let spilled = number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
+        println!("{arch} {name} {registers} registers, {spilled} bytes of spills");
+        if spilled > 0 {
+            spilling.push(format!("{arch} {name}"));
+        }
+    }
+    assert!(spilling.is_empty(), "{spilling:?} spill");
+}
+
 /// Scores and masks as people write them, in the tiles that they get.
 fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
     const FORMS: [(&str, &str, &str); 4] = [
@@ -868,24 +904,7 @@ fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
     let mut kernels = Vec::new();
     for (name, score, mask) in FORMS {
         for dim in [128, 64] {
-            let dims = Dims {
-                batch: 2,
-                seqlen_q: 8192,
-                seqlen_k: 8192,
-                num_heads_q: 16,
-                num_heads_kv: 16,
-                head_dim_qk: dim,
-                head_dim_v: dim,
-            };
-            let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
-            let captured =
-                [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
-            let captured = captured.map(|(name, _)| CapturedTensor::dense(name, &[16])).collect();
-            let problem = FwdProblem::batch(DType::Bf16, dims)
-                .write_lse(true)
-                .captured(captured)
-                .score_code(function(score))
-                .mask_code(function(mask));
+            let problem = of_functions(dim, score, mask);
             let code = CodeSource { code: &problem.code, gradients: &[] };
             let (spec, tile) = (sm90::spec_of(&problem), sm90::choose_tile(&problem));
             let hopper = match tile_list::serve(&problem) {
@@ -907,30 +926,15 @@ fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
     kernels
 }
 
-fn with_functions_they_do_not_spill(step: usize) {
-    let Some((_builtins, nvrtc)) = nvrtc() else { return };
-    let mut spilling = Vec::new();
-    for (name, arch, source) in kernels_with_functions().into_iter().step_by(step) {
-        let log = compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name}: {log}"));
-        let (registers, spilled) =
-            (number_before(&log, " registers"), number_before(&log, " bytes spill stores"));
-        println!("{name} {registers} registers, {spilled} bytes of spills");
-        if spilled > 0 {
-            spilling.push(name);
-        }
-    }
-    assert!(spilling.is_empty(), "{spilling:?} spill");
-}
-
 #[test]
 fn a_sample_of_kernels_with_functions_compiles_without_spills() {
-    with_functions_they_do_not_spill(11);
+    do_not_spill(kernels_with_functions(), 11);
 }
 
 #[test]
 #[ignore = "some thirty kernels are compiled: cargo xtask test --all"]
 fn every_kernel_with_functions_compiles_without_spills() {
-    with_functions_they_do_not_spill(1);
+    do_not_spill(kernels_with_functions(), 1);
 }
 
 /// Blackwell's kernels under masks as data and functions, in the tiles that they get, forward and backward.
@@ -947,24 +951,7 @@ fn masked_kernels_of_blackwell(arch: &str) -> Vec<(String, KernelSource)> {
     let mut kernels = Vec::new();
     for dim in [128, 64, 256] {
         for (name, score, mask, has_intervals) in FORMS {
-            let dims = Dims {
-                batch: 2,
-                seqlen_q: 8192,
-                seqlen_k: 8192,
-                num_heads_q: 16,
-                num_heads_kv: 16,
-                head_dim_qk: dim,
-                head_dim_v: dim,
-            };
-            let function = |text: &str| (!text.is_empty()).then(|| text.parse().unwrap());
-            let captured =
-                [("slopes", score), ("ids", mask)].into_iter().filter(|(name, text)| text.contains(name));
-            let captured = captured.map(|(name, _)| CapturedTensor::dense(name, &[16])).collect();
-            let mut problem = FwdProblem::batch(DType::Bf16, dims)
-                .write_lse(true)
-                .captured(captured)
-                .score_code(function(score))
-                .mask_code(function(mask));
+            let mut problem = of_functions(dim, score, mask);
             if has_intervals {
                 let axes = MaskAxes { per_batch: true, heads: 1 };
                 problem.masks.intervals = Some(Intervals::batch(&problem, axes, 4));
@@ -994,23 +981,10 @@ fn masked_kernels_of_blackwell(arch: &str) -> Vec<(String, KernelSource)> {
 }
 
 fn under_masks_blackwell_does_not_spill(step: usize) {
-    let Some((_builtins, nvrtc)) = nvrtc() else { return };
-    let only = std::env::var("RESOURCES_ONLY").unwrap_or_default();
-    let mut spilling = Vec::new();
     for arch in sm100::ARCHS {
-        let kernels = masked_kernels_of_blackwell(arch).into_iter().step_by(step);
-        for (name, source) in kernels.filter(|(name, _)| name.contains(&only)) {
-            let log = compile(&nvrtc, &source, arch).unwrap_or_else(|log| panic!("{name}: {log}"));
-            let registers = number_before(&log, " registers");
-            let spilled =
-                number_before(&log, " bytes spill stores") + number_before(&log, " bytes spill loads");
-            println!("{arch} {name} {registers} registers, {spilled} bytes of spills");
-            if spilled > 0 {
-                spilling.push(name);
-            }
-        }
+        let kernels = masked_kernels_of_blackwell(arch).into_iter();
+        do_not_spill(kernels.map(|(name, source)| (name, arch, source)).collect(), step);
     }
-    assert!(spilling.is_empty(), "{spilling:?} spill");
 }
 
 #[test]
