@@ -73,7 +73,7 @@ pub fn list_tiles(
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(
             "static_assert(TileListCta::threads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<kSpec, {block_m}, {block_n}, {}, {has_function}>(p, masks, list);",
+             list_tiles<TileListCta, kSpec, {block_m}, {block_n}, {}, {has_function}>(p, masks, list);",
             of == TileOf::Keys
         ),
     };

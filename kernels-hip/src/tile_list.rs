@@ -29,7 +29,7 @@ fn source(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2], has_function
         params: "FwdParams p, MaskDataParams masks, TileList list",
         call: &format!(
             "static_assert(TileListGroup::threads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<kSpec, {block_m}, {block_n}, {of_keys}, {has_function}>(p, masks, list);"
+             list_tiles<TileListGroup, kSpec, {block_m}, {block_n}, {of_keys}, {has_function}>(p, masks, list);"
         ),
     };
     KernelSource::new(entry.render(), crate::headers)

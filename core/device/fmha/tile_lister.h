@@ -235,4 +235,13 @@ struct TileLister {
   }
 };
 
+// The launch of a vendor's groups.
+template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function>
+FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
+  using Lister = TileLister<Group, has_function>;
+  __shared__ typename Lister::Shared shared;
+  const Lister lister{p, {DataMasks{masks}}, list};
+  lister.template run<of_keys>(shared, spec.q_layout, spec.kv_layout, block_m, block_n);
+}
+
 }  // namespace fmha

@@ -16,12 +16,4 @@ struct TileListCta : WarpLanes {
   static FMHA_DEVICE void set_bits(uint32_t& word, uint32_t bits) { atomicOr(&word, bits); }
 };
 
-template <FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function>
-FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
-  using Lister = TileLister<TileListCta, has_function>;
-  __shared__ typename Lister::Shared shared;
-  const Lister lister{p, {DataMasks{masks}}, list};
-  lister.template run<of_keys>(shared, spec.q_layout, spec.kv_layout, block_m, block_n);
-}
-
 }  // namespace fmha
