@@ -4,13 +4,16 @@ A pair is two calls that have rows of one sequence in common: training packed or
 to sixteen decoded tokens, over pages of 1 to 128 rows, beside other sequences. Both are planned with `row_invariant`,
 and O and the log-sum-exp of the common rows are compared bit for bit. Half of the sequences span three parts of 2048
 keys or more. Then the price: microseconds of calls with and without the promise. The exit status is 1 if a bit
-differed. `--price 0` compares alone, `--pairs 0` times alone.
+differed. `--price 0` compares alone, `--pairs 0` times alone. `--jobs` processes compile and compare pairs beside each
+other.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -22,6 +25,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("kit")
 parser.add_argument("--pairs", type=int, default=500)
 parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compare pairs")
 parser.add_argument("--only", type=int, default=None, help="the pair of this seed alone")
 parser.add_argument("--price", type=int, default=1, help="0: no times")
 arguments = parser.parse_args()
@@ -261,17 +265,19 @@ def prices() -> None:
 def main() -> None:
     wrong = 0
     seeds = range(arguments.seed, arguments.seed + arguments.pairs) if arguments.only is None else [arguments.only]
-    for at, seed in enumerate(seeds):
-        said = compared(seed)
-        if said is not None:
-            wrong += 1
-            print(said, flush=True)
-        if at % 50 == 49:
-            print(f"{at + 1} pairs, {wrong} differ", flush=True)
+    # A child that inherited a CUDA context could not use it.
+    with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(seeds)) or 1) as pool:
+        for at, said in enumerate(pool.imap_unordered(compared, seeds)):
+            if said is not None:
+                wrong += 1
+                print(said, flush=True)
+            if at % 50 == 49:
+                print(f"{at + 1} pairs, {wrong} differ", flush=True)
     print(f"{len(seeds)} pairs: {wrong} differ")
     if arguments.price and arguments.only is None:
         prices()
     sys.exit(wrong > 0)
 
 
-main()
+if __name__ == "__main__":
+    main()

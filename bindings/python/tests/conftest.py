@@ -32,14 +32,11 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def slow_kernels_serve(monkeypatch):
-    """On a GPU most of these tests compute in f32, which no fast kernel takes."""
-    if torch is not None and DEVICE != "cpu":
-        from fmha import _arguments
+def slow_kernels(monkeypatch):
+    if torch is not None:
+        from reference import slow_kernels_serve
 
-        names = _arguments.bind.__code__.co_varnames
-        given = [name == "allow_fallback" or value for name, value in zip(names, _arguments.bind.__defaults__)]
-        monkeypatch.setattr(_arguments.bind, "__defaults__", tuple(given))
+        slow_kernels_serve(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import torch
 
 import fmha
 from fmha import _arguments, _native, flash_attn, flash_attn_3, flash_attn_4
-from reference import DEVICE, attention as by_definition, tolerance
+from reference import DEVICE, attention as by_definition, slow_kernels_serve, tolerance
 
 faulthandler.enable()
 if DEVICE != "cpu":
@@ -389,4 +389,5 @@ def main(calls, seed):
 
 
 if __name__ == "__main__":
+    slow_kernels_serve()
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1))

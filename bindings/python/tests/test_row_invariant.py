@@ -12,7 +12,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 32
 
 
 def sequence(length, seed=0):
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator(DEVICE).manual_seed(seed)
     of = lambda heads: torch.randn(length, heads, DIM, generator=draw, dtype=torch.float32).to(torch.bfloat16)
     return of(HEADS), of(KV_HEADS), of(KV_HEADS)
 
@@ -64,7 +64,7 @@ def test_flash_attention_3_s_names_have_a_paged_call_s_bits_in_the_dense_one(pag
     """Queries and keys of 192 elements beside values of 128: a prompt, and one token, over pages and not."""
     from fmha import flash_attn_3
 
-    draw = torch.Generator().manual_seed(7)
+    draw = torch.Generator(DEVICE).manual_seed(7)
     of = lambda *shape: torch.randn(*shape, generator=draw).to(torch.bfloat16)
     length, pages = 2500, -(-2500 // page_size)
     q, k, v = of(1, length, HEADS, 192), of(1, length, KV_HEADS, 192), of(1, length, KV_HEADS, 128)
@@ -217,6 +217,8 @@ def test_a_model_of_transformers_obeys_the_context(asked):
         vocab_size=16, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
     )
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="fmha").eval()
+    # The promise is of 16-bit types on a GPU.
+    model = model.bfloat16()
     ids = torch.arange(9)[None]
     with torch.no_grad():
         model(ids)
@@ -235,5 +237,9 @@ def test_what_hides_keys_otherwise_than_a_band_is_refused_by_name(beside):
         lists=dict(indices=torch.zeros(1, 12, KV_HEADS, 4, dtype=torch.int32)),
     )[beside]
     assert fmha.attention(q, k, v, **options).isfinite().all()
+    if beside == "code" and DEVICE != "cpu":
+        # A function's pairs are computed in one order on NVIDIA's GPUs.
+        assert "row-invariant" in fmha.explain(q, k, v, **options, row_invariant=True)
+        return
     with pytest.raises(RuntimeError, match="row_invariant true"):
         fmha.attention(q, k, v, **options, row_invariant=True)

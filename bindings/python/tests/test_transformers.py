@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 import fmha.transformers
+from reference import DEVICE
 
 fmha.transformers.install()
 
@@ -267,7 +268,7 @@ def test_amds_gpus_take_a_bias_where_masks_as_data_are_slow(monkeypatch):
     sequences = torch.tensor([[0, 0, 1, 1]])
     function = made.and_masks(made.causal_mask_function, made.packed_sequence_mask_function(sequences))
     padding = torch.tensor([[True, True, True, False]])
-    mask = lambda: fmha.transformers.attention_mask(1, 4, 4, 0, 0, function, padding)
+    mask = lambda: fmha.transformers.attention_mask(1, 4, 4, 0, 0, function, padding, device=DEVICE)
     assert mask().facts.way() is None and mask().facts.data() is not None
     monkeypatch.setattr(torch.version, "hip", "7.0", raising=False)
     assert mask().facts.data() is None
