@@ -12,12 +12,15 @@ torch's mask is built before, and so is not timed. Ours has no such step: its li
     --backward 0      forward alone
     --sizes B,H,S,D   of other sizes than 2,16,8192,128; --heads-kv N for grouped heads
     --rounds N        rounds of the turns (7), the median counts
+    --jobs N          processes that first compile all rows into the caches on disk, theirs and ours (0: none)
     --flash           FlashAttention 4 beneath torch's (kernel_options BACKEND=FLASH), where torch has it
     --torch 0         ours alone, as where torch compiles nothing
 """
 
 import argparse
 import math
+import multiprocessing
+import os
 import re
 import sys
 import time
@@ -35,6 +38,7 @@ parser.add_argument("--backward", type=int, default=1)
 parser.add_argument("--sizes", default="2,16,8192,128")
 parser.add_argument("--heads-kv", type=int, default=0)
 parser.add_argument("--rounds", type=int, default=7)
+parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
 parser.add_argument("--flash", action="store_true")
 parser.add_argument("--torch", type=int, default=1)
 parser.add_argument("--device", default="cuda")
@@ -202,14 +206,38 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def run(row):
+def operands(row):
+    """Q, K and V, the gradient of O, and what has a gradient."""
     torch.manual_seed(0)
     make = lambda heads: torch.randn(  # noqa: E731
         BATCH, heads, LENGTH, DIM, device=DEVICE, dtype=torch.bfloat16, requires_grad=bool(arguments.backward)
     )
     q, k, v = make(HEADS), make(HEADS_KV), make(HEADS_KV)
     dout = torch.randn(BATCH, HEADS, LENGTH, DIM, device=DEVICE, dtype=torch.bfloat16)
-    wanted = [q, k, v] + ([row.captured] if row.captured is not None else [])
+    return (q, k, v), dout, [q, k, v] + ([row.captured] if row.captured is not None else [])
+
+
+def compile_row(name):
+    """Fills the caches on disk with a row's kernels; the seconds of each way."""
+    torch.set_num_threads(1)
+    row = next(row for row in table() if row.name == name)
+    (q, k, v), dout, wanted = operands(row)
+    seconds = []
+    for way, call in ways(row, q, k, v).items():
+        begin = time.perf_counter()
+        try:
+            out = call()
+            torch.no_grad()(call)()
+            if arguments.backward:
+                torch.autograd.grad(out, wanted, dout)
+        except Exception:  # noqa: BLE001: the turn of this way says it
+            pass
+        seconds.append(f"{way} {time.perf_counter() - begin:.1f}")
+    return f"{name}: first calls in seconds: {', '.join(seconds)}"
+
+
+def run(row):
+    (q, k, v), dout, wanted = operands(row)
     rows = torch.randperm(LENGTH, device=DEVICE)[:64]
     places = [(0, 0), (BATCH - 1, HEADS - 1)]
     expected = [reference(row, q.detach(), k.detach(), v.detach(), rows, b, h) for b, h in places]
@@ -256,9 +284,12 @@ def run(row):
 def main():
     print(f"B{BATCH} H{HEADS}/{HEADS_KV} S{LENGTH} D{DIM} bf16, ms; torch {torch.__version__}", flush=True)
     all_ratios = {}
-    for row in table():
-        if not re.search(arguments.rows, row.name):
-            continue
+    rows = [row for row in table() if re.search(arguments.rows, row.name)]
+    if arguments.jobs:
+        with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(rows)) or 1) as pool:
+            for said in pool.imap_unordered(compile_row, [row.name for row in rows]):
+                print(said, flush=True)
+    for row in rows:
         torch.compiler.reset()
         for kind, ratio in run(row).items():
             all_ratios.setdefault(kind, []).append(ratio)
@@ -267,4 +298,5 @@ def main():
         print(f"{kind}: geometric mean {mean:.2f}, least {min(ratios):.2f}, of {len(ratios)} rows")
 
 
-main()
+if __name__ == "__main__":
+    main()
