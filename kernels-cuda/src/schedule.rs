@@ -4,6 +4,8 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _};
 use fmha_core::source::Header;
 use fmha_core::{FwdProblem, MaskKind, abi_enum, abi_struct};
 
+use crate::tile_list;
+
 /// Order in which CTAs take tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileOrder {
@@ -88,7 +90,7 @@ impl TileSchedule {
         // Adjacent query heads of one kv head share its K and V.
         let sharing = if unit.pack_gqa { 1 } else { i64::from(problem.gqa_ratio()) / i64::from(unit.heads) };
         // Unmasked tiles are equal in length: the row blocks of a head run together and share its K and V.
-        let masked = problem.mask.kind() != MaskKind::Full;
+        let masked = tile_list::band_of_tiles(problem).kind() != MaskKind::Full;
         let group_bytes = if masked { L2_GROUP_BYTES } else { 0 };
         let heads_per_l2_group = heads_per_l2_group(num_heads, kv_bytes, sharing, group_bytes);
         let num_tiles = num_heads.saturating_mul(num_m_blocks);

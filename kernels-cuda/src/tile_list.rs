@@ -2,7 +2,7 @@
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{FwdProblem, MaskKind, Refusal};
+use fmha_core::{FwdProblem, MaskKind, MaskSpec, Refusal};
 use fmha_gpu::{Grid, Launch, Stage};
 
 use crate::nvidia::{DeviceFacts, row_launch};
@@ -35,6 +35,13 @@ pub(crate) fn spec(problem: &FwdProblem) -> FwdSpec {
     let spec = FwdSpec::of(problem);
     let mask = if spec.mask == MaskKind::Full { MaskKind::Upper } else { spec.mask };
     FwdSpec { mask, code: code_beside_lists(problem), ..spec }
+}
+
+/// The band by which tiles are ordered and a call is priced: where masks that the host does not read hide pairs, the
+/// causal one, under which tiles differ in length too.
+pub(crate) fn band_of_tiles(problem: &FwdProblem) -> MaskSpec {
+    let hides = !problem.masks.is_empty() || problem.code.mask.is_some();
+    if hides && problem.mask.kind() == MaskKind::Full { MaskSpec::CAUSAL } else { problem.mask }
 }
 
 /// Refuses masks that lists of one head's tiles do not have: types of 8 bits, and a mask as code that reads the head

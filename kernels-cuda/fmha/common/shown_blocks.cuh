@@ -7,27 +7,58 @@
 #include <fmha/mma/fragment.cuh>
 #include <fmha/score.h>
 #include <fmha/shown_pairs.h>
+#include <fmha/shown_words.h>
 #include <fmha/tile_list.h>
 
 namespace fmha {
+
+template <bool is_wide>
+struct BitsOf {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<true> {
+  using type = uint64_t;
+};
 
 // Bits of a thread's elements of one row of a fragment of n columns: bit 2 c + d is column 8 c + d from the
 // thread's first, d 0 or 1.
 template <int n>
 struct RowBits {
   static_assert(n <= 256, "64 bits have 256 columns");
+  // Registers are few where masks are asked: 32 bits where these have all columns.
+  using Bits = typename BitsOf<(n > 128)>::type;
+  static constexpr int count_bits = 8 * sizeof(Bits);
   static constexpr int bit_of(int column) { return column / 8 * 2 + column % 8; }
   // The elements left of `column`, which counts from the thread's first.
-  static FMHA_DEVICE uint64_t below(int32_t column) {
+  static FMHA_DEVICE Bits below(int32_t column) {
     const int32_t x = clamp(column, 0, n), count = x / 8 * 2 + min(x % 8, 2);
-    return count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+    return count < count_bits ? (Bits(1) << count) - 1 : ~Bits(0);
   }
-  static FMHA_DEVICE uint64_t between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
+  static FMHA_DEVICE Bits between(int32_t begin, int32_t end) { return below(end) & ~below(begin); }
+};
+
+template <int n>
+using BitsIn = typename RowBits<n>::Bits;
+
+// Queries of a block of n that see a thread's two keys.
+template <int n>
+struct QueriesOf {
+  BitsIn<n> seen[2];
+  // Zeros in the elements of pairs that are hidden.
+  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x) const {
+#pragma unroll
+    for (int e = 0; e < x.num_elems; ++e) {
+      if (!(seen[x.row(e)] >> RowBits<n>::bit_of(x.column(e)) & 1)) x[e] = 0.f;
+    }
+  }
 };
 
 template <bool has_function>
 struct ShownBlocks {
   static constexpr bool all = false, has_classes = false, has_tile_list = true;
+  template <int n>
+  using Queries = QueriesOf<n>;
   ShownPairs<has_function> pairs;
   const TileList& list;
 
@@ -59,11 +90,11 @@ struct ShownBlocks {
 
   // The elements of a row that intervals show; `first_key` is the thread's.
   template <int n>
-  FMHA_DEVICE uint64_t in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
+  FMHA_DEVICE BitsIn<n> in_intervals(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first_key) const {
     const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
     int32_t before = 0;
-    uint64_t seen = 0;
+    BitsIn<n> seen = 0;
 #pragma unroll 1
     for (int32_t at = 0; at < m.endpoints; at += 2) {
       const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
@@ -75,15 +106,15 @@ struct ShownBlocks {
 
   // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
   template <int n>
-  FMHA_DEVICE uint64_t in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
+  FMHA_DEVICE BitsIn<n> in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.bits_ratio, row = span.q_row + i, last_word = (span.seqlen_k - 1) / 32;
-    uint64_t seen = 0;
+    BitsIn<n> seen = 0;
 #pragma unroll
     for (int c = 0; c < n / 8; ++c) {
       const int32_t j = block_key + 8 * c, word = min(j / 32, last_word);
       const uint32_t bits = DataMasks::word(m.bits, span.storage_batch, head, row, word);
-      seen |= uint64_t(bits >> (j % 32 + mma::fragment_column()) & 3u) << (2 * c);
+      seen |= BitsIn<n>(bits >> (j % 32 + mma::fragment_column()) & 3u) << (2 * c);
     }
     return seen;
   }
@@ -93,7 +124,7 @@ struct ShownBlocks {
   // `of_keys` rows are keys and columns queries.
   template <int n, bool of_keys>
   FMHA_DEVICE void in_lists(const SeqSpan& span, int32_t i_head, const int32_t (&rows)[2], int32_t row, int32_t column,
-                            uint64_t (&seen)[2], uint64_t (&full)[2]) const {
+                            BitsIn<n> (&seen)[2], BitsIn<n> (&full)[2]) const {
     const MaskDataParams& m = pairs.masks.m;
     const int32_t head = i_head / m.lists_ratio, origin = column + mma::fragment_column();
     const int32_t of_rows = of_keys ? m.block_k : m.block_q, of_columns = of_keys ? m.block_q : m.block_k;
@@ -101,7 +132,7 @@ struct ShownBlocks {
     const int32_t last_column = (of_keys ? span.seqlen_q : span.seqlen_k) - 1;
     const int32_t end_r = ptx::shfl_idx(min(row + 15, last_row) / of_rows, 0);
     const int32_t end_c = ptx::shfl_idx(min(column + n - 1, last_column) / of_columns, 0);
-    uint64_t asked[2] = {0, 0};
+    BitsIn<n> asked[2] = {0, 0};
 #pragma unroll 1
     for (int32_t r = ptx::shfl_idx(min(row, last_row) / of_rows, 0); r <= end_r; ++r) {
 #pragma unroll 1
@@ -113,7 +144,7 @@ struct ShownBlocks {
             is_full || DataKeys::lists(m.kv_num_blocks, m.kv_indices, m.max_blocks, span.i_batch, head, q, k);
         if (!there) continue;
         const int32_t begin = c * of_columns - origin;
-        const uint64_t columns = RowBits<n>::between(begin, begin + of_columns);
+        const BitsIn<n> columns = RowBits<n>::between(begin, begin + of_columns);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (rows[i] / of_rows != r) continue;
@@ -132,12 +163,12 @@ struct ShownBlocks {
   FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row,
                         int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
-    uint64_t seen[2], full[2] = {0, 0};
+    BitsIn<n> seen[2], full[2] = {0, 0};
     int32_t rows[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       rows[r] = min(row + 8 * r, span.seqlen_q - 1);
-      seen[r] = ~uint64_t(0);
+      seen[r] = ~BitsIn<n>(0);
       if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
       if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
     }
@@ -147,65 +178,76 @@ struct ShownBlocks {
     for (int e = 0; e < s.num_elems; ++e) {
       const int r = s.row(e), bit = RowBits<n>::bit_of(s.column(e));
       bool sees = seen[r] >> bit & 1;
+      // Asked of all pairs: behind a branch each would wait for its own loads.
       if constexpr (has_function)
-        sees = sees && functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
+        sees = sees & functions.shows({row, block_key + mma::fragment_column(), 8 * r, s.column(e)});
       if (!(sees || full[r] >> bit & 1)) s[e] = -infinity();
     }
   }
 
-  // Zeros where the masks hide the thread's two keys, `key` and `key + 8` of the sequence, from a block's queries,
-  // of which `query` is the first. The whole warp asks. Rows and keys beyond the sequence have the last one's
-  // answer.
+  // Which queries of a block, of which `query` is the first, see the thread's two keys, `key` and `key + 8` of the
+  // sequence: a bit each of `n / 4` of the first key, then of the second. The whole warp asks. Rows and keys beyond the
+  // sequence have the last one's answer.
   template <int n>
-  FMHA_DEVICE void zero_hidden(mma::Accumulator<n>& x, const SeqSpan& span, int32_t i_head, int32_t key,
-                               int32_t query) const {
+  FMHA_DEVICE QueriesOf<n> queries_of(const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
     const MaskDataParams& m = pairs.masks.m;
-    uint64_t seen[2] = {~uint64_t(0), ~uint64_t(0)}, full[2] = {0, 0};
-    const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
+    BitsIn<n> seen[2] = {~BitsIn<n>(0), ~BitsIn<n>(0)}, full[2] = {0, 0};
     if (m.intervals.data || m.bits.data) {
+      static_assert(n % 32 == 0, "a lane asks for a query of 32");
+      const int32_t lane = threadIdx.x % 32;
       seen[0] = seen[1] = 0;
-#pragma unroll 1
-      for (int32_t c = 0; c < n / 4; ++c) {
-        const int32_t i = min(query + mma::fragment_column() + c / 2 * 8 + c % 2, span.seqlen_q - 1);
-        bool sees[2] = {true, true};
-        if (m.intervals.data) pair_in_intervals(sees, span, i_head, i, keys);
-        if (m.bits.data) {
-          sees[0] &= pairs.masks.has_bit(span, i_head, i, keys[0]);
-          sees[1] &= pairs.masks.has_bit(span, i_head, i, keys[1]);
-        }
-        seen[0] |= uint64_t(sees[0]) << c;
-        seen[1] |= uint64_t(sees[1]) << c;
-      }
-      __syncwarp();
-    }
-    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen, full);
-    const Functions functions = functions_of(span, i_head);
 #pragma unroll
-    for (int e = 0; e < x.num_elems; ++e) {
-      const int r = x.row(e), bit = RowBits<n>::bit_of(x.column(e));
-      bool sees = seen[r] >> bit & 1;
-      if constexpr (has_function)
-        sees = sees && functions.shows({query + mma::fragment_column(), key, x.column(e), 8 * r});
-      if (!(sees || full[r] >> bit & 1)) x[e] = 0.f;
+      for (int q = 0; q < n; q += 32) {
+        const uint32_t own = warp_keys_of(span, i_head, min(query + q + lane, span.seqlen_q - 1), key - lane / 4);
+#pragma unroll
+        for (int c = q / 4; c < q / 4 + 8; ++c) {
+          const uint32_t shown = ptx::shfl_idx(own, c / 2 * 8 % 32 + c % 2 + mma::fragment_column()) >> lane / 4;
+          seen[0] |= BitsIn<n>(shown & 1u) << c;
+          seen[1] |= BitsIn<n>(shown >> 8 & 1u) << c;
+        }
+      }
     }
+    const int32_t keys[2] = {min(key, span.seqlen_k - 1), min(key + 8, span.seqlen_k - 1)};
+    if (m.block_q != 0) in_lists<n, true>(span, i_head, keys, key - threadIdx.x % 32 / 4, query, seen, full);
+    if constexpr (has_function) {
+      const Functions functions = Functions::of(pairs.p, span, i_head);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        BitsIn<n> shows = 0;
+#pragma unroll
+        for (int c = 0; c < n / 4; ++c) {
+          const int column = c / 2 * 8 + c % 2;
+          shows |= BitsIn<n>(functions.shows({query + mma::fragment_column(), key, column, 8 * r})) << c;
+        }
+        seen[r] &= shows;
+      }
+    }
+    return {{seen[0] | full[0], seen[1] | full[1]}};
   }
   FMHA_DEVICE Functions functions_of(const SeqSpan& span, int32_t i_head) const {
     return has_function ? Functions::of(pairs.p, span, i_head) : Functions{};
   }
-  // Whether intervals show a row two keys.
-  FMHA_DEVICE void pair_in_intervals(bool (&sees)[2], const SeqSpan& span, int32_t i_head, int32_t i,
-                                     const int32_t (&keys)[2]) const {
+  // The 16 keys from `first` on, a multiple of 16, that intervals and bits show a row, a bit each.
+  FMHA_DEVICE uint32_t warp_keys_of(const SeqSpan& span, int32_t i_head, int32_t i, int32_t first) const {
     const MaskDataParams& m = pairs.masks.m;
-    const int32_t head = i_head / m.intervals_ratio, row = span.q_row + i;
-    int32_t before = 0;
-    sees[0] = sees[1] = false;
+    const int32_t row = span.q_row + i;
+    uint32_t shown = ~0u;
+    if (m.intervals.data) {
+      const int32_t head = i_head / m.intervals_ratio;
+      int32_t before = 0;
+      shown = 0;
 #pragma unroll 1
-    for (int32_t at = 0; at < m.endpoints; at += 2) {
-      const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
-      before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
-      sees[0] |= keys[0] >= begin && keys[0] < before;
-      sees[1] |= keys[1] >= begin && keys[1] < before;
+      for (int32_t at = 0; at < m.endpoints; at += 2) {
+        const int32_t begin = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at), before);
+        before = max(DataMasks::word(m.intervals, span.storage_batch, head, row, at + 1), begin);
+        shown |= bits_between(begin - first, before - first);
+      }
     }
+    if (m.bits.data) {
+      const int32_t word = min(first / 32, (span.seqlen_k - 1) / 32);
+      shown &= uint32_t(DataMasks::word(m.bits, span.storage_batch, i_head / m.bits_ratio, row, word)) >> first % 32;
+    }
+    return shown;
   }
 };
 

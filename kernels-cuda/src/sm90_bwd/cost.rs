@@ -17,6 +17,7 @@ use super::head_parts::HeadParts;
 use super::spec::{own_width, padded_dim};
 use super::tile::Sm90BwdTile;
 use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::tile_list;
 
 /// Rate of a multiprocessor that always has a tile, TFLOP/s of the [operations](operations_of_pair) that it does: a
 /// 132nd of an H200's. From long full rows.
@@ -369,6 +370,7 @@ fn first_stores_micros(tile: &Sm90BwdTile, problem: &BwdProblem) -> f64 {
 /// Modelled microseconds of a call, by which ways of dQ are compared.
 pub(super) fn of_dq(tile: &Sm90BwdTile, problem: &BwdProblem, spec: &BwdSpec) -> f64 {
     let mut problem = problem.clone();
+    problem.fwd.mask = tile_list::band_of_tiles(&problem.fwd);
     let is_packed = problem.fwd.layout.q == QLayout::Packed;
     let dims = &mut problem.fwd.dims;
     (dims.seqlen_q, dims.seqlen_k) = (dims.seqlen_q.min(LONGEST), dims.seqlen_k.min(LONGEST));

@@ -10,6 +10,7 @@ use super::ordered_parts::FEW_TILES;
 use super::spec::padded_dim;
 use super::tile::Sm90BwdTile;
 use crate::schedule::{L2_GROUP_BYTES, heads_per_l2_group};
+use crate::tile_list;
 
 abi_struct! {
     /// Cut of the work, as an argument of the kernels.
@@ -235,8 +236,8 @@ impl Sm90BwdTile {
         // want a head's one after another. Causal on an H200, a head at a time and in groups, TFLOP/s: D 128
         // 337, 344 at 1k, 518, 542 at 4k, 575, 600 at 8k, 633, 635 at 16k; D 64 484, 493 at 4k; D 256 337,
         // 348 at 2k. D 64 at 512 207, 201.
-        let in_groups =
-            problem.fwd.mask.kind() != MaskKind::Full && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
+        let has_band = tile_list::band_of_tiles(&problem.fwd).kind() != MaskKind::Full;
+        let in_groups = has_band && !self.waits_in_order(spec) && dims.seqlen_k >= 1024;
         let heads_of_sequence = dims.num_heads_kv * parts.heads * parts.queries;
         let row_bytes = i64::from(dims.head_dim_qk) * 6 + i64::from(dims.head_dim_v) * 2;
         let head_bytes =

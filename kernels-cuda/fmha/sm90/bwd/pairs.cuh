@@ -13,6 +13,9 @@ struct QueryTile {
   int32_t i_head, first_query, first_row;
 };
 
+// What masks as data say of a block where there are none.
+struct NothingShown {};
+
 // Which of some blocks the mask or the end of the keys cuts.
 enum class Edges { None, Some, All };
 
@@ -28,6 +31,12 @@ struct Pairs {
   static constexpr bool modifies = modifies_score(spec.fwd);
   using Mask = KnownMask<spec.fwd.mask, spec.fwd.sink_columns>;
 
+  static FMHA_DEVICE auto nothing_shown() {
+    if constexpr (Keys::has_tile_list) return typename Keys::template Queries<columns>{};
+    else return NothingShown{};
+  }
+  using Shown = decltype(nothing_shown());
+
   const BwdParams& p;
   const int32_t index;  // of the warpgroup among the consumers
   const float scale_log2;
@@ -39,8 +48,19 @@ struct Pairs {
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
+  // What lists' masks show of a cut block. Asked before the block's products are under way: registers are free then.
+  template <Edges edges>
+  FMHA_DEVICE Shown shown(const Work& work, const QueryTile& at) const {
+    if constexpr (Keys::has_tile_list && edges != Edges::None) {
+      return keys.template queries_of<columns>(work.span, at.i_head, first_key(work) + mma::fragment_row(),
+                                               at.first_query);
+    } else {
+      return {};
+    }
+  }
+
   // Sets to 0 what the mask hides.
-  FMHA_DEVICE void mask(Scores& x, const Work& work, const QueryTile& at) const {
+  FMHA_DEVICE void mask(Scores& x, const Work& work, const QueryTile& at, const Shown& shown = {}) const {
     const int32_t query = at.first_query + mma::fragment_column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -56,8 +76,7 @@ struct Pairs {
         }
       }
     }
-    if constexpr (Keys::has_tile_list) keys.zero_hidden(x, work.span, at.i_head, first_key(work) + mma::fragment_row(),
-                                                        at.first_query);
+    if constexpr (Keys::has_tile_list) shown.zero_hidden(x);
   }
 
   FMHA_DEVICE bool is_edge(const Work& work, int32_t first_query) const {
@@ -110,16 +129,16 @@ struct Pairs {
 
   // Turns the exponents into P.
   template <Edges edges = Edges::Some>
-  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, const QueryTile& at) const {
+  FMHA_DEVICE void exponentiate(Scores& x, const Work& work, const QueryTile& at, const Shown& shown = {}) const {
 #pragma unroll
     for (int e = 0; e < x.num_elems; ++e) {
       const bool on_fma_pipe = e % 2 == 1 && e % 16 < 2 * tile.exp2_polynomials;
       x[e] = on_fma_pipe ? exp2_polynomial(x[e]) : ptx::ex2_approx_ftz(x[e]);
     }
     if constexpr (edges == Edges::All) {
-      mask(x, work, at);
+      mask(x, work, at, shown);
     } else if constexpr (edges == Edges::Some) {
-      if (is_edge(work, at.first_query)) mask(x, work, at);
+      if (is_edge(work, at.first_query)) mask(x, work, at, shown);
     }
   }
 

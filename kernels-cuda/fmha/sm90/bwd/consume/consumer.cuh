@@ -28,6 +28,7 @@ struct Consumer {
   using Slopes = typename Pairs<bwd_spec, bwd_tile>::Slopes;
   using Biases = typename Pairs<bwd_spec, bwd_tile>::Biases;
   using Kept = typename Pairs<bwd_spec, bwd_tile>::Kept;
+  using Shown = typename Pairs<bwd_spec, bwd_tile, Keys>::Shown;
 
   const BwdParams& p;
   Smem<bwd_spec, bwd_tile>& smem;
@@ -104,9 +105,9 @@ struct Consumer {
   // P of the block whose product S is.
   template <Edges edges>
   FMHA_DEVICE Scores probs(const Scores& s, const Work& work, const QueryTile& at, const Biases& biases,
-                           Slopes& slopes) const {
+                           Slopes& slopes, const Shown& shown = {}) const {
     Scores x = pairs.exponents(s, smem.lse_log2[q_slot.index], work, at, biases, slopes);
-    pairs.template exponentiate<edges>(x, work, at);
+    pairs.template exponentiate<edges>(x, work, at, shown);
     return x;
   }
 

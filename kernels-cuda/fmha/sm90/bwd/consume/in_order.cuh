@@ -34,6 +34,7 @@ struct InOrder {
       if (c.pairs.sees_none(work, at.first_query)) return pass(work, blocks);
     }
     begin_head(work, at.i_head);
+    const auto shown = c.pairs.template shown<edges>(work, at);
     c.take_q(work, blocks.current, c.q_slot);
     c.start_scores(s, c.q_slot.index);
     if constexpr (!starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
@@ -46,7 +47,7 @@ struct InOrder {
     }
     ptx::wgmma_wait_group<starts_dp_late(tile) ? 0 : 1>();
     typename C::Slopes slopes;
-    Scores x = c.template probs<edges>(s, work, at, biases, slopes);
+    Scores x = c.template probs<edges>(s, work, at, biases, slopes, shown);
     if constexpr (starts_dp_late(tile)) c.take_v_and_start_dp(dp, work, blocks);
     typename C::Dq dq;
     start_gradients(c, dq, x, dp, at, slopes, kept);
