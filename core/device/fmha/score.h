@@ -181,12 +181,23 @@ FMHA_DEVICE constexpr bool hides_pairs(const FwdSpec& spec) {
 // True where a score needs more than its scale.
 FMHA_DEVICE constexpr bool modifies_score(const FwdSpec& spec) { return num_modifiers(spec) > 0; }
 
-// The type of 16 bits that kernels keep slopes in, from S to dS.
+// Whether the slopes of a score's maps lie from -1 to 1.
 template <class... Map>
-FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec, List<Map...>) {
-  return ((!Map::in(spec) || Map::slope_is_within_one) && ...) ? DType::F16 : DType::Bf16;
+FMHA_DEVICE constexpr bool slopes_within_one(const FwdSpec& spec, List<Map...>) {
+  return ((!Map::in(spec) || Map::slope_is_within_one) && ...);
 }
-FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec) { return slope_dtype(spec, Maps{}); }
+// The type of 16 bits that kernels keep slopes in, from S to dS. In f16 dS itself, which they multiply, has the bits
+// and the range of f16: a slope in bf16 would have three bits less than it.
+FMHA_DEVICE constexpr DType slope_dtype(const FwdSpec& spec) {
+  return spec.dtype_qk == DType::F16 || slopes_within_one(spec, Maps{}) ? DType::F16 : DType::Bf16;
+}
+// A slope as it is kept: one beyond f16's range would be an infinity, and that times a dS of 0 NaN.
+template <FwdSpec spec>
+FMHA_DEVICE float kept_slope(float slope) {
+  if constexpr (slope_dtype(spec) != DType::F16 || slopes_within_one(spec, Maps{})) return slope;
+  constexpr float most = 65504.f;
+  return abs_of(slope) < infinity() ? clamp(slope, -most, most) : slope;
+}
 
 // The modifiers of one (sequence, query head).
 template <FwdSpec spec, class Tanh, class Maps, class Terms>

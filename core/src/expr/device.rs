@@ -13,6 +13,7 @@
 
 use std::fmt::Write as _;
 
+use super::bounds::{Bounds, Interval, Tile};
 use super::graph::{Binary, CaptureKind, Graph, Id, Node, Type, Unary, Variable};
 use super::{Function, Slopes};
 
@@ -43,6 +44,20 @@ FMHA_EXPR i64 abs(i64 a) { return a < 0 ? neg(a) : a; }
 FMHA_EXPR i64 sign(i64 a) { return (a > 0) - (a < 0); }
 FMHA_EXPR i64 min(i64 a, i64 b) { return a < b ? a : b; }
 FMHA_EXPR i64 max(i64 a, i64 b) { return a > b ? a : b; }
+FMHA_EXPR int floor_div(int a, int b) {
+  if (b == 0) return 0;
+  const int rest = a % b;
+  return a / b - ((rest != 0 && (rest < 0) != (b < 0)) ? 1 : 0);
+}
+FMHA_EXPR int floor_mod(int a, int b) {
+  if (b == 0 || b == -1) return 0;
+  const int rest = a % b;
+  return (rest != 0 && (rest < 0) != (b < 0)) ? rest + b : rest;
+}
+FMHA_EXPR int abs(int a) { return a < 0 ? -a : a; }
+FMHA_EXPR int sign(int a) { return (a > 0) - (a < 0); }
+FMHA_EXPR int min(int a, int b) { return a < b ? a : b; }
+FMHA_EXPR int max(int a, int b) { return a > b ? a : b; }
 FMHA_EXPR float sign(float a) { return float((a > 0.f) - (a < 0.f)); }
 FMHA_EXPR float min(float a, float b) { return a < b || a != a ? a : b; }
 FMHA_EXPR float max(float a, float b) { return a > b || a != a ? a : b; }
@@ -63,6 +78,11 @@ FMHA_EXPR i64 index(i64 i, i64 extent) {
   if (i < 0) i += extent;
   return i < 0 ? 0 : i < extent ? i : extent - 1;
 }
+FMHA_EXPR int index(int i, int extent) {
+  if (i < 0) i += extent;
+  return i < 0 ? 0 : i < extent ? i : extent - 1;
+}
+FMHA_EXPR int index_from_0(int i, int extent) { return i < extent ? i : extent - 1; }
 } }
 ";
 
@@ -114,6 +134,7 @@ impl Slopes {
             roots.extend(&capture.at);
         }
         let used = Used::of(&self.graph, &roots);
+        let widths = Widths::new(&self.graph);
         let reads = Reads::of_used(&self.graph, &used);
         out += &header("void slopes(const Pair& pair, float s, Add&& add)", &reads)
             .replace("template <class Pair>", "template <class Pair, class Add>");
@@ -123,7 +144,7 @@ impl Slopes {
             if capture.at.is_empty() {
                 let _ = writeln!(out, "  add({}, (const expr::i64*)0, {slope});", capture.capture);
             } else {
-                let at = indices(capture.capture as u32, &capture.at, &names);
+                let at = indices(capture.capture as u32, &capture.at, &names, &widths);
                 let _ = writeln!(out, "  const expr::i64 at{number}[] = {{{at}}};");
                 let _ = writeln!(out, "  add({}, at{number}, {slope});", capture.capture);
             }
@@ -185,24 +206,84 @@ fn body(out: &mut String, graph: &Graph) -> Vec<String> {
     body_of(out, graph, &Used(vec![true; graph.nodes().len()]))
 }
 
-fn indices(capture: u32, at: &[Id], names: &[String]) -> String {
+fn indices(capture: u32, at: &[Id], names: &[String], widths: &Widths) -> String {
     let one = |(axis, id): (usize, &Id)| {
-        format!("expr::index({}, pair.extent({capture}, {axis}))", names[id.index()])
+        let (name, extent) = (&names[id.index()], format!("pair.extent({capture}, {axis})"));
+        match widths.of(*id) {
+            Width::FromZero => format!("expr::index_from_0({name}, {extent})"),
+            Width::Narrow => format!("expr::index({name}, {extent})"),
+            Width::Wide => format!("expr::index({name}, expr::i64({extent}))"),
+        }
     };
     at.iter().enumerate().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// How an integer is computed. The language has 64 bits, which are several instructions on a GPU where 32 bits are one:
+/// what always fits these is computed in them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Width {
+    Wide,
+    Narrow,
+    /// Narrow, and never negative.
+    FromZero,
+}
+
+/// The width of each node of a graph, by the range of its values.
+struct Widths(Vec<Width>);
+
+impl Widths {
+    fn new(graph: &Graph) -> Self {
+        // A pair has numbers of 32 bits from 0 up, those behind the lengths too.
+        let (any, length) = (0..u32::try_from(i32::MAX).unwrap_or(0) + 1, (0, i32::MAX.unsigned_abs()));
+        let tile = Tile {
+            b: any.clone(),
+            h: any.clone(),
+            q: any.clone(),
+            k: any,
+            seqlen_q: length,
+            seqlen_k: length,
+        };
+        let bounds = Bounds::new(graph, &tile, &());
+        let of =
+            |at: usize| match bounds.of(Id(at as u32)) {
+                Interval::Int { lo, hi } if i32::try_from(lo).is_ok() && i32::try_from(hi).is_ok() => {
+                    if lo >= 0 { Width::FromZero } else { Width::Narrow }
+                }
+                _ => Width::Wide,
+            };
+        Self((0..graph.nodes().len()).map(of).collect())
+    }
+
+    fn of(&self, id: Id) -> Width {
+        self.0[id.index()]
+    }
+
+    fn is_wide(&self, id: Id) -> bool {
+        self.of(id) == Width::Wide
+    }
 }
 
 /// A line for each node that is no leaf; the names of all.
 fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
     let mut names: Vec<String> = Vec::with_capacity(graph.nodes().len());
     let mut lines = 0;
+    let widths = &Widths::new(graph);
     for (at, node) in graph.nodes().iter().enumerate() {
         if !used.0[at] {
             names.push(String::new());
             continue;
         }
         let kind = graph.type_of(Id(at as u32));
-        let of = |id: &Id| names[id.index()].as_str();
+        let width = widths.0[at];
+        // An integer is computed in 32 bits where it and all that it is made of fit.
+        let mut all_narrow = width != Width::Wide;
+        node.operands(|id| all_narrow &= graph.type_of(id) != Type::Int || !widths.is_wide(id));
+        let is_int = kind == Type::Int;
+        let of = |id: &Id| {
+            let name = names[id.index()].as_str();
+            let widens = is_int && !all_narrow && graph.type_of(*id) == Type::Int && !widths.is_wide(*id);
+            if widens { format!("expr::i64({name})") } else { name.to_owned() }
+        };
         let text = match node {
             Node::Variable(Variable::Score) => {
                 names.push("s".to_owned());
@@ -211,7 +292,11 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
             Node::Variable(variable) => format!("pair.{}", variable.name()),
             Node::Bool(value) => value.to_string(),
             Node::Int(i64::MIN) => "(-9223372036854775807ll - 1)".to_owned(),
-            Node::Int(value) => format!("{value}ll"),
+            Node::Int(value) => match i32::try_from(*value) {
+                Ok(i32::MIN) => "(-2147483647 - 1)".to_owned(),
+                Ok(value) => value.to_string(),
+                Err(_) => format!("{value}ll"),
+            },
             Node::Float(bits) => float(*bits),
             Node::Number(capture) => match kind {
                 Type::Float => format!("pair.number({capture})"),
@@ -227,13 +312,19 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
                 if indices_of.is_empty() {
                     format!("pair.{read}({capture}, (const expr::i64*)0){suffix}")
                 } else {
-                    let at = indices(*capture, indices_of, &names);
+                    let at = indices(*capture, indices_of, &names, widths);
                     let _ = writeln!(out, "  const expr::i64 i{lines}[] = {{{at}}};");
                     format!("pair.{read}({capture}, i{lines}){suffix}")
                 }
             }
-            Node::Unary(op, a) => unary(*op, kind, of(a)),
-            Node::Binary(op, a, b) => binary(*op, graph.type_of(*a), of(a), of(b)),
+            Node::Unary(op, a) => unary(*op, kind, all_narrow, &of(a)),
+            Node::Binary(op @ (Binary::FloorDiv | Binary::Mod), a, b)
+                if is_int && all_narrow && is_unsigned_quotient(graph, widths, *a, *b) =>
+            {
+                let sign = if *op == Binary::Mod { "%" } else { "/" };
+                format!("int(unsigned({}) {sign} unsigned({}))", of(a), of(b))
+            }
+            Node::Binary(op, a, b) => binary(*op, graph.type_of(*a), all_narrow, &of(a), &of(b)),
             Node::Select(a, b, c) => format!("{} ? {} : {}", of(a), of(b), of(c)),
             Node::Clamp(x, low, high) => {
                 format!("expr::min(expr::max({}, {}), {})", of(x), of(low), of(high))
@@ -242,15 +333,17 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
                 (Type::Bool, Type::Float) => format!("{} != 0.f", of(a)),
                 (Type::Bool, _) => format!("{} != 0", of(a)),
                 (Type::Int, Type::Float) => format!("expr::whole({})", of(a)),
-                (Type::Int, _) => format!("expr::i64({})", of(a)),
+                (Type::Int, _) => of(a),
                 (Type::Float, _) => format!("float({})", of(a)),
             },
         };
         let declared = match kind {
             Type::Bool => "bool",
-            Type::Int => "expr::i64",
+            Type::Int if width == Width::Wide => "expr::i64",
+            Type::Int => "int",
             Type::Float => "float",
         };
+        let text = if declared == "int" && !all_narrow { format!("int({text})") } else { text };
         let _ = writeln!(out, "  const {declared} v{lines} = {text};");
         names.push(format!("v{lines}"));
         lines += 1;
@@ -270,9 +363,16 @@ fn float(bits: u32) -> String {
     }
 }
 
-fn unary(op: Unary, kind: Type, a: &str) -> String {
+/// Whether a quotient is one of numbers without a sign: of a number from 0 up by a constant from 1 up.
+fn is_unsigned_quotient(graph: &Graph, widths: &Widths, a: Id, b: Id) -> bool {
+    widths.of(a) == Width::FromZero && matches!(graph.nodes()[b.index()], Node::Int(1..))
+}
+
+/// `narrow`: integers are of 32 bits, and so is the result.
+fn unary(op: Unary, kind: Type, narrow: bool, a: &str) -> String {
     let of = |name: &str| format!("{name}({a})");
     match (op, kind) {
+        (Unary::Neg, Type::Int) if narrow => format!("-{a}"),
         (Unary::Neg, Type::Int) => of("expr::neg"),
         (Unary::Neg, _) => format!("-{a}"),
         (Unary::Abs, Type::Int) => of("expr::abs"),
@@ -298,10 +398,16 @@ fn unary(op: Unary, kind: Type, a: &str) -> String {
     }
 }
 
-fn binary(op: Binary, operands: Type, a: &str, b: &str) -> String {
+/// `narrow`: as [`unary`] takes it.
+fn binary(op: Binary, operands: Type, narrow: bool, a: &str, b: &str) -> String {
     let infix = |op: &str| format!("{a} {op} {b}");
     let call = |name: &str| format!("{name}({a}, {b})");
     match (op, operands) {
+        (Binary::Add | Binary::Sub | Binary::Mul, Type::Int) if narrow => infix(op.name()),
+        (Binary::Shl | Binary::Shr, _) if narrow => format!(
+            "int(expr::{}(expr::i64({a}), expr::i64({b})))",
+            if op == Binary::Shl { "shl" } else { "shr" }
+        ),
         (Binary::Add, Type::Int) => call("expr::add"),
         (Binary::Sub, Type::Int) => call("expr::sub"),
         (Binary::Mul, Type::Int) => call("expr::mul"),

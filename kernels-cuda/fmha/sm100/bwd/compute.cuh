@@ -139,7 +139,10 @@ struct ComputeRole {
             to[e + k] = pairs.prob(x[e + k], modifiers, lse, at, slope[k]);
           }
         }
-        if constexpr (has_slopes) slopes[(c * chunk + e) / 2] = ptx::cvt_rn_x2<slope_dtype(kFwd)>(slope[0], slope[1]);
+        if constexpr (has_slopes) {
+          slopes[(c * chunk + e) / 2] =
+              ptx::cvt_rn_x2<slope_dtype(kFwd)>(kept_slope<kFwd>(slope[0]), kept_slope<kFwd>(slope[1]));
+        }
       }
     }
   }

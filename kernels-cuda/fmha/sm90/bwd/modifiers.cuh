@@ -236,7 +236,7 @@ struct Modifiers {
           score = modified.log2(pair(e + k), s[e + k], -lse_log2[column], bias);
         }
         s[e + k] = score.score;
-        slope[k] = score.slope;
+        slope[k] = kept_slope<kFwd>(score.slope);
       }
     }
     if constexpr (has_slopes) {
