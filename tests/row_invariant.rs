@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use fmha_conformance::rows::{
-    Bounds, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
+    Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
 };
 use fmha_core::{BwdProblem, DType, Device, FwdProblem, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
@@ -129,6 +129,11 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
             ["equal by two kernels", "equal by wgmma"].map(|said| counts.get(said).copied().unwrap_or(0));
         assert!(!of_both.contains(&0), "{arch}: each kernel has rows, and both have the same: {counts:?}");
     }
+    if arch == "sm_90a" {
+        let planning = Planning { of_second: Some(folding(128)), refuses: true, ..planning };
+        let counts = search(&device, FORWARD, pairs, &bounds(arch), &planning);
+        println!("{arch}, the second folds as it goes: {counts:?}");
+    }
     // Whole beside parts of 2048 keys, as plans have them that set no tile.
     let (first, count) = pairs;
     let own = search(&device, FORWARD, (first, count.div_ceil(10)), &OWN_PARTS, &Planning::default());
@@ -136,6 +141,116 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
     let gradients =
         search(&device, BACKWARD, (first, count.div_ceil(4)), &bounds(arch), &Planning::default());
     println!("{arch}, gradients: {gradients:?}");
+}
+
+/// Hopper's tile whose CTAs fold their rows' parts of so many keys.
+fn folding(keys: u32) -> PlanOptions {
+    PlanOptions::default().kernel("sm90").tile([("fold_keys", keys.to_string())])
+}
+
+/// Rows of a call of Hopper's, whose CTAs fold the parts of their rows, have the bits of parts that a launch folds, and
+/// those of a chunk's call.
+fn folded(
+    device: &Device,
+    (heads, dim, len): ([u32; 2], u32, u32),
+    (dtype, left): (DType, Option<u32>),
+    keys: u32,
+) {
+    let dtype_o = if left.is_some() { dtype } else { DType::F32 };
+    let story = Story {
+        seed: u64::from(dim + len),
+        dtype,
+        dtype_o,
+        dtype_cache: None,
+        heads,
+        dims: [dim; 2],
+        len,
+        left,
+        softcap: false,
+        sink: false,
+        alibi: false,
+    };
+    let training = View {
+        rows: 0..len,
+        keys: Keys::Packed,
+        packed: true,
+        others: vec![[len / 3, len / 2 + 1]],
+        place: 1,
+        spare: 0,
+        unmasked: false,
+        lse: true,
+    };
+    let chunk = View {
+        rows: len - 37..len,
+        keys: Keys::Strided,
+        packed: false,
+        others: Vec::new(),
+        place: 0,
+        spare: 11,
+        ..training.clone()
+    };
+    let keys_of_part = keys.to_string();
+    let apart = [("split_keys", keys_of_part.as_str()), ("fixed_parts", "1")];
+    let planning = Planning {
+        plan: PlanOptions::default().kernel("sm90").tile(apart),
+        of_second: Some(folding(keys)),
+        ..Planning::default()
+    };
+    // A step of decoding over pages is `sm80`'s.
+    let pages = Planning { plan: PlanOptions::default().tile(apart), ..planning.clone() };
+    let step = View { rows: len - 1..len, keys: Keys::Paged(16), ..chunk.clone() };
+    for (views, planning) in [
+        ([training.clone(), training.clone()], &planning),
+        ([chunk, training.clone()], &planning),
+        ([step, training], &pages),
+    ] {
+        let said = compare(device, &story, &views, planning).unwrap();
+        assert!(matches!(said, Outcome::Equal(_)), "D {dim}, {len} keys in parts of {keys}: {said:?}");
+    }
+}
+
+/// What [`folded`] asks, in a process of its own; else there is nothing to do.
+#[test]
+fn the_folds_of_this_process() {
+    let Ok(text) = std::env::var("ROWS_FOLDS") else { return };
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let device = fmha_cuda::open(0, Some("sm_90a")).unwrap();
+    // Parts of two blocks of 128 keys, and a tile of three warpgroups.
+    folded(&device, ([2, 1], 64, 600), (DType::Bf16, None), 256);
+    if text == "all" {
+        // Parts of one block; two warpgroups, which take maxima of three scores at a time.
+        folded(&device, ([1, 1], 128, 500), (DType::Bf16, None), 128);
+        folded(&device, ([1, 1], 128, 900), (DType::F16, None), 384);
+        // A window, whose rows see none of the first parts.
+        folded(&device, ([2, 1], 128, 700), (DType::F16, Some(190)), 256);
+        // Wide heads, whose O is rescaled before a warpgroup's turn.
+        folded(&device, ([1, 1], 200, 420), (DType::Bf16, None), 192);
+        folded(&device, ([1, 1], 192, 420), (DType::Bf16, Some(301)), 96);
+    }
+}
+
+/// Runs [`the_folds_of_this_process`]: a process emulates one architecture.
+fn fold_in_a_process(which: &str) {
+    let run = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["the_folds_of_this_process", "--exact", "--nocapture"])
+        .env("ROWS_FOLDS", which)
+        .output()
+        .unwrap();
+    let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    assert!(run.status.success(), "{said}\n{erred}");
+}
+
+#[test]
+fn parts_that_a_cta_folds_have_the_bits_of_parts_that_a_launch_folds() {
+    fold_in_a_process("one");
+}
+
+#[test]
+#[ignore = "a minute or two: each case compiles three kernels"]
+fn parts_of_any_head_dimension_that_a_cta_folds_have_the_bits_of_parts_that_a_launch_folds() {
+    fold_in_a_process("all");
 }
 
 #[test]

@@ -248,8 +248,9 @@ fn two_segments_merged_by_their_lse_are_the_whole() {
 fn one_token_has_the_bits_of_the_last_of_many() {
     let Some(backend) = device() else { return };
     let invariant = sm100().batch_invariant(true);
-    // Enough keys that one token's would be split, and that all calls' are: in parts of 2048.
-    for (tokens, keys) in [(130, 520), (140, 2120)] {
+    // Enough keys that one token's would be split, and that all calls' are.
+    let part = u64::from(fmha_kernels_cuda::split::FIXED_KEYS.unsigned_abs());
+    for (tokens, keys) in [(130, 520), (140, part + 72)] {
         let (heads, dim) = (2, 128);
         let row = (heads * dim) as usize;
         let q = filled(tokens * row as u64, 1);
@@ -257,7 +258,7 @@ fn one_token_has_the_bits_of_the_last_of_many() {
         let many = problem(tokens as u32, keys as u32, heads, heads, MaskSpec::CAUSAL);
         let one = problem(1, keys as u32, heads, heads, MaskSpec::CAUSAL);
         let plan = backend.plan_fwd(&many.clone().validate().unwrap(), &invariant).unwrap().to_string();
-        assert_eq!(plan.contains("of every sequence in parts of 2048"), keys > 2048, "{plan}");
+        assert_eq!(plan.contains(&format!("of every sequence in parts of {part}")), keys > part, "{plan}");
         let (of_many, lse_many) = attend(backend, many, &invariant, [&q, &k, &v]);
         let (of_one, lse_one) = attend(backend, one, &invariant, [&q[q.len() - row..], &k, &v]);
         assert_eq!(of_one, of_many[of_many.len() - row..]);

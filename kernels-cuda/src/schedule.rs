@@ -65,6 +65,9 @@ pub(crate) const WORK_BYTES: i32 = 19 * 4;
 pub(crate) const SHARES_AT: u64 = 64;
 /// Words of that before each sequence's.
 pub(crate) const SHARES_HEADER: u64 = 2;
+/// Bytes of which the addresses are multiples where CTAs keep what they have folded: behind [`SHARES_AT`], which a
+/// launch that folds does not use.
+pub(crate) const FOLD_ALIGN: u64 = 128;
 
 /// Most tiles of a schedule. The atomic counter runs past the last tile by one index for each CTA, and a tile
 /// may be two CTAs: both stay below 2^31.
@@ -150,7 +153,9 @@ pub(crate) fn header() -> Header {
          // Tiles that a CTA knows at a time, and the bytes of what it knows of each (Work).\n\
          constexpr int kWorkSlots = {WORK_SLOTS};\nconstexpr int kWorkBytes = {WORK_BYTES};\n\n\
          // Words of the workspace before those that say how shares were dealt, and of these before each sequence's.\n\
-         constexpr int kSharesAt = {SHARES_AT};\nconstexpr int kSharesHeader = {SHARES_HEADER};\n\n}}  // namespace fmha\n",
+         constexpr int kSharesAt = {SHARES_AT};\nconstexpr int kSharesHeader = {SHARES_HEADER};\n\n\
+         // Bytes of which the address behind those words is a multiple where CTAs' folds begin.\n\
+         constexpr int kFoldAlign = {FOLD_ALIGN};\n\n}}  // namespace fmha\n",
         TileOrder::c_definition(),
         TileSchedule::c_definition()
     );

@@ -7,8 +7,8 @@ use fmha_core::{DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum,
 
 use crate::operands::swizzle_span;
 use crate::round_up;
+use crate::schedule::{FOLD_ALIGN, SHARES_AT, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 pub use crate::schedule::{TileOrder, TileSchedule};
-use crate::schedule::{UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::split::{self, Cut, RowsAtOnce, Shares};
 use crate::tile_list;
 
@@ -155,6 +155,9 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
         /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
+        /// A CTA walks all parts of its rows, of so many keys each as `fixed_parts` has them, and folds them itself: to
+        /// the bits of parts that a second kernel folds. 0: it does not.
+        pub fold_keys: i32 = Takes::multiples(16, 0, 1 << 24),
         /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
@@ -364,7 +367,7 @@ impl Sm90Tile {
         let table = default_tile(spec);
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
         self.skip_row_max = false;
-        (self.split_keys, self.fixed_parts, self.shares) = (0, false, 0);
+        (self.split_keys, self.fixed_parts, self.fold_keys, self.shares) = (0, false, 0, 0);
     }
 
     /// Sets the tile of parts that are launched before a merge that starts while they end. Parts are equal in length,
@@ -375,10 +378,18 @@ impl Sm90Tile {
         (self.order, self.dependent_launch) = (TileOrder::Static, false);
     }
 
-    /// A batch-invariant tile's parts of the keys, where a sequence may be long enough for several.
-    pub fn take_fixed_parts(&mut self, problem: &FwdProblem) {
+    /// A batch-invariant tile's parts of the keys, where a sequence may be long enough for several. Bits do not depend
+    /// on whether CTAs fold the parts of their rows or a launch behind them does: a price decides.
+    pub fn take_fixed_parts(&mut self, problem: &FwdProblem, num_sms: u32) {
         let keys = split::fixed_keys(problem, self.block_n);
         if keys == 0 {
+            return;
+        }
+        if table::folds_parts(problem, self, keys, num_sms) {
+            self.fold_keys = keys;
+            if self.order == TileOrder::Single {
+                self.order = TileOrder::Static;
+            }
             return;
         }
         (self.cluster, self.cluster_heads, self.prepare_v) = (1, false, PrepareV::InTile);
@@ -400,12 +411,25 @@ impl Sm90Tile {
             && self.block_n == default_tile(spec).block_n
     }
 
-    /// Workspace: the tile counter, zero before each launch, and the parts of a split.
+    /// Workspace: the tile counter, zero before each launch, and the parts of a split or what CTAs have folded.
     #[must_use]
     pub fn workspace(&self, problem: &FwdProblem, schedule: &TileSchedule, num_sms: u32) -> Workspace {
         let zeroed_bytes = self.counter_bytes(schedule, num_sms);
         let parts = self.cut(problem).workspace_bytes(problem, self.rows_at_once(problem).queries);
-        Workspace { bytes: parts.max(zeroed_bytes), zeroed_bytes }
+        let folds = self.fold_bytes(problem, self.grid(schedule, num_sms));
+        Workspace { bytes: parts.max(folds).max(zeroed_bytes), zeroed_bytes }
+    }
+
+    /// Workspace bytes of so many CTAs that fold their parts, those before them included; 0 where none does.
+    fn fold_bytes(&self, problem: &FwdProblem, ctas: u32) -> u64 {
+        if self.fold_keys == 0 {
+            return 0;
+        }
+        let dims = problem.dims;
+        let columns = product_dim(dims.head_dim_v.cast_signed(), problem.dtypes.v);
+        // Four threads have a row, and each four numbers of its two rows besides.
+        let elems = u64::from(self.block_m.unsigned_abs()) * u64::from(columns.unsigned_abs() + 8);
+        4 * SHARES_AT + FOLD_ALIGN + u64::from(ctas) * elems * 4
     }
 
     /// Workspace bytes, zero before each launch.

@@ -225,10 +225,10 @@ pub struct RowsAtOnce {
 /// next reads them.
 const MOST_BYTES: u64 = 256 << 20;
 
-/// Keys of a part of a batch-invariant plan, counted from a sequence's first key. More than what fills a
-/// device: a long query, whose last token is to have the bits of the same token alone, writes and reads a row
-/// of O for each part that it sees.
-const FIXED_KEYS: i32 = 2048;
+/// Keys of a part of a batch-invariant plan, counted from a sequence's first key, as whole blocks. More than what fills
+/// a device: a long query, whose last token is to have the bits of the same token alone, writes and reads a row
+/// of O for each part that it sees, in its own CTA's place or in memory. The size is decided here alone.
+pub const FIXED_KEYS: i32 = 2048;
 
 /// Keys of a part of a batch-invariant plan in blocks of `block_n`; 0 where every sequence is one part. Calls
 /// are cut only if one part and a whole sequence round in the same way: a sink and an O of 8 bits enter a
@@ -419,26 +419,32 @@ pub struct Merging {
     pub dependent: bool,
     /// Parts end where CTAs' shares do.
     pub in_shares: bool,
+    /// Parts of a fixed number of keys are folded one after another (`common/fold.cuh`), where warps have a row's
+    /// columns between them; else warps have the parts.
+    pub folds: bool,
 }
 
 impl Merging {
-    /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once. Warps' sums
-    /// are added in the order of the warps, so where parts are fixed the bound on all lengths must not decide
-    /// the number of warps: it is one, since a long query has rows enough. Lists have one bound, their own.
+    /// Merge of a problem's parts. A warp has some eight parts of a row, which it loads at once, and warps' sums are
+    /// added in the order of the warps. Fixed parts, but for those of lists, which have one bound, are folded in
+    /// their own order by any number of warps: by four where the rows leave warps idle.
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
+        let rows = rows_of(problem, problem.dims.seqlen_q, 1);
+        if cut.fixed && problem.lists.is_none() {
+            let warps = if rows.saturating_mul(4) <= WARPS_AT_ONCE { 4 } else { 1 };
+            return Self { stored, warps, dependent, in_shares: false, folds: true };
+        }
         let parts = match cut.shares {
-            _ if cut.fixed && problem.lists.is_none() => 1,
             Some(shares) => shares.most_parts(problem, cut.block_n.unsigned_abs()),
             None => cut.num_parts(problem),
         };
         let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
         // A row that has all parts is not to cost the many rows with few parts a wave of idle warps.
-        let rows = rows_of(problem, problem.dims.seqlen_q, 1);
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
             warps /= 2;
         }
-        Self { stored, warps, dependent, in_shares: cut.shares.is_some() }
+        Self { stored, warps, dependent, in_shares: cut.shares.is_some(), folds: false }
     }
 
     /// CTAs of the merging kernel, for so many `queries` of every sequence and head.
@@ -482,9 +488,13 @@ enum KeysOfRows {
 }
 
 fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelSource {
-    let Merging { stored, warps, dependent, in_shares } = merging;
+    let Merging { stored, warps, dependent, in_shares, folds } = merging;
     let threads = merging.threads();
     let (include, last_param, function, arguments) = match keys {
+        KeysOfRows::Band if folds => ("fmha/common/fold_parts.cuh", "", "fold", "p, parts"),
+        KeysOfRows::Tree if folds => {
+            ("fmha/common/fold_tree.cuh", tree_mask::PARAM, "fold_tree", "p, parts, tree")
+        }
         KeysOfRows::Band => ("fmha/common/merge_parts.cuh", "", "merge", "p, parts"),
         KeysOfRows::Tree => ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree"),
         KeysOfRows::Lists => ("fmha/common/merge_lists.cuh", lists::PARAM, "merge_lists", "p, parts, lists"),
@@ -500,7 +510,8 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
             "const __grid_constant__ FwdParams p, const __grid_constant__ KvParts parts{last_param}"
         ),
         call: &format!(
-            "split::{function}<kSpec, kStored, {threads}, {warps}, {dependent}, {in_shares}>({arguments});"
+            "split::{function}<kSpec, kStored, {threads}, {warps}, {dependent}{}>({arguments});",
+            if folds { String::new() } else { format!(", {in_shares}") }
         ),
     };
     crate::source(entry.render(), || {
@@ -557,7 +568,8 @@ mod tests {
 
     #[test]
     fn which_calls_have_fixed_parts_depends_on_no_batch_and_no_number_of_queries() {
-        for (seqlen_k, keys) in [(1, 0), (2048, 0), (2049, 2048), (1 << 20, 2048)] {
+        let part = FIXED_KEYS.unsigned_abs();
+        for (seqlen_k, keys) in [(1, 0), (part, 0), (part + 1, FIXED_KEYS), (1 << 20, FIXED_KEYS)] {
             for queries in [1, 4096] {
                 let mut problem = decode(3, 8, seqlen_k);
                 problem.dims.seqlen_q = queries;
@@ -565,12 +577,9 @@ mod tests {
                 assert_eq!(fixed_keys(&problem.clone().sink(true), 128), 0);
                 assert_eq!(fixed_keys(&problem.clone().dtype_o(DType::E4m3Fn), 128), 0);
                 let cut = Cut { keys, block_n: 128, fixed: true, shares: None };
-                assert!(cut.num_parts(&problem) * 2048 >= seqlen_k);
+                assert!(cut.num_parts(&problem) * part >= seqlen_k);
                 let merging = Merging::new(&problem, cut, DType::Bf16, true);
-                assert_eq!(
-                    merging.warps, 1,
-                    "sums of a row are added in an order of their own by each count"
-                );
+                assert!(merging.folds, "sums of a row are added in an order of their own by each count");
             }
         }
     }

@@ -159,6 +159,21 @@ fn kernels() -> Vec<(String, KernelSource)> {
         ..FwdSpec::plain(DType::F16, 128, MaskKind::Upper)
     };
     kernels.push(("sm90_128_upper_group".to_owned(), sm90::fwd(&group, &sm90::default_tile(&group))));
+    // Parts of a fixed number of keys: a tile that folds them, and the launch that does so behind tiles of a part.
+    for (name, spec) in [
+        ("sm90_64_upper_folds", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
+        ("sm90_128_upper_folds", FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper)),
+    ] {
+        let table = sm90::default_tile(&spec);
+        let tile = Sm90Tile { skip_row_max: false, fold_keys: split::FIXED_KEYS, ..table };
+        kernels.push((name.to_owned(), sm90::fwd(&spec, &tile)));
+    }
+    for (name, warps) in [("sm90_fold_128", 1), ("sm90_fold_128_columns", 4)] {
+        let upper = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
+        let merging =
+            split::Merging { stored: DType::Bf16, warps, dependent: true, in_shares: false, folds: true };
+        kernels.push((name.to_owned(), split::merge(&upper, merging)));
+    }
     // Lists of tiles under masks as data, and the launch that makes them.
     for (name, spec) in [
         ("sm90_64_masks", FwdSpec::plain(DType::Bf16, 64, MaskKind::Upper)),
@@ -333,7 +348,8 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         let whole = Sm100Tile { page_keys: 64, ..alone };
         kernels.push((format!("sm100_{name}_pages_whole"), sm100::fwd(&paged, &whole)));
     }
-    let merging = split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false };
+    let merging =
+        split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false, folds: false };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
     kernels.extend(blackwell_backward());
     kernels

@@ -359,10 +359,20 @@ pub enum Outcome {
 pub struct Planning {
     /// Wishes of both calls.
     pub plan: PlanOptions,
+    /// Wishes of the second call alone, in place of those of both.
+    pub of_second: Option<PlanOptions>,
     /// Whether no call's plan is asked for the promise, as a test of the search asks for none.
     pub unasked: bool,
     /// Whether a refusal is one of the outcomes.
     pub refuses: bool,
+}
+
+impl Planning {
+    /// Wishes of one of a pair's calls.
+    fn options(&self, call: usize) -> PlanOptions {
+        let own = self.of_second.as_ref().filter(|_| call == 1);
+        own.unwrap_or(&self.plan).clone().row_invariant(!self.unasked)
+    }
 }
 
 /// Runs both views of a story and compares the rows that they share.
@@ -371,9 +381,9 @@ pub struct Planning {
 /// What the backend said, other than a refusal.
 pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Planning) -> Result<Outcome> {
     let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
-    for view in views {
+    for (at, view) in views.iter().enumerate() {
         let mut host = view.host(story)?;
-        let options = planning.plan.clone().row_invariant(!planning.unasked);
+        let options = planning.options(at);
         let plan = match device.plan_fwd(&host.problem, &options) {
             Ok(plan) => plan,
             Err(error @ fmha_core::Error::Unsupported { .. }) => {
@@ -453,8 +463,8 @@ pub fn compare_gradients(
     planning: &Planning,
 ) -> Result<Outcome> {
     let (mut hosts, mut kernels) = (Vec::new(), Vec::new());
-    for view in views {
-        let options = planning.plan.clone().row_invariant(!planning.unasked);
+    for (at, view) in views.iter().enumerate() {
+        let options = planning.options(at);
         let mut forward = view.host(story)?;
         let (problem, lengths) = view.problem(story);
         let problem = BwdProblem::new(problem).dtype_grad(DType::F32);

@@ -202,6 +202,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/fixed_parts/", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Tiles that fold the parts of their keys.
+    Row {
+        tile: Some("fold_keys=256"),
+        in_test: Cases { filter: "^edges/short_query(/bf16/s3x1100/b:300,0|_beside_nan/bf16)$", deal: 1 },
+        in_all: Cases { filter: "^edges/short_query(/.*/(0|b|b:300,0)|_beside_nan/.*)$", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // Equal bits, whichever CTA claims a tile.
     Row {
         kernel: Some("sm90"),

@@ -200,8 +200,7 @@ FMHA_DEVICE void merge(const FwdParams& p, const KvParts& parts, const Keys& key
       } else {
         // Parts that the forward kernel has written: up to the last key that the row sees, and the first part in any
         // case.
-        const int32_t keys =
-            parts.keys > 0 ? parts.keys : keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
+        const int32_t keys = keys_of_a_part(merged.span.seqlen_k, parts.count, parts.block_n);
         const MaskBand band = resolve_band(p.mask, merged.span.seqlen_q, merged.span.seqlen_k);
         merged.num_parts = max(ceil_div(row_range(band, merged.i, merged.span.seqlen_k).end, keys), 1);
         merged.row = at;

@@ -2,6 +2,7 @@
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/common/work.cuh>
 
 namespace fmha {
@@ -16,6 +17,13 @@ template <FwdSpec spec, auto tile>
 FMHA_DEVICE constexpr DType stored_type() {
   if constexpr (requires { tile.stored; }) return tile.stored;
   else return spec.dtype_qk;
+}
+
+// Whether a part's rows that are to be computed again are left to the launch that folds its parts, which does so over
+// all keys: that is what a kernel has to do that walks all of them.
+template <auto tile, class Keys>
+FMHA_DEVICE consteval bool leaves_rows_to_fold() {
+  return split_keys<tile>() > 0 && fixed_parts<tile>() && !are_of_token<Keys>();
 }
 
 template <auto tile>

@@ -116,6 +116,15 @@ FMHA_DEVICE void ld_global_v4_f32_if(float (&v)[4], const float* from, bool cond
       : "memory");
 }
 
+// needs: sm_70. Four numbers, at a multiple of 16, that this thread may have written.
+// PTX ISA: ld.
+FMHA_DEVICE void ld_global_v4_f32(float (&v)[4], const float* from) {
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "l"(from)
+               : "memory");
+}
+
 // needs: sm_70. A number that nothing writes while the kernel runs; 0 where `condition` is false.
 // PTX ISA: ld.global.nc.
 FMHA_DEVICE float ld_global_f32_if(const void* from, bool condition) {

@@ -5,7 +5,7 @@ use fmha_core::fields::{FieldValue as _, Fields as _};
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, MaskKind, VLayout};
 
-use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, ValueProduct};
+use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, TileOrder, ValueProduct};
 use crate::round_up;
 use crate::split;
 
@@ -41,6 +41,17 @@ impl Sm90Tile {
         }
         if self.split_keys == 0 || self.fixed_parts {
             self.shares = 0;
+        }
+        let cuts_for_all = |tile: &Self| tile.split_keys > 0 && tile.fixed_parts;
+        if !cuts_for_all(&was) && cuts_for_all(self) && self.order == TileOrder::Dynamic {
+            self.order = TileOrder::Static;
+        }
+        if was.fold_keys == 0 && self.fold_keys > 0 {
+            (self.split_keys, self.fixed_parts, self.shares, self.skip_row_max) = (0, false, 0, false);
+        } else if self.split_keys > 0 || self.skip_row_max {
+            self.fold_keys = 0;
+        } else if was.block_n != self.block_n {
+            self.fold_keys = round_up(self.fold_keys, self.block_n);
         }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
@@ -130,6 +141,33 @@ impl Sm90Tile {
         }
         if self.skip_row_max && spec.mask == MaskKind::Band {
             return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
+        }
+        if self.fold_keys > 0 {
+            let keys = self.fold_keys;
+            if keys % self.block_n != 0 {
+                return refuse(format!("fold_keys={keys} is not a multiple of block_n={}", self.block_n));
+            }
+            for (field, on) in [
+                ("split_keys", self.split_keys > 0),
+                ("skip_row_max=1", self.skip_row_max),
+                ("order=single", self.order == TileOrder::Single),
+                ("a learnable sink", spec.sink),
+                ("sink columns", spec.sink_columns),
+                ("an O of 8 bits", spec.dtype_o.is_fp8()),
+                ("Q of 8 bits", spec.dtype_qk.is_fp8()),
+            ] {
+                if on {
+                    return refuse(format!(
+                        "fold_keys={keys} with {field}: a CTA folds parts of the band's keys"
+                    ));
+                }
+            }
+        }
+        if self.split_keys > 0 && self.fixed_parts && self.order == TileOrder::Dynamic {
+            return refuse(format!(
+                "fixed_parts=1 with split_keys={} and order=dynamic: parts of a launch for some rows, whose tiles no counter deals",
+                self.split_keys
+            ));
         }
         if self.split_keys > 0 {
             let keys = self.split_keys;
@@ -285,6 +323,12 @@ mod tests {
             (&[("lazy_rescale_log2", "0"), ("skip_row_max", "1")], &["skip_row_max", "lazy_rescale_log2"]),
             (&[("bias_stages", "1")], &["bias_stages=1", "16 bits"]),
             (&[("split_keys", "160")], &["split_keys=160", "block_n=128"]),
+            (&[("fold_keys", "160")], &["fold_keys=160", "block_n=128"]),
+            (
+                &[("split_keys", "256"), ("fixed_parts", "1"), ("order", "dynamic")],
+                &["fixed_parts=1", "split_keys=256", "order=dynamic"],
+            ),
+            (&[("fold_keys", "256"), ("order", "single")], &["fold_keys=256", "order=single"]),
             (&[("blok_n", "1")], &["blok_n", "block_n"]),
         ] {
             let text = refusal(words);

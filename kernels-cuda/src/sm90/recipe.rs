@@ -121,6 +121,7 @@ fn fitted(
             ("cluster", tile.cluster > 1),
             ("pack_gqa", tile.pack_gqa),
             ("split_keys", tile.split_keys > 0),
+            ("fold_keys", tile.fold_keys > 0),
             ("bias_stages", tile.bias_stages > 0),
             ("prepare_v", tile.prepare_v != PrepareV::InTile),
             ("block_m=192", tile.block_m > 128),
@@ -425,7 +426,7 @@ pub(crate) fn fit_like(
     if options.batch_invariant {
         own.make_batch_invariant(&spec);
         if !tile_list::serve(problem) {
-            own.take_fixed_parts(like);
+            own.take_fixed_parts(like, facts.num_sms);
         }
         if options.row_invariant {
             own.lazy_rescale_log2 = if own.lazy_rescale_log2 > 0 { row_order::LAG_LOG2 } else { 0 };
@@ -492,6 +493,10 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     }));
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
     words.extend(parts::words(tile.cut(problem)));
+    words.extend(
+        (tile.fold_keys > 0)
+            .then(|| format!("keys of every sequence in parts of {}, folded by their CTA", tile.fold_keys)),
+    );
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

@@ -214,6 +214,36 @@ fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Ti
     tile.cut(problem).shares.filter(|&shares| is_batch && takes(shares)).map(|_| tile)
 }
 
+/// Whether CTAs that walk all parts of their rows and fold them are faster than a CTA for each part and a launch that
+/// folds, by the model: the longest tile, or an even share of all tiles' keys, against such a share, half a part more,
+/// and the parts' way through memory.
+pub(super) fn folds_parts(problem: &FwdProblem, tile: &Sm90Tile, keys_of_part: i32, num_sms: u32) -> bool {
+    let spec = spec_of(problem);
+    let may_fold = !spec.sink && !spec.sink_columns && !spec.dtype_o.is_fp8() && !spec.dtype_qk.is_fp8();
+    let whole = Sm90Tile { split_keys: 0, shares: 0, ..*tile };
+    let Ok(schedule) = whole.schedule(problem) else { return false };
+    if !may_fold || tile_list::serve(problem) {
+        return false;
+    }
+    let tiles = schedule.num_tiles.unsigned_abs() * tile.cluster.unsigned_abs();
+    let cost = CostOfParts::new(problem, tile, tiles, num_sms);
+    let dims = problem.dims;
+    let band = problem.mask.band(dims.seqlen_q, dims.seqlen_k);
+    let seen = |query: u32| {
+        let keys = band.k_range(query..query + 1, dims.seqlen_k);
+        f64::from(keys.end.saturating_sub(keys.start))
+    };
+    let last = dims.seqlen_q.max(1) - 1;
+    let [first, middle, last] = [0, last / 2, last].map(seen);
+    let (mean, longest) = ((first + 2.0 * middle + last) / 4.0, first.max(middle).max(last));
+    let keys_of_part = f64::from(keys_of_part);
+    let share = f64::from(tiles) * mean / f64::from(num_sms);
+    let folding = share.max(longest) * cost.seconds_per_key;
+    let in_memory = mean / keys_of_part * cost.part_bytes / 2e12 + 2e-6;
+    let apart = (share + keys_of_part.min(longest) / 2.0) * cost.seconds_per_key + in_memory;
+    folding <= apart
+}
+
 /// Keys of a sequence that are split, at least, and how many times as many as its queries. An H200, 4 heads
 /// of 2048 queries and keys in two parts 44.5 us, whole 29.7; 2 heads of 4096 level.
 const LEAST_SPLIT: u32 = 1024;
@@ -526,6 +556,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         dependent_launch: true,
         split_keys: 0,
         fixed_parts: false,
+        fold_keys: 0,
         whole_groups: false,
         shares: 0,
     };

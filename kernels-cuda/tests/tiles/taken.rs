@@ -16,7 +16,7 @@ fn the_tile_that_the_hopper_table_chooses_is_one_that_its_kernel_takes() {
         for made_invariant in [false, true] {
             if made_invariant {
                 tile.make_batch_invariant(&spec);
-                tile.take_fixed_parts(&problem);
+                tile.take_fixed_parts(&problem, 132);
                 assert!(tile.is_batch_invariant(&spec), "{tile:?}");
             }
             let refusal = tile.check(&spec, problem.gqa_ratio());

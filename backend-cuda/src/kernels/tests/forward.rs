@@ -349,7 +349,7 @@ fn rows_of_equal_bits_are_taken_on_every_architecture() {
             let problem = of_lengths(seqlens, [8, 8], 128, mask).validate().unwrap();
             let choice = choose::<Sm80, _>(&problem, &stated(arch), &options).unwrap();
             assert!(choice.promises.row_invariant && choice.promises.batch_invariant, "{arch}, {seqlens:?}");
-            let is_cut = seqlens[1] > 2048;
+            let is_cut = seqlens[1] > fmha_kernels_cuda::split::FIXED_KEYS.unsigned_abs();
             assert_eq!(choice.launches.len(), 1 + usize::from(is_cut), "{arch}, {seqlens:?}, {mask}");
             let unasked = choose::<Sm80, _>(&problem, &stated(arch), &PlanOptions::default()).unwrap();
             assert!(!unasked.promises.row_invariant, "{arch}, {seqlens:?}");
@@ -386,6 +386,31 @@ fn kernels_of_hopper_that_share_rows_have_one_order_of_their_keys() {
                 }
             }
         }
+    }
+}
+
+/// CTAs of Hopper fold the parts of their rows where tiles fill the device, in one launch; few tiles have a CTA a part,
+/// and a launch behind them.
+#[test]
+fn parts_of_many_rows_are_folded_by_the_ctas_that_walk_them() {
+    let facts = stated("sm_90a");
+    let options = PlanOptions::default().row_invariant(true);
+    for (seqlens, heads, dim, folds) in [
+        ([4096, 4096], [16, 16], 128, true),
+        ([16384, 16384], [16, 16], 128, true),
+        ([8192, 8192], [32, 8], 64, true),
+        ([8192, 8192], [16, 16], 256, true),
+        ([1, 4096], [32, 8], 128, false),
+        ([16, 131_072], [32, 8], 128, false),
+        ([512, 65536], [8, 1], 128, false),
+    ] {
+        let problem = of_lengths(seqlens, heads, dim, "b").validate().unwrap();
+        let choice = choose::<Sm90, _>(&problem, &facts, &options).unwrap();
+        let what = format!("{seqlens:?}, {heads:?} heads, D {dim}");
+        assert!(choice.promises.row_invariant, "{what}");
+        let words = detail(&choice, "schedule").unwrap();
+        assert_eq!(words.contains("folded by their CTA"), folds, "{what}: {words}");
+        assert_eq!(choice.launches.len(), if folds { 1 } else { 2 }, "{what}");
     }
 }
 

@@ -1,5 +1,6 @@
 // O and LSE of a warp's rows, from registers to memory.
 #pragma once
+#include <fmha/common/fold.cuh>
 #include <fmha/common/output_place.cuh>
 #include <fmha/common/store_rows.cuh>
 #include <fmha/sm80/fwd/consume.cuh>
@@ -77,7 +78,12 @@ FMHA_DEVICE void store(Consumer<spec, tile, Keys>& consumer) {
     for (int r = 0; r < 2; ++r) {
       // Any of a row's four lanes may have found a non-finite value.
       const bool found = quad_reduce(suspect[m][r] ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
-      if (__any_sync(ptx::kAllLanes, found))
+      if constexpr (leaves_rows_to_fold<tile, Keys>()) {
+        const int32_t packed_row = consumer.row(m) + 8 * r, i = query_of<tile>(p, packed_row);
+        const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+        float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
+        ptx::st_global_f32_if(out, float_of(kAgainBits), found && quad_lane == 0);
+      } else if (__any_sync(ptx::kAllLanes, found))
         recompute_rows<spec, tile>(p, work, consumer.row(m) + 8 * r, found && quad_lane == 0, consumer.keys);
     }
   }

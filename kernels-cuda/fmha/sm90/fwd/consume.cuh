@@ -70,6 +70,7 @@ struct Consumer {
   static constexpr bool takes_three = has_hi && consumers == 2 && dim_v <= 128 && tile.cluster == 1 && !is_fp8(spec.dtype_qk);
 
   using Modifiers = fmha::Modifiers<spec, tile>;
+  static constexpr int blocks_of_part = FoldedOutput<spec, tile>::blocks_of_part;
 
   const FwdParams& p;
   Shared& smem;
@@ -561,6 +562,8 @@ struct Consumer {
       walk_list();
     } else if constexpr (tile.skip_row_max) {
       walk_skipping_row_max();
+    } else if constexpr (tile.fold_keys > 0) {
+      walk_parts();
     } else {
       const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
 #pragma unroll 1
@@ -618,6 +621,52 @@ struct Consumer {
       }
       softmax.correction[0] = softmax.correction[1] = 1.f;
     }
+  }
+
+  // The tile's blocks but the first, part after part. Within a part the blocks that no mask cuts take their maxima of
+  // three scores at a time, to the same bits, where no running maximum is negative.
+  FMHA_DEVICE void walk_parts() {
+    const int32_t num_blocks = work().num_blocks, last_block = work().last_block;
+    int32_t i = first_of(work()) + 1;
+#pragma unroll 1
+    while (i < num_blocks) {
+      // The block before this one was its part's first.
+      if ((last_block - i + 1) % blocks_of_part == 0) {
+        begin_part(last_block - i, i + 1 == num_blocks);
+        ++i;
+      }
+      const int32_t end = min(i + (last_block - i + 1) % blocks_of_part, num_blocks);
+      if constexpr (takes_three && !has_lo) {
+#pragma unroll 1
+        for (; i < end && is_edge(last_block - i); ++i) step(last_block - i, true, i + 1 == num_blocks);
+        if (i < end && !any_warp(__any_sync(ptx::kAllLanes, has_negative_max()))) {
+#pragma unroll 1
+          for (; i < end; ++i) step<true>(last_block - i, false, i + 1 == num_blocks);
+        }
+      }
+#pragma unroll 1
+      for (; i < end; ++i) step(last_block - i, has_hi && is_edge(last_block - i), i + 1 == num_blocks);
+    }
+  }
+
+  // The last P V of a part, beside the first S of the part below it.
+  FMHA_DEVICE void begin_part(int32_t block, bool last) {
+    ScoreSums<tile.block_n> sums;
+    overlap_products(sums, true, last, work(), block);
+    RowStats stats[2] = {softmax.rows[0], softmax.rows[1]};
+    softmax.reset();
+    auto&& s = sums;
+    exponentiate(s, work(), block, has_hi && is_edge(block));
+    softmax.correction[0] = softmax.correction[1] = 1.f;
+    finish_overlapped_output();
+    take_probs(s);
+    const RowsOfThread<spec, tile> of_thread{p, work(), rows.row};
+    PartEnd ends[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) ends[r] = of_thread.end(r, stats[r], scale_log2, modifiers().offset_log2(), o);
+    const bool first = FoldedOutput<spec, tile>::is_in_first_part(work(), block + 1);
+    FoldedOutput<spec, tile>::template add<false>(p, ptx::uniform(first), ends, o);
+    o.clear();
   }
 
   // The blocks of a list but the first: those that are cut and the first whole one take exact maxima, the others as

@@ -1,0 +1,61 @@
+// The fold of a row's parts, where keys are cut after a fixed number of them whatever the call (CONTRACT.md, "Order of
+// the keys"): one part after another, from the last keys to the first, which is how tiles walk blocks.
+//
+// A kernel that walks all parts of its rows folds them as it goes (sm90/fwd/folded_output.cuh); else a launch behind the
+// parts does (fold_parts.cuh). Both are made of the operations below, whose roundings are all written out, so a row has
+// the same bits by either.
+//
+// A row of one part keeps that part's bits: the fold of no parts is -0, of which a weight of 0 is -0, and the weight of
+// the first part is 1. O is normalised after each part. Unnormalised it could leave f32 where the row's O does not.
+#pragma once
+#include <fmha/num.h>
+#include <fmha/online_softmax.h>
+
+namespace fmha {
+
+// LSE of a row of a part that is to be computed again, with all its parts: a NaN that no instruction gives.
+constexpr uint32_t kAgainBits = 0x7fc0f01du;
+
+// Factors of what was folded and of the part that comes.
+struct FoldWeights {
+  float old, part;
+};
+
+struct FoldedRow {
+  float top = -infinity();  // the largest LSE
+  float sum = 0.f;          // of exp(LSE - top)
+
+  // Exponentials of a part: of the top before it, and of its own LSE. `next` is the larger of the two numbers. A part
+  // without a key that the row sees is neutral.
+  FMHA_DEVICE static FoldWeights exponentials(float top, float next, float lse) {
+    if (lse == -infinity()) return {1.f, 0.f};
+    const float reference = finite_or_zero(next);
+    return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)), exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
+  }
+  // Takes in a part of such exponentials.
+  FMHA_DEVICE FoldWeights add(const FoldWeights& exponentials) {
+    const float before = __fmul_rn(sum, exponentials.old);
+    sum = __fadd_rn(before, exponentials.part);
+    const float per_sum = __frcp_rn(sum);
+    if (exponentials.part == 0.f && exponentials.old == 1.f) return {1.f, 0.f};
+    return {__fmul_rn(before, per_sum), __fmul_rn(exponentials.part, per_sum)};
+  }
+  // Takes in a part of such an LSE.
+  FMHA_DEVICE FoldWeights take(float lse) {
+    const float next = fmaxf(top, lse);
+    const FoldWeights exps = exponentials(top, next, lse);
+    top = next;
+    return add(exps);
+  }
+  // Natural log-sum-exp of all parts.
+  FMHA_DEVICE float lse() const { return sum == 0.f ? -infinity() : __fmaf_rn(log2_of(sum), kLn2, top); }
+};
+
+// A part's element of O as the fold takes it: what lies in a part without a visible key does not matter.
+FMHA_DEVICE float element_of_part(float normalised, bool seen) { return seen ? normalised : -0.f; }
+
+FMHA_DEVICE float fold(float old, float part, const FoldWeights& weights) {
+  return __fmaf_rn(weights.part, part, __fmul_rn(old, weights.old));
+}
+
+}  // namespace fmha

@@ -1,0 +1,104 @@
+// O of a warpgroup's rows over the parts of the keys that are done, where a CTA walks all parts of its rows and folds them
+// (common/fold.cuh): no part of another CTA is to be merged.
+//
+// The tensor cores sum a part from nothing, and registers have no room for a second O. So the fold lies in the workspace,
+// a place for each CTA, which alone writes it and reads it back: 64 KB at D 128, which stay in the L2. A thread's
+// elements lie 16 bytes at a time, a warp's side by side. What a part adds is written when the next one begins, under
+// the other warpgroup's products; the last part is added in registers, and a tile of one part touches no memory.
+#pragma once
+#include <fmha/common/fold.cuh>
+#include <fmha/common/quads.cuh>
+#include <fmha/sm90/fwd/config.cuh>
+
+namespace fmha::sm90 {
+
+// The end of a part, or of a tile whose keys are one: for a thread's row of the fragment.
+struct PartEnd {
+  RowResult result;
+  bool again;  // the row is to be computed again from memory
+};
+
+template <FwdSpec spec, Sm90Tile tile>
+struct FoldedOutput {
+  using Output = mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>;
+  static constexpr int num_chunks = Output::num_elems / 4, threads = mma::kWarpgroup * num_consumers(tile);
+  static constexpr int blocks_of_part = max(tile.fold_keys / tile.block_n, 1);
+  // Chunks under way, four registers each: all of them where registers are free, since each wait for the L2 counts.
+  static constexpr int at_once = min(num_chunks, Output::columns > 192 ? 4 : Output::columns > 128 || num_consumers(tile) > 2 ? 8 : 16);
+
+  // Place of a thread's n-th four numbers: those of O, and behind them the rows' tops and sums.
+  FMHA_DEVICE static float* place(const FwdParams& p, int n) {
+    const uint64_t begin = (uint64_t(p.workspace) + 4 * kSharesAt + kFoldAlign - 1) / kFoldAlign * kFoldAlign;
+    const uint32_t thread = threadIdx.x - mma::kWarpgroup;
+    return reinterpret_cast<float*>(begin) + ((uint64_t(blockIdx.x) * (num_chunks + 1) + n) * threads + thread) * 4;
+  }
+
+  // The highest block that a tile's rows walk: those that only the cluster's other CTA sees lie above it. A tile without
+  // keys has block -1.
+  FMHA_DEVICE static int32_t highest_block(const Work& work) {
+    return max(work.last_block - (can_hide_blocks<spec, tile>() ? work.num_hidden : 0), 0);
+  }
+  // Whether a block lies in the part that a tile begins with.
+  FMHA_DEVICE static bool is_in_first_part(const Work& work, int32_t block) {
+    return block / blocks_of_part == highest_block(work) / blocks_of_part;
+  }
+  FMHA_DEVICE static bool has_several_parts(const Work& work) {
+    return !is_in_first_part(work, max(work.last_block - work.num_blocks + 1, 0));
+  }
+
+  // Adds a part to those above it, of which there are none if it is the tile's first. What they come to stays in `o`
+  // and in the ends if the part is the tile's last, else in memory.
+  template <bool last>
+  FMHA_DEVICE static void add(const FwdParams& p, bool first, PartEnd (&ends)[2], Output& o) {
+    float state[4] = {-infinity(), 0.f, -infinity(), 0.f};
+    if (!first) ptx::ld_global_v4_f32(state, place(p, num_chunks));
+    FoldWeights weights[2];
+    const bool seen[2] = {ends[0].result.lse != -infinity(), ends[1].result.lse != -infinity()};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      FoldedRow row = {state[2 * r], state[2 * r + 1]};
+      // The sum of a row that is to be computed again is -1, and stays so.
+      const bool again = ends[r].again || row.sum < 0.f;
+      weights[r] = row.take(ends[r].result.lse);
+      state[2 * r] = row.top;
+      state[2 * r + 1] = again ? -1.f : row.sum;
+      if constexpr (last) ends[r].again = again;
+    }
+    if constexpr (!last) ptx::st_global_v4_f32(place(p, num_chunks), state[0], state[1], state[2], state[3]);
+#pragma unroll
+    for (int begin = 0; begin < num_chunks; begin += at_once) {
+      float old[at_once][4];
+#pragma unroll
+      for (int c = 0; c < at_once; ++c) {
+        // The fold of no parts is -0.
+        old[c][0] = old[c][1] = old[c][2] = old[c][3] = -0.f;
+      }
+      if (!first) {
+#pragma unroll
+        for (int c = 0; c < at_once; ++c) {
+          if (begin + c < num_chunks) ptx::ld_global_v4_f32(old[c], place(p, begin + c));
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < at_once; ++c) {
+        if (begin + c >= num_chunks) continue;
+        float next[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at = 4 * (begin + c) + e, r = Output::row(at);
+          next[e] = fold(old[c][e], element_of_part(__fmul_rn(o[at], ends[r].result.factor), seen[r]), weights[r]);
+          if constexpr (last) o[at] = next[e];
+        }
+        if constexpr (!last) ptx::st_global_v4_f32(place(p, begin + c), next[0], next[1], next[2], next[3]);
+      }
+    }
+    if constexpr (last) {
+      // A row that sees no key has no sum, and the O of no parts.
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        ends[r].result = {state[2 * r + 1] == 0.f ? 0.f : 1.f, FoldedRow{state[2 * r], state[2 * r + 1]}.lse()};
+    }
+  }
+};
+
+}  // namespace fmha::sm90
