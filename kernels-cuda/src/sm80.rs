@@ -207,7 +207,7 @@ impl Sm80Tile {
     }
 
     /// Makes a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
-    /// as many keys of every sequence. Few CTAs of one warp have more blocks under way each, which changes no sum.
+    /// as many keys of every sequence. Few CTAs have more blocks under way each, which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room, block_n: i32) {
         if problem.lists.is_some() {
             // Parts follow the number of tokens; a list's blocks do not.
@@ -228,11 +228,25 @@ impl Sm80Tile {
         }
         self.split_keys = split::fixed_keys(problem, self.block_n);
         (self.fixed_parts, self.shares, self.shares_a_cta) = (self.split_keys > 0, 0, 1);
-        let deep = Self { stages: MOST_STAGES, ..*self };
-        let ctas = room.ctas(deep.smem_bytes(&spec));
         let tiles = self.schedule(problem).map_or(u32::MAX, |schedule| schedule.num_tiles.unsigned_abs());
-        if self.warps == 1 && ctas >= 1 && tiles <= room.num_sms * ctas.unsigned_abs() {
-            (self.stages, self.ctas) = (MOST_STAGES, ctas.min(self.ctas));
+        // As many blocks under way as there is room for: with one a CTA waits for each.
+        for stages in (self.stages + 1..=MOST_STAGES).rev() {
+            let ctas = room.ctas(Self { stages, ..*self }.smem_bytes(&spec));
+            if ctas >= 1 && tiles <= room.num_sms * ctas.unsigned_abs() {
+                (self.stages, self.ctas) = (stages, ctas.min(self.ctas));
+                self.share_columns(problem);
+                return;
+            }
+        }
+    }
+
+    /// Gives the only warp of sixteen rows another beside it, which has S too and half of O's columns: where few CTAs
+    /// leave the multiprocessor idle. It changes no sum.
+    fn share_columns(&mut self, problem: &FwdProblem) {
+        let is_wide = problem.dims.head_dim_v.is_multiple_of(128) && problem.dims.head_dim_v <= 256;
+        let is_plain = problem.cache.dtype.is_none() && !self.v_in_k && !problem.dtypes.v.is_fp8();
+        if self.block_m == 16 && self.value_parts == 1 && is_wide && is_plain {
+            (self.warps, self.value_parts) = (2, 2);
         }
     }
 
