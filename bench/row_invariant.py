@@ -4,8 +4,8 @@ A pair is two calls that have rows of one sequence in common: training packed or
 to sixteen decoded tokens, over pages of 1 to 128 rows, beside other sequences. Both are planned with `row_invariant`,
 and O and the log-sum-exp of the common rows are compared bit for bit. Half of the sequences span three parts of 2048
 keys or more. Then the price: microseconds of calls with and without the promise. The exit status is 1 if a bit
-differed. `--price 0` compares alone, `--pairs 0` times alone. `--jobs` processes compile and compare pairs beside each
-other.
+differed. `--price 0` compares alone, `--pairs 0` times alone, `--keys 512,1024,2048` times parts of these sizes too,
+which a CTA folds, or a launch behind CTAs of a part each. `--jobs` processes compare pairs beside each other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, pointer, sizeof
 
 import torch
@@ -28,6 +30,8 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compare pairs")
 parser.add_argument("--only", type=int, default=None, help="the pair of this seed alone")
 parser.add_argument("--price", type=int, default=1, help="0: no times")
+parser.add_argument("--rows", default="", help="times calls whose names match this expression alone")
+parser.add_argument("--keys", default="", help="times parts of so many keys too, as 512,1024,2048")
 arguments = parser.parse_args()
 sys.path.insert(0, arguments.kit)
 import ours  # noqa: E402
@@ -225,41 +229,99 @@ def micros(run, times: int = 40) -> float:
     return 1000 * statistics.median(begin.elapsed_time(end) for begin, end in events)
 
 
-def priced(what: str, call) -> None:
-    (call, held), line = call, []
-    for invariant in (False, True):
-        try:
-            line.append(micros(planned(call, invariant)))
-        except ours.Unsupported as refusal:
-            print(f"| {what} | refused: {refusal} |")
-            return
-    del held
-    print(f"| {what} | {line[0]:.1f} | {line[1]:.1f} | {line[1] / line[0]:.2f} |", flush=True)
+def with_gradients(call, held, q, k, v):
+    """The backward of a call, whose forward has run."""
+    o, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=DEVICE)
+    call.o, call.lse = ours._tensor(o), lse.data_ptr()
+    gradients = ours.FmhaGradients(struct_bytes=sizeof(ours.FmhaGradients), dtype_grad=ours.DTYPE[q.dtype])
+    tensors = dict(dout=torch.randn_like(q), dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
+    for name, x in tensors.items():
+        setattr(gradients, name, ours._tensor(x))
+    planned(call, True)()
+    call.gradients = pointer(gradients)
+    return call, (held, o, lse, gradients, tensors)
 
 
-def prices() -> None:
-    print("\n| call | without | with | price |\n|---|---|---|---|")
+def ways(keys_of_parts):
+    """Names of a row's columns, and how each is planned: without the promise, with it, with parts of other sizes."""
+    folding = [(f"{keys} in CTAs", True, f"fold_keys={keys}") for keys in keys_of_parts]
+    apart = [(f"{keys} apart", True, f"split_keys={keys},fixed_parts=1") for keys in keys_of_parts]
+    return [("without", False, None), ("with", True, None), *folding, *apart]
+
+
+def price_calls():
+    """Names of calls, whether parts of other sizes are timed, and what makes the call."""
     of = lambda *shape: torch.randn(*shape, device=DEVICE).to(torch.bfloat16)
-    for length in (4096, 8192, 16384):
-        q, k, v = (of(1, length, 16, 128) for _ in range(3))
-        call = call_of(q, k, v, mask="b", dims=(1, length, length), o=torch.empty_like(q))
-        priced(f"causal {length}, H16 D128", call)
+    rows = []
+    for dim in (128, 64):
+        for length in (4096, 8192, 16384):
+            def train(length=length, dim=dim):
+                q, k, v = (of(1, length, 16, dim) for _ in range(3))
+                return call_of(q, k, v, mask="b", dims=(1, length, length), o=torch.empty_like(q))
+
+            def backward(length=length, dim=dim):
+                q, k, v = (of(1, length, 16, dim) for _ in range(3))
+                call, held = call_of(q, k, v, mask="b", dims=(1, length, length), o=torch.empty_like(q))
+                return with_gradients(call, held, q, k, v)
+
+            rows.append((f"causal {length}, H16 D{dim}", True, train))
+            rows.append((f"causal {length}, H16 D{dim}, backward", False, backward))
     for page_size in (0, 64):
-        for tokens in (1, 16):
-            for length in (4096, 32768, 131072):
-                q, o = of(1, tokens, 32, 128), of(1, tokens, 32, 128)
-                used = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-                if page_size:
-                    pages = length // page_size
-                    k, v = (of(pages, page_size, 8, 128) for _ in "kv")
-                    table = torch.randperm(pages).to(torch.int32).to(DEVICE)[None].contiguous()
-                    more = dict(table=table, page_size=page_size, used=used)
-                else:
-                    k, v = (of(1, length, 8, 128) for _ in "kv")
+        for tokens in (1, 4, 16):
+            for length in (4096, 8192, 32768, 131072):
+                def decode(page_size=page_size, tokens=tokens, length=length):
+                    q, o = of(1, tokens, 32, 128), of(1, tokens, 32, 128)
                     more = {}
-                call = call_of(q, k, v, mask="b", dims=(1, tokens, length), o=o, **more)
+                    if page_size:
+                        pages = length // page_size
+                        k, v = (of(pages, page_size, 8, 128) for _ in "kv")
+                        table = torch.randperm(pages).to(torch.int32).to(DEVICE)[None].contiguous()
+                        used = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+                        more = dict(table=table, page_size=page_size, used=used)
+                    else:
+                        k, v = (of(1, length, 8, 128) for _ in "kv")
+                    return call_of(q, k, v, mask="b", dims=(1, tokens, length), o=o, **more)
+
                 where = f"pages of {page_size}" if page_size else "contiguous"
-                priced(f"{tokens} tokens over {length}, 32/8 heads, {where}", call)
+                rows.append((f"{tokens} tokens over {length}, 32/8 heads, {where}", True, decode))
+    return rows
+
+
+def prices(only: str, keys_of_parts) -> None:
+    """Times each call in each way, after all of them are compiled beside each other."""
+    every = ways(keys_of_parts)
+    chosen = [row for row in price_calls() if re.search(only, row[0])]
+
+    def plan(call, invariant, tile):
+        options = ours._options(timed=True, backward=False)
+        options.row_invariant = invariant
+        if tile:
+            options.tile = tile.encode()
+        try:
+            return ours._runner(call, options)
+        except (ours.Unsupported, RuntimeError):
+            return None
+
+    def compiled(row):
+        call, held = row[2]()
+        for _, invariant, tile in every if row[1] else every[:2]:
+            plan(call, invariant, tile)
+        del held
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(compiled, chosen))
+    print("\n| call | " + " | ".join(name for name, *_ in every) + " | price |")
+    print("|---" * (len(every) + 2) + "|")
+    for name, has_sizes, make in chosen:
+        call, held = make()
+        times = []
+        for _, invariant, tile in every if has_sizes else every[:2]:
+            run = plan(call, invariant, tile)
+            times.append(micros(run) if run else None)
+        del held
+        times += [None] * (len(every) - len(times))
+        ratio = f"{times[1] / times[0]:.3f}" if times[0] and times[1] else "-"
+        print(f"| {name} | " + " | ".join(f"{t:.1f}" if t else "-" for t in times) + f" | {ratio} |", flush=True)
 
 
 def main() -> None:
@@ -275,7 +337,7 @@ def main() -> None:
                 print(f"{at + 1} pairs, {wrong} differ", flush=True)
     print(f"{len(seeds)} pairs: {wrong} differ")
     if arguments.price and arguments.only is None:
-        prices()
+        prices(arguments.rows, [int(keys) for keys in arguments.keys.split(",") if keys])
     sys.exit(wrong > 0)
 
 
