@@ -87,7 +87,10 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
 #pragma unroll
   for (int r = 0; r < 2; ++r) ends[r] = of_thread.end(r, rows[r], scale_log2, offset_log2, o);
   if constexpr (tile.fold_keys > 0) {
-    if (ptx::uniform(FoldedOutput<spec, tile>::has_several_parts(work))) FoldedOutput<spec, tile>::template add<true>(p, false, ends, o);
+    // A warpgroup without rows may have walked no block, and then has folded nothing.
+    const bool has_rows = of_thread.query(0) < work.seqlen_q;
+    if (ptx::uniform(has_rows && FoldedOutput<spec, tile>::has_several_parts(work)))
+      FoldedOutput<spec, tile>::template add<true>(p, false, ends, o);
   }
   const bool suspect[2] = {ends[0].again, ends[1].again};
 #pragma unroll
