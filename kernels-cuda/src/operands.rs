@@ -33,6 +33,25 @@ pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static
     })
 }
 
+/// Keys of a page that one TMA instruction brings to a block of `block_n`; 0 where keys lie in no pages, or TMA cannot
+/// bring those of one: a box is whole lines of 8 rows, as the swizzle has them.
+pub(crate) fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
+    let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.layout.v == VLayout::RowMajor)
+    else {
+        return 0;
+    };
+    let (mut keys, mut rest) = (block_n.unsigned_abs(), page_size);
+    while rest > 0 {
+        (keys, rest) = (rest, keys % rest);
+    }
+    if keys % 8 == 0 { keys.cast_signed() } else { 0 }
+}
+
+/// Whether K and V lie in pages that TMA does not bring to blocks of `block_n`.
+pub(crate) fn has_odd_pages(problem: &FwdProblem, block_n: i32) -> bool {
+    problem.layout.kv.is_paged() && page_keys(problem, block_n) == 0
+}
+
 /// Whether V's innermost axis is one that sequences begin on, at any element. The address of a TMA box is
 /// then no multiple of 16 bytes, which is an illegal instruction (an H200; Triton's issue 7385 has found the
 /// same).

@@ -6,7 +6,9 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec, cache_update};
 
-use crate::operands::{keys_of_v_begin_anywhere, stores_vectors, strides, swizzle_span};
+use crate::operands::{
+    has_odd_pages, keys_of_v_begin_anywhere, page_keys, stores_vectors, strides, swizzle_span,
+};
 use crate::round_up;
 use crate::schedule::{self, TileOrder, TileSchedule, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 use crate::{sm90, split, tile_list, tree_mask};
@@ -331,25 +333,6 @@ fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'s
         let size = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }.size_bytes() as i64;
         (name, axis, stride.saturating_mul(size))
     })
-}
-
-/// Keys of a page that one TMA instruction brings to a block of `block_n`; 0 where keys lie in no pages, or TMA cannot
-/// bring those of one: a box is whole lines of 8 rows, as the swizzle has them.
-fn page_keys(problem: &FwdProblem, block_n: i32) -> i32 {
-    let Some(page_size) = problem.layout.kv.page_size().filter(|_| problem.layout.v == VLayout::RowMajor)
-    else {
-        return 0;
-    };
-    let (mut keys, mut rest) = (block_n.unsigned_abs(), page_size);
-    while rest > 0 {
-        (keys, rest) = (rest, keys % rest);
-    }
-    if keys % 8 == 0 { keys.cast_signed() } else { 0 }
-}
-
-/// Whether K and V lie in pages that TMA does not bring to blocks of `block_n`.
-fn has_odd_pages(problem: &FwdProblem, block_n: i32) -> bool {
-    problem.layout.kv.is_paged() && page_keys(problem, block_n) == 0
 }
 
 /// Whether TMA takes every stride, multiples of 16 bytes below 2^40, and every box begins at such a one.

@@ -24,6 +24,8 @@ FMHA_DEVICE consteval int num_threads(const Sm100Tile& tile) { return kRows * (n
 
 // Pairs of CTAs compute as one: pair.cuh.
 FMHA_DEVICE consteval bool is_pair(const Sm100Tile& tile) { return tile.cluster == 2; }
+// Whether TMA brings blocks of keys from pages (common/pages_of_block.cuh).
+FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page_keys > 0; }
 
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.

@@ -1,14 +1,15 @@
-// The load role: one thread keeps TMA fed, of pages a warp's lanes do (pages.cuh), or two warps copy themselves, in the
+// The load role: one thread keeps TMA fed, of pages a warp's lanes do, or two warps copy themselves, in the
 // order in which the issue role takes blocks.
 //
 //   Q, K(0) .. K(blocks ahead - 1), then V(i), K(i + blocks ahead) for each block, over the tile's end into the next
 //
 // `SeenKeys`: which keys queries see. With lists a tile's blocks are those that its list has.
 #pragma once
+#include <fmha/common/pages_of_block.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/common/zero_rows.cuh>
 #include <fmha/sm100/fwd/issue.cuh>
-#include <fmha/sm100/fwd/pages.cuh>
+#include <fmha/sm100/fwd/pair.cuh>
 
 namespace fmha::sm100 {
 
@@ -67,7 +68,8 @@ struct Loader {
   bool more = true;
 
   static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
-  using Pages = PagesOfBlock<tile>;
+  // Without pages a block is one box.
+  using Pages = PagesOfBlock<tile.block_n, loads_pages(tile) ? tile.page_keys : tile.block_n>;
   // With pages a whole warp loads, of which one lane waits for the others and arrives.
   const bool leads = threadIdx.x % 32 == 0;
   Copier<copies ? tile.copy_bytes : 16, CopyThreads<tile>> copier;

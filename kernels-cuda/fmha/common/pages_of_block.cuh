@@ -1,22 +1,20 @@
-// Blocks of keys that lie in pages, by TMA: a lane of the load role's warp has a box of `tile.page_keys` keys, which
-// one page holds. Each lane reads its own entry of the block table and starts its own box, so that a block of many
-// pages waits for the table once.
+// Blocks of keys that lie in pages, by TMA: a lane of a warp has a box of `page_keys` keys, which one page holds. Each
+// lane reads its own entry of the block table and starts its own box, so that a block of many pages waits for the table
+// once.
 //
 //   lane   0        1        2        3          a box is whole lines of 8 rows, as the swizzle has them
 //   block  |--page 5|--page 5|--page 2|  zeros |  keys from seqlen_k on are in no page that the table names
 #pragma once
-#include <fmha/sm100/fwd/pair.cuh>
+#include <fmha/ptx/tma.cuh>
+#include <fmha/seq.h>
 
-namespace fmha::sm100 {
+namespace fmha {
 
-FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page_keys > 0; }
-
-template <Sm100Tile tile>
+template <int block_n, int page_keys>
 struct PagesOfBlock {
-  static constexpr int page_keys = loads_pages(tile) ? tile.page_keys : tile.block_n;
-  static constexpr int boxes = tile.block_n / page_keys;
-  static_assert(page_keys % 8 == 0 && tile.block_n % page_keys == 0 && boxes <= 32,
-                "sm100: a lane's box is whole lines of the swizzle");
+  static constexpr int boxes = block_n / page_keys;
+  static_assert(page_keys % 8 == 0 && block_n % page_keys == 0 && boxes <= 32,
+                "a lane's box is whole lines of the swizzle");
 
   KvRow first = {0, 0};  // where this lane's box begins
 
@@ -29,9 +27,10 @@ struct PagesOfBlock {
     return pages;
   }
 
-  // Starts this lane's box of a block, whose barrier expects all bytes already.
+  // Starts this lane's box of a block, whose barrier expects all bytes already. `full` starts a box of four
+  // coordinates.
   template <class Tile, class Full>
-  FMHA_DEVICE void load(const Tile& to, const TensorMap& map, const Full& full, int32_t i_head_kv) const {
+  FMHA_DEVICE void load(const Tile& to, const ptx::TensorMap& map, const Full& full, int32_t i_head_kv) const {
     const int32_t lane = threadIdx.x % 32;
     if (lane >= boxes) return;
 #pragma unroll
@@ -42,4 +41,4 @@ struct PagesOfBlock {
   }
 };
 
-}  // namespace fmha::sm100
+}  // namespace fmha
