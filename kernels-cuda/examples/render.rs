@@ -82,6 +82,9 @@ fn main() -> Result<(), Box<dyn Error>> {
                 return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
             }
         }
+        if spec.kv_layout == KvKind::Paged && tile.copy_bytes == 0 {
+            (tile.page_keys, tile.block_m) = (16, tile.block_m.min(128));
+        }
         tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
         let meta = format!(
             "threads={}\nsmem={}\nblock_m={}\nq_rows={}\nblock_n={}\nbox_qk={}\nbox_v={}\npack_gqa={}\norder={:?}\ncluster={}\ncluster_heads={}\n\

@@ -5,7 +5,7 @@ use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
 use fmha_core::{DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum, abi_spec};
 
-use crate::operands::swizzle_span;
+use crate::operands::{page_keys, swizzle_span};
 use crate::round_up;
 use crate::schedule::{FOLD_ALIGN, SHARES_AT, UnitOfWork, WORK_BYTES, WORK_SLOTS};
 pub use crate::schedule::{TileOrder, TileSchedule};
@@ -20,8 +20,8 @@ pub mod recipe;
 mod table;
 mod values;
 
-pub use accepts::accepts;
-pub(crate) use accepts::{odd_bias_stride, takes};
+pub use accepts::{accepts, reads_pages_by_tma};
+pub(crate) use accepts::{odd_bias_stride, reads_as_it_lies, takes};
 pub use cost::{LEAST_GAIN_OF_ORDER, LEAST_GAIN_OF_SHAPE};
 pub use entries::{fwd, fwd_masked, fwd_of_arriving_keys};
 use table::adds_wide_elements;
@@ -129,6 +129,9 @@ abi_spec! {
         /// 0: TMA loads. Else three warps copy so many bytes at a time, which divide every
         /// stride and address of Q, K and V: 16, 8, 4, or 2 (element by element).
         pub copy_bytes: i32 = Takes::among(&[0, 2, 4, 8, 16]),
+        /// Keys of a page that one TMA instruction brings, a multiple of 8; 0: the keys of a block lie in a row, or
+        /// warps copy them.
+        pub page_keys: i32 = Takes::nothing(),
         /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
@@ -266,10 +269,12 @@ impl Sm90Tile {
         Cut { keys: self.split_keys, block_n: self.block_n, fixed: self.fixed_parts, shares }
     }
 
-    /// Fields of a tile that follow from how many query heads a kv head has.
-    pub fn place_groups(&mut self, problem: &FwdProblem) {
+    /// Sets the fields that follow from the others, from how many query heads a kv head has, and from the size of a
+    /// page.
+    pub fn place(&mut self, problem: &FwdProblem) {
         let ratio = problem.gqa_ratio().max(1);
         self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
+        self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
     }
 
     /// Rows of a tile that are rows of a sequence.
@@ -446,14 +451,15 @@ impl Sm90Tile {
         swizzle_span(tile_dim(head_dim, dtype), dtype)
     }
 
-    /// The box of the tensor map of K, or of V: a CTA's share of a block. Row-major `(dim, keys)`; of a
-    /// column-major V (`columns`) `(keys, dim)`.
+    /// The box of the tensor map of K, or of V: a CTA's share of a block, or what a page has of it. Row-major
+    /// `(dim, keys)`; of a column-major V (`columns`) `(keys, dim)`.
     #[must_use]
     pub const fn kv_box(&self, head_dim: i32, dtype: DType, columns: bool) -> [i32; 4] {
         if columns {
             [swizzle_span(self.block_n, dtype), padded_dim(head_dim) / self.cluster, 1, 1]
         } else {
-            [Self::box_dim(head_dim, dtype), self.block_n / self.cluster, 1, 1]
+            let keys = if self.page_keys > 0 { self.page_keys } else { self.block_n };
+            [Self::box_dim(head_dim, dtype), keys / self.cluster, 1, 1]
         }
     }
 

@@ -234,6 +234,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
     kernels.extend(shares());
+    kernels.extend(pages());
     // Few tiles, of fewer rows beside more keys.
     for (name, dim, shape) in [
         ("128_upper_lower", 128, (128, 128)),
@@ -245,6 +246,41 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}"), sm90::fwd(&spec, &tile)));
     }
     kernels
+}
+
+/// Keys in pages, whose boxes a warp brings: whole tiles, shares, FP8 whose V is prepared; and by copies.
+fn pages() -> Vec<(String, KernelSource)> {
+    let paged = |dim, mask| FwdSpec { kv_layout: KvKind::Paged, ..FwdSpec::plain(DType::Bf16, dim, mask) };
+    let own = |spec: &FwdSpec| {
+        let table = sm90::default_tile(spec);
+        Sm90Tile { block_m: table.block_m.min(128), page_keys: 16, ..table }
+    };
+    let whole = |name: &str, spec: FwdSpec| (format!("sm90_{name}_pages"), sm90::fwd(&spec, &own(&spec)));
+    let upper = |dim| paged(dim, MaskKind::Upper);
+    let shared = |name: &str, dim, block_m| {
+        let spec = split::part_spec(&upper(dim));
+        let table = own(&spec);
+        let (order, split_keys) = (TileOrder::Static, table.block_n);
+        let tile = Sm90Tile { block_m, split_keys, order, shares: 132, pack_gqa: true, ..table };
+        let tile = Sm90Tile { skip_row_max: false, dependent_launch: false, ..tile };
+        (format!("sm90_{name}_pages_in_shares"), sm90::fwd(&spec, &tile))
+    };
+    let copied = Sm90Tile { page_keys: 0, copy_bytes: 16, ..own(&upper(128)) };
+    let fp8 = FwdSpec { dtype_qk: DType::E4m3Fn, dtype_v: DType::E4m3Fn, ..upper(128) };
+    let of_fp8 = Sm90Tile { block_m: 128, block_n: 128, stages: 2, wait_anchor: 32, ..own(&fp8) };
+    vec![
+        whole("64_upper", upper(64)),
+        whole("128_full", paged(128, MaskKind::Full)),
+        whole("128_upper", upper(128)),
+        whole("128_band", paged(128, MaskKind::Band)),
+        whole("192_upper", upper(192)),
+        whole("256_upper", upper(256)),
+        shared("128_low", 128, 64),
+        shared("128", 128, 128),
+        shared("256", 256, 128),
+        ("sm90_128_pages_copied".to_owned(), sm90::fwd(&upper(128), &copied)),
+        ("sm90_fp8_128_pages".to_owned(), sm90::fwd(&fp8, &of_fp8)),
+    ]
 }
 
 /// Short queries whose keys CTAs walk in equal shares.

@@ -3,7 +3,9 @@
 use fmha_core::{Bias, DType, FwdProblem, Refusal, Strides, VLayout};
 
 use super::NAME;
-use crate::operands::{keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences};
+use crate::operands::{
+    has_odd_pages, keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences,
+};
 use crate::tile_list;
 
 /// Refusals that Hopper's and Blackwell's kernels have in common, in the name of either.
@@ -40,7 +42,10 @@ pub(crate) fn takes(problem: &FwdProblem, kernel: &'static str) -> Result<(), Re
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    problem.refuse_mixed_layouts(NAME)?;
+    // Lists of tiles are made for keys that lie in a row.
+    if !problem.layout.kv.is_paged() || tile_list::serve(problem) {
+        problem.refuse_mixed_layouts(NAME)?;
+    }
     problem.refuse_cache_updates(NAME)?;
     takes(problem, NAME)?;
     tile_list::refuse(problem, NAME)?;
@@ -51,6 +56,18 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
                 .to_owned(),
         );
     }
+    let is_paged = problem.layout.kv.is_paged();
+    if is_paged && problem.layout.v == VLayout::ColMajor {
+        return refuse("v_layout col-major with pages: it is read along its rows".to_owned());
+    }
+    if let Some(page_size) = problem.layout.kv.page_size().filter(|_| has_odd_pages(problem, LEAST_BLOCK))
+        && problem.dtypes.qk.is_fp8()
+    {
+        return refuse(format!(
+            "dtype_qk {} with page_size {page_size}: FP8 comes by TMA, whose boxes are whole lines of 8 rows",
+            problem.dtypes.qk
+        ));
+    }
     let can_copy = problem.layout.v == VLayout::RowMajor && !problem.dtypes.qk.is_fp8();
     if let (Some((name, axis, stride, multiple)), false) = (odd_stride(problem), can_copy) {
         return refuse(format!(
@@ -59,6 +76,21 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         ));
     }
     Ok(())
+}
+
+/// Keys of the smallest block, of which all others are multiples.
+const LEAST_BLOCK: i32 = 16;
+
+/// Whether TMA brings the pages of a problem that the kernel [`accepts`]: those of whole lines of 8 rows at strides of
+/// whole 16 bytes. Of others three warps copy row by row, each behind its own look-up, which was never measured.
+#[must_use]
+pub fn reads_pages_by_tma(problem: &FwdProblem) -> bool {
+    problem.layout.kv.is_paged() && !has_odd_pages(problem, LEAST_BLOCK) && odd_stride(problem).is_none()
+}
+
+/// Whether the kernel reads a problem's keys where they are, unasked.
+pub(crate) fn reads_as_it_lies(problem: &FwdProblem) -> bool {
+    accepts(problem).is_ok() && (!problem.layout.kv.is_paged() || reads_pages_by_tma(problem))
 }
 
 /// The first stride of an elementwise bias that TMA does not take, if there is one.

@@ -2,7 +2,7 @@
 //! which go together.
 
 use fmha_core::fields::{FieldValue as _, Fields as _};
-use fmha_core::spec::FwdSpec;
+use fmha_core::spec::{FwdSpec, KvKind};
 use fmha_core::{DType, MaskKind, VLayout};
 
 use super::{MAX_SMEM_BYTES, PrepareV, Sm90Tile, TileOrder, ValueProduct};
@@ -109,6 +109,23 @@ impl Sm90Tile {
                 "copy_bytes={} with cluster=2: only TMA writes to two CTAs",
                 self.copy_bytes
             ));
+        }
+        if spec.kv_layout == KvKind::Paged {
+            for (field, on) in [
+                ("cluster=2: its CTAs load halves of blocks", self.cluster > 1),
+                (
+                    "prepare_v: a block of the workspace would have keys of several pages",
+                    self.prepare_v != PrepareV::InTile,
+                ),
+                (
+                    "block_m=192: the warp that looks up pages would have too few registers",
+                    self.num_consumers() > 2,
+                ),
+            ] {
+                if on {
+                    return refuse(format!("keys in pages with {field}"));
+                }
+            }
         }
         if self.cluster_heads {
             if self.cluster == 1 {

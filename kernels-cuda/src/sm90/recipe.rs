@@ -11,7 +11,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::maps::{BlocksOfV, Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
-use crate::operands::{ALIGN, alignment, refuse_row_invariant};
+use crate::operands::{ALIGN, alignment, has_odd_pages, refuse_row_invariant};
 use crate::row_order;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
@@ -88,12 +88,34 @@ fn has_many_rows(problem: &ValidFwd) -> bool {
 /// Refuses calls that are left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     // Calls with FP8 queries were never measured.
-    let taken =
-        !problem.dtypes.qk.is_fp8() && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
+    let is_paged = problem.layout.kv.is_paged();
+    let is_fp8 = problem.dtypes.qk.is_fp8();
+    let taken = (is_paged || !is_fp8) && sm80::accepts(problem, facts.instructions.converts_fp8).is_ok();
+    if taken && is_paged && !sm90::reads_pages_by_tma(problem) {
+        return Err(format!(
+            "page_size {}, or a stride of K or V: TMA brings no boxes of these pages, which sm80 copies",
+            problem.layout.kv.page_size().unwrap_or(0)
+        ));
+    }
     if !taken || has_many_rows(problem) || problem.arrivals > 0 {
         return Ok(());
     }
+    if is_fp8 {
+        return Err(format!(
+            "dtype_qk {} in pages, few rows: sm80 reads them where they lie",
+            problem.dtypes.qk
+        ));
+    }
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
+}
+
+/// Refuses pages where a row's bits are to depend on its sequence alone, whatever the batch and however many queries
+/// there are: one kernel has them all, and that of FP8 caches, which have the same bits, is to write no copy of them.
+fn leave_pages(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+    match sm80::accepts(problem, facts.instructions.converts_fp8) {
+        Ok(()) => Err("batch_invariant: rows in pages are read by one kernel, sm80".to_owned()),
+        Err(_) => Ok(()),
+    }
 }
 
 /// The tile with some fields set, if it fits the problem and the device.
@@ -108,7 +130,7 @@ fn fitted(
     spec: &FwdSpec,
 ) -> Result<Sm90Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
-    tile.place_groups(problem);
+    tile.place(problem);
     tile.check(spec, problem.gqa_ratio())?;
     if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
         return Err(format!(
@@ -132,6 +154,12 @@ fn fitted(
                 ));
             }
         }
+    }
+    if tile.copy_bytes == 0 && has_odd_pages(problem, tile.block_n) {
+        return Err(format!(
+            "tile copy_bytes=0: pages of {} keys are not boxes of 8 rows and more",
+            problem.layout.kv.page_size().unwrap_or(0)
+        ));
     }
     split::check(problem, tile.cut(problem))?;
     facts.has_room_for(&tile, tile.smem_bytes(spec), tile.cluster)?;
@@ -190,7 +218,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
     fn modelled_micros(problem: &ValidFwd, facts: &DeviceFacts, fields: &TileOptions) -> Option<f64> {
         let (mut tile, ..) = own_tile(problem, facts);
         fields.iter().try_for_each(|(name, value)| tile.set(name, value)).ok()?;
-        tile.place_groups(problem);
+        tile.place(problem);
         tile.check(&sm90::spec_of(problem), problem.gqa_ratio()).ok()?;
         tile.modelled_micros(problem, facts.num_sms)
     }
@@ -411,12 +439,18 @@ pub(crate) fn fit_like(
     if shared_block.is_none() {
         refuse_row_invariant(options, sm90::NAME)?;
     }
-    if options.kernel.is_none() && options.tile.is_empty() && !options.batch_invariant {
-        leave_to_parts(problem, facts).map_err(refuse)?;
+    if options.kernel.is_none() && options.tile.is_empty() {
+        let is_paged = problem.layout.kv.is_paged();
+        if is_paged && options.batch_invariant && !options.row_invariant {
+            leave_pages(problem, facts).map_err(refuse)?;
+        } else if is_paged || !options.batch_invariant {
+            // Whichever of both computes a row, it has the same bits where they are asked to depend on it alone.
+            leave_to_parts(problem, facts).map_err(refuse)?;
+        }
     }
     let spec = spec_of(problem, options);
     let (mut own, shapes, orders) = own_tile(like, facts);
-    if like.strides != problem.strides {
+    if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
         let copies = own_tile(problem, facts).0;
         (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
     }
@@ -474,6 +508,7 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
         )
     }));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
+    words.extend((tile.page_keys > 0).then(|| format!("pages by boxes of {} keys", tile.page_keys)));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     let of = if tile.cluster_heads { "heads" } else { "query blocks" };
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} {of}", tile.cluster)));

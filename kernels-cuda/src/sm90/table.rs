@@ -7,7 +7,7 @@ use fmha_core::{DType, FwdProblem, MaskKind, VLayout};
 use super::values::block_bytes;
 use super::{
     Lookahead, MAX_SMEM_BYTES, PingPong, PrepareV, Sm90Tile, TileOrder, ValueProduct, elem_bytes,
-    odd_bias_stride, padded_dim, spec_of, tile_dim,
+    odd_bias_stride, padded_dim, reads_pages_by_tma, spec_of, tile_dim,
 };
 use crate::operands::{odd_stride, stores_vectors, strides};
 use crate::split;
@@ -30,8 +30,8 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     let seqlen_q = i64::from(dims.seqlen_q);
 
     tile.copy_bytes = copy_bytes(problem);
-    if tile.copy_bytes > 0 {
-        // The threads that copy would have too few registers beside three warpgroups.
+    if tile.copy_bytes > 0 || problem.layout.kv.is_paged() {
+        // The threads that copy or look up pages would have too few registers beside three warpgroups.
         tile.block_m = tile.block_m.min(128);
     }
     // A short query: the heads of a group side by side, where that saves a tenth of the rows.
@@ -81,7 +81,7 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     if rows <= 64 && (!tile.pack_gqa || rows <= i64::from(64 / ratio * ratio)) {
         tile.block_m = 64;
     }
-    tile.place_groups(problem);
+    tile.place(problem);
 
     // Beyond, 2 c / (1 + exp(2 y / c)) loses what of y is far below c: its error is some 3e-7 c.
     if problem.score.softcap.is_some_and(|cap| !(1e-3..=64.0).contains(&cap)) {
@@ -101,13 +101,15 @@ pub(super) fn choose_tile_as(problem: &FwdProblem, packs: Option<bool>) -> Sm90T
     if tile_list::serve(problem) {
         tile.take_lists(problem, &spec);
     }
+    tile.place(problem);
     tile
 }
 
 /// [`Sm90Tile::copy_bytes`] for a problem: 0 where TMA takes its strides, else the most bytes
 /// that divide every one.
 fn copy_bytes(problem: &FwdProblem) -> i32 {
-    if odd_stride(problem).is_none() {
+    let by_tma = !problem.layout.kv.is_paged() || reads_pages_by_tma(problem);
+    if odd_stride(problem).is_none() && by_tma {
         return 0;
     }
     let divides = |&bytes: &i32| strides(problem).all(|(_, _, stride)| stride * 2 % i64::from(bytes) == 0);
@@ -207,7 +209,7 @@ fn ways(problem: &FwdProblem, whole: Sm90Tile, num_sms: u32) -> Vec<Sm90Tile> {
 /// The tile whose CTAs have equal shares of all sequences' blocks, where it can.
 fn in_shares(problem: &FwdProblem, cut: Sm90Tile, num_sms: u32) -> Option<Sm90Tile> {
     let mut tile = Sm90Tile { block_m: cut.block_m.min(128), ..cut };
-    tile.place_groups(problem);
+    tile.place(problem);
     (tile.split_keys, tile.shares) = (tile.block_n, num_sms.cast_signed());
     let is_batch = (2..=split::MOST_SCANNED).contains(&problem.dims.batch);
     let takes = |shares: split::Shares| shares.takes(problem, tile.block_n.unsigned_abs());
@@ -544,6 +546,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         fast_softcap: spec.softcap && spec.bias == BiasKind::None && spec.code == CodeKind::None,
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
+        page_keys: 0,
         cluster: 1,
         cluster_heads: false,
         q_in_registers: false,
@@ -581,7 +584,7 @@ impl Sm90Tile {
     fn take_lists(&mut self, problem: &FwdProblem, spec: &FwdSpec) {
         (self.pack_gqa, self.cluster, self.cluster_heads) = (false, 1, false);
         (self.prepare_v, self.order) = (PrepareV::InTile, TileOrder::Dynamic);
-        self.place_groups(problem);
+        self.place(problem);
         if self.bias_stages > 0 {
             self.bias_stages = 0;
             self.take_registers(spec);

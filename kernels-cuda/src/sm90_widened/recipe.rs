@@ -127,7 +127,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let of_reader = options.clone().kernel(R::about().name);
         // A quantised cache has the tile, parts and order of the same call on the cache in 16 bits, if that is read as
         // it lies.
-        let twin = problem.over_wide_cache().filter(|twin| !R::GATHERS || twin.layout.kv == wide.layout.kv);
+        let twin = problem.over_wide_cache().filter(|twin| !R::GATHERS || sm90::reads_as_it_lies(twin));
         let twin = twin.map_or_else(|| Ok(wide.clone()), FwdProblem::validate);
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         let choice = R::choose_like(&twin, &wide, facts, &of_reader)
@@ -135,6 +135,9 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
         // The bits of a quantised cache have no price: it is the reader's where its twin is.
         if options.kernel.is_none() && !cached {
+            if sm90::reads_as_it_lies(problem) {
+                return Err(refuse(format!("kv_layout {:?}: sm90 reads it as it lies", problem.layout.kv)));
+            }
             if options.batch_invariant {
                 // Whether gathering is worth it goes by the batch and by how many queries there are.
                 return Err(refuse(

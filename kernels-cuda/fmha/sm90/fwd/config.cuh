@@ -35,6 +35,8 @@ FMHA_DEVICE consteval int num_consumer_warps(const Sm90Tile& tile) { return 4 * 
 // Threads that load by copies: warps 0, 2 and 3, since warp 1 has the schedule role. Warp 2 has no zero role then,
 // because a copy brings zeros itself. By TMA one thread loads.
 using CopyThreads = CopyWarps<0, 0b1101>;
+// Whether TMA brings blocks of keys from pages, by a warp (common/pages_of_block.cuh); else one thread brings them.
+FMHA_DEVICE consteval bool loads_pages(const Sm90Tile& tile) { return tile.page_keys > 0; }
 FMHA_DEVICE consteval int num_load_arrivals(const Sm90Tile& tile) { return tile.copy_bytes > 0 ? CopyThreads::count : 1; }
 // Whether the next tile's first scores are started with this tile's last output; Q then has a second buffer, or lies
 // in pieces of which one is spare.

@@ -56,6 +56,12 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   static_assert(tile.output_columns == 0 ||
                     (flushes_output(tile) && padded_dim(spec.head_dim_v) % tile.output_columns == 0),
                 "sm90: parts of O are flushed with every block");
+  static_assert(!loads_pages(tile) || (spec.kv_layout == KvKind::Paged && tile.copy_bytes == 0 && tile.cluster == 1),
+                "sm90: pages by TMA, of a CTA by itself");
+  static_assert(spec.kv_layout != KvKind::Paged || loads_pages(tile) || tile.copy_bytes > 0,
+                "sm90: pages come by boxes of their own, or by copies");
+  static_assert(spec.kv_layout != KvKind::Paged || !takes_prepared_v(tile),
+                "sm90: a V in pages is prepared by its tiles");
   static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");

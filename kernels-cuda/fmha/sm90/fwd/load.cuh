@@ -1,7 +1,8 @@
-// The load role: one thread issues TMA loads, or three warps copy themselves.
+// The load role: one thread issues TMA loads, of pages a warp's lanes do, or three warps copy themselves.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/common/arrivals.cuh>
+#include <fmha/common/pages_of_block.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/sm90/fwd/load_bias.cuh>
 #include <fmha/sm90/fwd/prepare_values.cuh>
@@ -24,7 +25,14 @@ struct Loader {
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
 
-  static constexpr bool copies = tile.copy_bytes > 0;
+  static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
+  // With pages a whole warp loads, of which one lane waits for the others and arrives.
+  static constexpr bool by_warp = copies || paged;
+  const bool leads = threadIdx.x % 32 == 0;
+  // Pages of the newest K block, and of the one whose V comes next: V lies where K does. Without pages a block is one
+  // box.
+  using Pages = PagesOfBlock<tile.block_n, paged ? tile.page_keys : tile.block_n>;
+  Pages k_pages, v_pages;
   Copier<copies ? tile.copy_bytes : 16, CopyThreads> copier;
 
   FMHA_DEVICE void wait(Barrier& barrier, uint32_t parity) {
@@ -55,17 +63,21 @@ struct Loader {
       q_slot.advance();
       return;
     }
-    // The box is lower where whole groups do not fill the tile.
-    constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
-    ptx::mbarrier_arrive_expect_tx(full, whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
-    const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
+    if (!paged || leads) {
+      // The box is lower where whole groups do not fill the tile.
+      constexpr int row_bytes = Tile::num_chunks * Tile::span_bytes;
+      ptx::mbarrier_arrive_expect_tx(full, whole_groups<tile>() ? rows_of_tile<tile>(p) * row_bytes : Tile::tile_bytes);
+      const int32_t head_in_group = work.i_head - work.i_head_kv * p.gqa_ratio;
 #pragma unroll
-    for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      ptx::cp_async_bulk_tensor_5d(smem.q[q_slot.index].address() + chunk * Tile::chunk_bytes, maps.q, full,
-                                   chunk * Tile::span, head_in_group,
-                                   work.q_row + query_of<tile>(p, first_row), work.i_head_kv,
-                                   work.storage_batch, ptx::CacheHint::EvictFirst);
+      for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
+        ptx::cp_async_bulk_tensor_5d(smem.q[q_slot.index].address() + chunk * Tile::chunk_bytes, maps.q, full,
+                                     chunk * Tile::span, head_in_group,
+                                     work.q_row + query_of<tile>(p, first_row), work.i_head_kv,
+                                     work.storage_batch, ptx::CacheHint::EvictFirst);
+      }
     }
+    // A lane that is late must not find the phase after its own.
+    if constexpr (paged) __syncwarp();
     q_slot.advance();
   }
 
@@ -83,6 +95,10 @@ struct Loader {
       if constexpr (SeenKeys::has_tile_list) return seen.entry(part, num_band_blocks, i);
       return spec.sink_columns && i >= num_band_blocks ? last_sink_block - (i - num_band_blocks) : last_block - i;
     }
+    // Place of key j, of a copy.
+    FMHA_DEVICE KvRow place(const FwdParams& p, int32_t j) const {
+      return kv_row(p, spec.kv_layout, {i_batch, i_batch, 0, 0, k_row, seqlen_k}, j);
+    }
     FMHA_DEVICE int32_t row(int32_t i) const {
       const int32_t block = this->block(i);
       // A tile without keys has block -1: rows before the tensor, where TMA reads zeros.
@@ -96,6 +112,24 @@ struct Loader {
                               Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
     load_box(tiles, map, full, empty, slot, {columns ? row : 0, columns ? 0 : row, keys.i_head_kv, keys.storage_batch});
+  }
+  // A barrier as the boxes of pages signal it.
+  struct Full {
+    Barrier& barrier;
+    FMHA_DEVICE void load(uint32_t to, const TensorMap& map, int32_t c0, int32_t c1, int32_t c2, int32_t c3,
+                          ptx::CacheHint hint) const {
+      ptx::cp_async_bulk_tensor_4d(to, map, barrier, c0, c1, c2, c3, hint);
+    }
+  };
+  // A block that lies in pages, by all lanes of the warp.
+  template <class Tile>
+  FMHA_DEVICE void load_pages(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full, Barrier (&empty)[tile.stages],
+                              Slot<tile.stages>& slot, const Keys& keys, const Pages& pages) {
+    wait(empty[slot.index], slot.phase ^ 1);
+    if (leads) ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
+    __syncwarp();
+    pages.load(tiles[slot.index], map, Full{full}, keys.i_head_kv);
+    slot.advance();
   }
   // A block that lies in the workspace as its tile does. Of a tile without keys it has block -1, where TMA reads zeros.
   FMHA_DEVICE void load_prepared(const Keys& keys, int32_t i) {
@@ -141,7 +175,9 @@ struct Loader {
     const uint16_t* head = data + row_offset(view, keys.storage_batch, keys.k_row, keys.i_head_kv);
     copier.copy(tiles[slot.index], dim, data, [&](int32_t row) -> const uint16_t* {
       const int32_t j = first_key + row;
-      return j >= 0 && j < end ? head + j * view.row : nullptr;
+      if (j < 0 || j >= end) return nullptr;
+      if constexpr (spec.kv_layout == KvKind::Paged) return data + row_offset(view, keys.place(p, j), keys.i_head_kv);
+      return head + j * view.row;
     });
     copier.finish(full[slot.index]);
     slot.advance();
@@ -150,16 +186,31 @@ struct Loader {
   FMHA_DEVICE void load_k(const Keys& keys, int32_t i) {
     if constexpr (copies) {
       copy_block(smem.k, p.k, spec.head_dim_qk, smem.k_full, smem.k_empty, k_slot, keys, i);
+    } else if constexpr (paged) {
+      // The table is read before the wait for the block's slot.
+      v_pages = k_pages;
+      k_pages = Pages::find(p, keys.i_batch, keys.block(i) * tile.block_n, keys.seqlen_k);
+      load_pages(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, k_pages);
     } else {
       arrived.wait(keys.row(i), tile.block_n);
       load_block<false>(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
     }
   }
-  FMHA_DEVICE void load_v(const Keys& keys, int32_t i) {
+  // `newest`: V of the newest K block, else of the one before it.
+  FMHA_DEVICE void load_v(const Keys& keys, int32_t i, bool newest = false) {
     if constexpr (copies) {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
     } else if constexpr (takes_prepared_v(tile)) {
       load_prepared(keys, i);
+    } else if constexpr (paged) {
+      const bool raw = i == 0 && keys.first_dirty < tile.block_n;
+      const Pages& pages = newest ? k_pages : v_pages;
+      if constexpr (Shared::prepared) {
+        load_pages(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, pages);
+      } else {
+        load_pages(smem.v, maps.v, raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index], smem.v_empty, v_slot, keys,
+                   pages);
+      }
     } else if constexpr (Shared::prepared) {
       load_block<spec.v_layout == VLayout::ColMajor>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
     } else {
@@ -171,7 +222,7 @@ struct Loader {
 
   FMHA_DEVICE void ask() const {
     if (threadIdx.x >= 32) return;
-    if constexpr (copies) __syncwarp();  // one lane's arrival counts for its warp, and must come after the others
+    if constexpr (by_warp) __syncwarp();  // one lane's arrival counts for its warp, and must come after the others
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
@@ -200,7 +251,7 @@ struct Loader {
     while (num_blocks > 0) {
       load_other_pieces();
       const Keys keys(smem.work[work_slot.index], seen);
-      if constexpr (copies) __syncwarp();
+      if constexpr (by_warp) __syncwarp();
       ptx::mbarrier_arrive_if(smem.work_empty[work_slot.index], threadIdx.x % 32 == 0);
       work_slot.advance();
       // The next tile is taken some blocks before the end: earlier, this CTA would hold a tile that an idle one could
@@ -218,9 +269,10 @@ struct Loader {
       const int32_t last = num_blocks - 1;
       if constexpr (looks_ahead(tile)) {
         num_blocks = begin_tile();
-        load_v(keys, last);
+        // Where no tile follows, no K has come since this block's.
+        load_v(keys, last, num_blocks == 0);
       } else {
-        load_v(keys, last);
+        load_v(keys, last, true);
         num_blocks = begin_tile();
       }
     }
@@ -232,7 +284,7 @@ template <FwdSpec spec, Sm90Tile tile, class ArrivedKeys, class SeenKeys>
 FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const PreparedValues& values,
                       ArrivedKeys arrived, const SeenKeys& seen, Smem<spec, tile>& smem) {
   ptx::setmaxnreg_dec<regs(tile).load>();
-  if (threadIdx.x == 0 || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
+  if (threadIdx.x == 0 || (loads_pages(tile) && threadIdx.x < 32) || (tile.copy_bytes > 0 && threadIdx.x / 32 != 1)) {
     Loader<spec, tile, ArrivedKeys, SeenKeys> loader{p, maps, values, smem, arrived, seen};
     loader.run();
   } else if (in_shares<tile>() ? threadIdx.x / 32 == 1 : threadIdx.x == 32) {

@@ -49,7 +49,10 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
     q_row[r] = row_offset(p.q, work.storage_batch, work.q_row + min(query, work.seqlen_q - 1), i_head);
   }
   const int32_t first_key = block * tile.block_n + threadIdx.x % 32 / 4;
-  const int64_t first_k_row = row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
+  constexpr bool paged = spec.kv_layout == KvKind::Paged;
+  const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
+  const auto row_of = [&](int32_t j) { return row_offset(p.k, kv_row(p, spec.kv_layout, span, j), work.i_head_kv); };
+  const int64_t first_k_row = paged ? 0 : row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
   s.clear();
   // A loop that is not unrolled cannot index registers: sixteen keys at a time are rotated to the front of S, and
   // are back in their place after each step.
@@ -61,7 +64,8 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
     int64_t k_row = first_k_row;
 #pragma unroll 1
     for (int32_t c = 0; c < tile.block_n / 16; ++c) {
-      const int64_t next = k_row + 8 * p.k.row;
+      if constexpr (paged) k_row = row_of(first_key + 16 * c);
+      const int64_t next = paged ? row_of(first_key + 16 * c + 8) : k_row + 8 * p.k.row;
       const uint32_t b[2][2] = {{load_pair<spec.dtype_qk>(p.k, k_row, d, dim), load_pair<spec.dtype_qk>(p.k, k_row, d + 8, dim)},
                                 {load_pair<spec.dtype_qk>(p.k, next, d, dim), load_pair<spec.dtype_qk>(p.k, next, d + 8, dim)}};
       ptx::mma_m16n8k16<dtype>(&s.elems[0], a, b[0]);
