@@ -529,6 +529,19 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Keys in pages: boxes by the lanes of a warp, copies, parts, and V of the pages of the block before.
+    Row {
+        kernel: Some("sm90"),
+        in_test: Cases {
+            filter: "^decode/(paged/bf16/p(16|7)/s3x129/b/hnd|pages_hold_the_same_keys/bf16/q5/b/p16)$",
+            deal: 1,
+        },
+        in_all: Cases {
+            filter: "^decode/((paged|shared_pages|no_keys|pages_[a-z_]*)/b?f16|(split/b?f16/wide|last_keys/b?f16/d))",
+            deal: 1,
+        },
+        ..HOPPER_WALKING
+    },
     // A cache brought once to the workspace: of FP8, of pages.
     Row {
         kernel: Some("sm90_widened"),

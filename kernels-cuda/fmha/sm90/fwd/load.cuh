@@ -204,7 +204,7 @@ struct Loader {
       load_prepared(keys, i);
     } else if constexpr (paged) {
       const bool raw = i == 0 && keys.first_dirty < tile.block_n;
-      const Pages& pages = newest ? k_pages : v_pages;
+      const Pages pages = newest ? k_pages : v_pages;
       if constexpr (Shared::prepared) {
         load_pages(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, pages);
       } else {
