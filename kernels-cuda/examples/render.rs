@@ -78,12 +78,16 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         let mut tile = sm90::default_tile(&spec);
         for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-            if !set_tile(&mut tile, field, value)? && !of_spec {
+            if field != "stored" && !set_tile(&mut tile, field, value)? && !of_spec {
                 return Err(format!("{name}: no field {field} in FwdSpec or Sm90Tile").into());
             }
         }
         if spec.kv_layout == KvKind::Paged && tile.copy_bytes == 0 {
             (tile.page_keys, tile.block_m) = (16, tile.block_m.min(128));
+        }
+        if let Some((_, stored)) = fields.iter().find(|(field, _)| *field == "stored") {
+            tile = tile.over_narrow_cache(stored.parse()?);
+            tile.take_raw_stages(&spec)?;
         }
         tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
         let meta = format!(

@@ -169,14 +169,14 @@ impl MapFacts {
             box_dims: boxes.q.map(i32::unsigned_abs),
         };
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
-        let of_k = ("k", problem.dtypes.qk);
+        let of_k = ("k", problem.stored_k());
         let v_facts = || {
-            let (of_v, strides) = (("v", problem.dtypes.v), problem.strides.v);
+            let (of_v, strides) = (("v", problem.stored_v()), problem.strides.v);
             let mut facts = TensorMapFacts::of_rows(of_v, [v, q_address], extents.v, strides, boxes.v);
             if problem.layout.v == VLayout::ColMajor {
                 facts.dims.swap(0, 1);
                 facts.strides_bytes[0] =
-                    stride_bytes(strides.dim, extents.v.dim, problem.dtypes.v.size_bytes());
+                    stride_bytes(strides.dim, extents.v.dim, problem.stored_v().size_bytes());
             }
             facts
         };

@@ -26,7 +26,11 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
 /// The first stride that TMA does not take, and what it would have to be a multiple of: of 16 bytes.
 pub(crate) fn odd_stride(problem: &FwdProblem) -> Option<(&'static str, &'static str, i64, i64)> {
     strides(problem).find_map(|(name, axis, stride)| {
-        let dtype = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk };
+        let dtype = match name {
+            "q" => problem.dtypes.qk,
+            "k" => problem.stored_k(),
+            _ => problem.stored_v(),
+        };
         let size = dtype.size_bytes() as i64;
         let odd = stride % (16 / size) != 0 || stride >= (1 << 40) / size;
         odd.then_some((name, axis, stride, 16 / size))

@@ -132,6 +132,10 @@ abi_spec! {
         /// Keys of a page that one TMA instruction brings, a multiple of 8; 0: the keys of a block lie in a row, or
         /// warps copy them.
         pub page_keys: i32 = Takes::nothing(),
+        /// The type that K and V are stored in: Q's, or FP8 beside 16 bits, which two warps widen in shared memory.
+        pub stored: DType = Takes::nothing(),
+        /// Blocks of K and V of such a cache that shared memory holds as they lie; 0: it is no such cache.
+        pub raw_stages: i32 = Takes::nothing(),
         /// CTAs that share the loads of K and V: 1 or 2.
         pub cluster: i32 = Takes::within(1, 2).tuned(),
         /// A cluster's CTAs have the same query rows of neighbouring heads of a kv head's group; else
@@ -169,6 +173,9 @@ abi_spec! {
 
 /// CTAs that walk shares, at most.
 const MOST_SHARES: i32 = 1 << 16;
+
+/// Blocks of a cache of FP8 as they lie, at most: some 64 KB are under way.
+const MOST_RAW_STAGES: i32 = 4;
 
 /// Shared memory that one CTA can have, bytes.
 pub const MAX_SMEM_BYTES: i32 = 232_448;
@@ -227,14 +234,18 @@ impl Sm90Tile {
         // A prepared V has room twice: as it is loaded, and as the products read it.
         let raw_v = if prepares_v(spec, self) { tile_bytes(self.block_n, v) } else { 0 };
         let k_and_v = tile_bytes(self.block_n, qk * size_qk) + tile_bytes(self.block_n, v * size_v);
-        let kv = self.stages * (k_and_v + raw_v);
+        let widest = if qk > v { qk } else { v };
+        let raw_cache = self.raw_stages * tile_bytes(self.block_n, widest);
+        let kv = self.stages * (k_and_v + raw_v) + raw_cache;
         let bias_slots = self.num_consumers() * self.bias_stages;
         let bias = bias_slots * tile_bytes(64, self.block_n * 2);
         // 32 quads of 16 bytes for each consumer warp.
         let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
         let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
         // Barriers of Q, of K and V, of the bias, of the slots of work, and of a cluster's tile index.
-        let barriers = 8 * (2 * q_buffers + 6 * self.stages + bias_barriers + 2 * WORK_SLOTS + 2);
+        let raw_stages = if self.raw_stages > self.stages { self.raw_stages } else { self.stages };
+        let of_blocks = 4 * self.stages + 2 * raw_stages;
+        let barriers = 8 * (2 * q_buffers + of_blocks + bias_barriers + 2 * WORK_SLOTS + 2);
         // Words beside the slots of work: the tile index from the scheduler, one that nothing reads, and two
         // of each consumer.
         let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
@@ -275,6 +286,31 @@ impl Sm90Tile {
         let ratio = problem.gqa_ratio().max(1);
         self.whole_groups = self.pack_gqa && !self.block_m.unsigned_abs().is_multiple_of(ratio);
         self.page_keys = if self.copy_bytes == 0 { page_keys(problem, self.block_n) } else { 0 };
+    }
+
+    /// The tile of the same order of keys, and so of the same bits, over a cache that is stored in FP8: it is loaded as
+    /// it lies and widened in shared memory, which [takes room](Self::take_raw_stages).
+    #[must_use]
+    pub const fn over_narrow_cache(self, stored: DType) -> Self {
+        let lookahead = Lookahead::Off;
+        Self { stored, cluster: 1, cluster_heads: false, bias_stages: 0, lookahead, ..self }
+    }
+
+    /// Takes as many blocks of such a cache as shared memory has room for beside the rest of the tile.
+    ///
+    /// # Errors
+    /// A text that says that it has room for none.
+    pub fn take_raw_stages(&mut self, spec: &FwdSpec) -> Result<(), String> {
+        let fits = |&raw_stages: &i32| Self { raw_stages, ..*self }.smem_bytes(spec) <= MAX_SMEM_BYTES;
+        let most = (1..=MOST_RAW_STAGES).rev().find(fits);
+        self.raw_stages = most.ok_or_else(|| {
+            format!(
+                "tile block_m={} block_n={} stages={}: shared memory of {MAX_SMEM_BYTES} bytes has no room for a block of a \
+                 cache of {} as it lies",
+                self.block_m, self.block_n, self.stages, self.stored
+            )
+        })?;
+        Ok(())
     }
 
     /// Rows of a tile that are rows of a sequence.
@@ -484,6 +520,19 @@ impl Sm90Tile {
     #[must_use]
     pub const fn prepared_type(&self, spec: &FwdSpec) -> DType {
         operand_v(spec, self)
+    }
+
+    /// The boxes of the tensor maps of K and V: as [`Self::kv_box`] and [`Self::v_box`], of a cache that is widened in as
+    /// many columns as it has then.
+    #[must_use]
+    pub const fn boxes_of_cache(&self, spec: &FwdSpec) -> [[i32; 4]; 2] {
+        let (qk, v) = (spec.head_dim_qk, spec.head_dim_v);
+        let mut boxes = [self.kv_box(qk, spec.dtype_qk, false), self.v_box(spec)];
+        if self.raw_stages > 0 {
+            boxes[0][0] = swizzle_span(tile_dim(qk, spec.dtype_qk), self.stored);
+            boxes[1][0] = swizzle_span(tile_dim(v, spec.dtype_v), self.stored);
+        }
+        boxes
     }
 
     /// The box of the bias's tensor map `(key, query, head, batch)`: a swizzle's keys of a warpgroup's rows.

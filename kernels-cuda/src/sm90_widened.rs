@@ -120,6 +120,12 @@ impl Places {
     }
 }
 
+/// Whether a problem's widened cache is one that is taken, and in a workspace that is taken unasked.
+pub(crate) fn has_room(problem: &FwdProblem) -> bool {
+    let places = Places::new(problem, Workspace::NONE);
+    wide_problem(NAME, problem).is_ok() && places.is_ok_and(|places| places.bytes <= MOST_BYTES)
+}
+
 /// Shapes of K and V in the workspace, a batch axis on both. Rows are whole 16 bytes, as TMA brings them.
 fn shapes(problem: &FwdProblem) -> [Shape; 2] {
     let Dims { batch, seqlen_k, num_heads_kv, head_dim_qk, head_dim_v, .. } = problem.dims;

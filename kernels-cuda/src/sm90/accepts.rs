@@ -46,7 +46,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     if !problem.layout.kv.is_paged() || tile_list::serve(problem) {
         problem.refuse_mixed_layouts(NAME)?;
     }
-    problem.refuse_cache_updates(NAME)?;
+    takes_cache(problem)?;
     takes(problem, NAME)?;
     tile_list::refuse(problem, NAME)?;
     refuse_faint_alibi(problem, NAME)?;
@@ -73,6 +73,42 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!(
             "{name}.{axis} stride {stride} is not a multiple of {multiple} below 2^40 bytes, as TMA needs, which \
              alone loads FP8 and a column-major V"
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses what happens to a cache besides being read, and caches of FP8 beside 16 bits that TMA does not bring in whole
+/// words.
+fn takes_cache(problem: &FwdProblem) -> Result<(), Refusal> {
+    let Some(cache) = problem.cache.dtype else { return problem.refuse_cache_updates(NAME) };
+    let refuse = |reason: String| Err(Refusal::new(NAME, reason));
+    let mut read = problem.clone();
+    read.cache.dtype = None;
+    read.refuse_cache_updates(NAME)?;
+    if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
+        return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
+    }
+    if problem.layout.v == VLayout::ColMajor {
+        return refuse(format!("dtype_cache {cache} with v_layout col-major: it is widened along its rows"));
+    }
+    if tile_list::serve(problem) {
+        return refuse(format!("dtype_cache {cache} beside masks, of which it has lists in 16 bits"));
+    }
+    for (field, dim) in [("head_dim_qk", problem.dims.head_dim_qk), ("head_dim_v", problem.dims.head_dim_v)] {
+        if dim % 16 != 0 {
+            return refuse(format!("dtype_cache {cache} with {field} {dim}: rows are not whole words of 16"));
+        }
+    }
+    if let Some((name, axis, stride, multiple)) = odd_stride(problem) {
+        return refuse(format!(
+            "dtype_cache {cache} with {name}.{axis} stride {stride}, which is not a multiple of {multiple} below 2^40"
+        ));
+    }
+    if has_odd_pages(problem, LEAST_BLOCK) {
+        return refuse(format!(
+            "dtype_cache {cache} in pages of {} keys: boxes of TMA are whole lines of 8 rows",
+            problem.layout.kv.page_size().unwrap_or(0)
         ));
     }
     Ok(())

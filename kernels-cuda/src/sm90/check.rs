@@ -127,6 +127,21 @@ impl Sm90Tile {
                 }
             }
         }
+        if self.raw_stages > 0 {
+            for (field, on) in [
+                ("copy_bytes", self.copy_bytes > 0),
+                ("cluster=2", self.cluster > 1),
+                ("bias_stages", self.bias_stages > 0),
+                ("block_m=192", self.num_consumers() > 2),
+            ] {
+                if on {
+                    return refuse(format!(
+                        "{field} with a cache of {}: its CTA brings it by TMA, and two spare warps widen it",
+                        self.stored
+                    ));
+                }
+            }
+        }
         if self.cluster_heads {
             if self.cluster == 1 {
                 return refuse("cluster_heads=1 with cluster=1: there is one head".to_owned());

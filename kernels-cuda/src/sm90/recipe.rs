@@ -16,6 +16,7 @@ use crate::row_order;
 use crate::schedule::TileSchedule;
 use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
+use crate::sm90_widened;
 use crate::split::{self, launch as parts};
 use crate::tile_list::{self, TileListPlan, TileOf};
 
@@ -109,6 +110,20 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     leaves_to_sm80(problem, room(facts)).map_or(Ok(()), Err)
 }
 
+/// Leaves a cache of FP8 to the launch that widens it once, where each of several tiles of rows would widen it again,
+/// unless the workspace is large. Bits are the same either way.
+fn leave_to_widened(problem: &ValidFwd) -> Result<(), String> {
+    /// Rows of a tile that walks a kv head's keys alone.
+    const MOST_ROWS: u32 = 128;
+    let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
+    if rows <= MOST_ROWS || !sm90_widened::has_room(problem) {
+        return Ok(());
+    }
+    Err(format!(
+        "dtype_cache: {rows} rows of a kv head would each {MOST_ROWS} widen its keys, sm90_widened once"
+    ))
+}
+
 /// Refuses pages where a row's bits are to depend on its sequence alone, whatever the batch and however many queries
 /// there are: one kernel has them all, and that of FP8 caches, which have the same bits, is to write no copy of them.
 fn leave_pages(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
@@ -131,6 +146,9 @@ fn fitted(
 ) -> Result<Sm90Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
     tile.place(problem);
+    if problem.cache.dtype.is_some() {
+        tile.take_raw_stages(spec)?;
+    }
     tile.check(spec, problem.gqa_ratio())?;
     if let (Some((axis, stride)), true) = (sm90::odd_bias_stride(problem), tile.bias_stages > 0) {
         return Err(format!(
@@ -275,7 +293,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
         });
         let cut = tile.cut(problem);
-        let merge = parts::merge(MERGE_NAME, problem, (cut, at_once.queries, spec.dtype_qk), facts);
+        let merge = parts::merge(MERGE_NAME, problem, (cut, at_once.queries, tile.stored), facts);
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         // One shape and one order keep the promise, whatever others would cost.
         let is_priced = !options.batch_invariant;
@@ -439,7 +457,11 @@ pub(crate) fn fit_like(
     if shared_block.is_none() {
         refuse_row_invariant(options, sm90::NAME)?;
     }
-    if options.kernel.is_none() && options.tile.is_empty() {
+    let is_cached = problem.cache.dtype.is_some();
+    if options.kernel.is_none() && is_cached {
+        // Whether it is `sm80`'s was decided of the same call on the cache in 16 bits.
+        leave_to_widened(problem).map_err(refuse)?;
+    } else if options.kernel.is_none() && options.tile.is_empty() {
         let is_paged = problem.layout.kv.is_paged();
         if is_paged && options.batch_invariant && !options.row_invariant {
             leave_pages(problem, facts).map_err(refuse)?;
@@ -449,6 +471,14 @@ pub(crate) fn fit_like(
         }
     }
     let spec = spec_of(problem, options);
+    let twin = match problem.over_wide_cache() {
+        Some(twin) => {
+            Some(twin.validate().map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?)
+        }
+        None => None,
+    };
+    // A quantised cache has the order of the same call on the cache in 16 bits.
+    let like = twin.as_ref().unwrap_or(like);
     let (mut own, shapes, orders) = own_tile(like, facts);
     if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
         let copies = own_tile(problem, facts).0;
@@ -465,6 +495,9 @@ pub(crate) fn fit_like(
         if options.row_invariant {
             own.lazy_rescale_log2 = if own.lazy_rescale_log2 > 0 { row_order::LAG_LOG2 } else { 0 };
         }
+    }
+    if let Some(stored) = problem.cache.dtype {
+        own = own.over_narrow_cache(stored);
     }
     let tile = fitted(own, fields, problem, facts, &spec).map_err(refuse)?;
     Ok((tile, shapes, orders))
@@ -509,6 +542,9 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     }));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend((tile.page_keys > 0).then(|| format!("pages by boxes of {} keys", tile.page_keys)));
+    words.extend((tile.raw_stages > 0).then(|| {
+        format!("a cache of {} widened in shared memory, {} blocks as they lie", tile.stored, tile.raw_stages)
+    }));
     words.extend((tile.copy_bytes > 0).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     let of = if tile.cluster_heads { "heads" } else { "query blocks" };
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} {of}", tile.cluster)));
@@ -541,10 +577,11 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
 pub fn boxes(problem: &ValidFwd, tile: &Sm90Tile, prepared_v: Option<BlocksOfV>) -> Boxes {
     let heads = if tile.pack_gqa { problem.gqa_ratio() as i32 } else { 1 };
     let q = problem.dims.head_dim_qk as i32;
+    let [k, v] = tile.boxes_of_cache(&FwdSpec::of(problem));
     Boxes {
         q: [Sm90Tile::box_dim(q, problem.dtypes.qk), heads, tile.q_rows() / heads, 1, 1],
-        k: tile.kv_box(q, problem.dtypes.qk, false),
-        v: tile.v_box(&FwdSpec::of(problem)),
+        k,
+        v,
         bias: (tile.bias_stages > 0).then(|| tile.bias_box()),
         prepared_v,
         turned_q: None,

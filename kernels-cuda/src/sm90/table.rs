@@ -547,6 +547,8 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         vector_store: spec.dtype_o != DType::F32,
         copy_bytes: 0,
         page_keys: 0,
+        stored: spec.dtype_qk,
+        raw_stages: 0,
         cluster: 1,
         cluster_heads: false,
         q_in_registers: false,

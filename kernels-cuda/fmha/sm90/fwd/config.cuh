@@ -65,12 +65,18 @@ FMHA_DEVICE consteval bool takes_prepared_v(const Sm90Tile& tile) { return tile.
 FMHA_DEVICE consteval bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile) {
   return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
 }
-constexpr int kValueWarps = 2;  // warps that convert V: the last two of the load role's warpgroup
+// Whether K and V lie in 8 bits beside 16 of Q, and are widened in shared memory (cache_role.cuh).
+FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm90Tile& tile) { return tile.stored != spec.dtype_qk; }
+// Whether two warps bring blocks from one place of shared memory to another.
+FMHA_DEVICE consteval bool passes_twice(const FwdSpec& spec, const Sm90Tile& tile) {
+  return prepares_v(spec, tile) || widens_cache(spec, tile);
+}
+constexpr int kValueWarps = 2;  // warps that do so, or convert V: the last two of the load role's warpgroup
 
 FMHA_DEVICE consteval int num_work_readers(const FwdSpec& spec, const Sm90Tile& tile) {
   const int loaders = tile.copy_bytes > 0 ? CopyThreads::count / 32 : 1;
   // Warps that prepare V, or zero rows of it.
-  const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : prepares_v(spec, tile) ? kValueWarps : 1;
+  const int others = tile.copy_bytes > 0 || takes_prepared_v(tile) ? 0 : passes_twice(spec, tile) ? kValueWarps : 1;
   return num_consumer_warps(tile) + loaders + others + (tile.bias_stages > 0);
 }
 
@@ -82,7 +88,7 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {tile.shares > 0 ? 152 : 56, 240};  // a warp looks through the lengths of all sequences
-    case 2: return {40, 232};  // 24 spill the schedule role
+    case 2: return tile.raw_stages > 0 ? Regs{56, 224} : Regs{40, 232};  // 24 spill the schedule role, 40 the cache role
     default: return {32, 160};
   }
 }
@@ -142,6 +148,21 @@ struct RawValues<Tile, stages, true> {
 };
 
 
+// Blocks of K and V as they lie in a cache of 8 bits, in the order in which they are loaded.
+template <int bytes, int slots>
+struct RawBlocks {
+  struct alignas(1024) Block {
+    unsigned char bytes_of[bytes];
+  };
+  Block cache[slots];
+};
+template <int bytes>
+struct RawBlocks<bytes, 0> {};
+// Elements of a row of K and of V in shared memory, of caches of 8 bits as in 16.
+FMHA_DEVICE consteval int widest_row(const FwdSpec& spec) {
+  return max(tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v));
+}
+
 // The bias of blocks to come, a warpgroup's 64 rows at a time.
 template <class Tile, int slots>
 struct BiasValues {
@@ -168,6 +189,7 @@ struct QuadsOfWarps<0> {};
 
 template <FwdSpec spec, Sm90Tile tile>
 struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)>,
+              RawBlocks<tile.block_n * widest_row(spec), tile.raw_stages>,
               BiasValues<BiasTile<tile>, num_bias_slots(tile)>,
               QuadsOfWarps<spec.dropout ? num_consumer_warps(tile) : 0> {
   // Q in one piece, or in a warpgroup's 64 rows each; then one piece is spare.
@@ -189,8 +211,9 @@ struct Smem : RawValues<RawTile<spec, tile>, tile.stages, prepares_v(spec, tile)
   Barrier k_full[tile.stages];   // the same of one K block
   Barrier k_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier v_full[tile.stages];   // the same of one V block; after v_raw the arrivals of the zero or value role
-  Barrier v_raw[tile.stages];    // the bytes of one V block that is to be prepared or zeroed in part
-  Barrier v_raw_empty[tile.stages];  // one arrival per warp that prepares V
+  static constexpr int raw_stages = max(tile.stages, tile.raw_stages);
+  Barrier v_raw[raw_stages];    // the bytes of one V block that is to be prepared or zeroed in part, or of a raw block
+  Barrier v_raw_empty[raw_stages];  // one arrival per warp that prepares V, or widens K and V
   Barrier v_empty[tile.stages];  // one arrival per consumer warp of the cluster
   Barrier bias_full[max(num_bias_slots(tile), 1)];   // the bytes of a warpgroup's bias for one block
   Barrier bias_empty[max(num_bias_slots(tile), 1)];  // one arrival per warp of that warpgroup

@@ -27,10 +27,10 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     if constexpr (split_keys<tile>() > 0) {
       const OutputPlace place = output_place<tile>(p, work);
       const Range own = keys_of_work<tile>(p, work);
-      RecomputedRow<spec> recomputed{p, span, i_head, i, place.batch, place.row + i, own};
+      RecomputedRow<spec, tile.stored> recomputed{p, span, i_head, i, place.batch, place.row + i, own};
       recomputed.run();
     } else if constexpr (Keys::all) {
-      RecomputedRow<spec> recomputed{p, span, i_head, i};
+      RecomputedRow<spec, tile.stored> recomputed{p, span, i_head, i};
       recomputed.run();
     } else {
       const Range every = {0, span.seqlen_k};

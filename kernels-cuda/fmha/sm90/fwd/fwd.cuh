@@ -3,7 +3,7 @@
 // The schedule is that of FlashAttention-3 (Shah et al., 2024). In the first warpgroup one warp loads (load.cuh), one
 // takes tile indices and resolves tiles (common/scheduler.cuh), one zeroes V rows that are not the sequence's
 // (zero_values.cuh), or two do so and prepare a V of 8 bits (value_role.cuh), or prepare it in the workspace once for
-// all tiles (prepare_values.cuh).
+// all tiles (prepare_values.cuh), or widen K and V of a cache of 8 bits (cache_role.cuh).
 #pragma once
 #include <fmha/ptx/grid.cuh>
 #include <fmha/sm90/fwd/consume.cuh>
@@ -19,12 +19,16 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.q_empty[i], warps / Smem<spec, tile>::q_pieces);
   }
   for (int i = 0; i < tile.stages; ++i) {
-    ptx::mbarrier_init(smem.k_full[i], loads);
+    ptx::mbarrier_init(smem.k_full[i], widens_cache(spec, tile) ? kValueWarps : loads);
     ptx::mbarrier_init(smem.k_empty[i], tile.cluster * warps);
-    ptx::mbarrier_init(smem.v_full[i], prepares_v(spec, tile) ? kValueWarps : loads);
+    ptx::mbarrier_init(smem.v_full[i], passes_twice(spec, tile) ? kValueWarps : loads);
     if constexpr (prepares_v(spec, tile)) ptx::mbarrier_init(smem.v_raw_empty[i], kValueWarps);
-    ptx::mbarrier_init(smem.v_raw[i], 1);
+    if constexpr (!widens_cache(spec, tile)) ptx::mbarrier_init(smem.v_raw[i], 1);
     ptx::mbarrier_init(smem.v_empty[i], tile.cluster * warps);
+  }
+  for (int i = 0; i < tile.raw_stages; ++i) {
+    ptx::mbarrier_init(smem.v_raw[i], 1);
+    ptx::mbarrier_init(smem.v_raw_empty[i], kValueWarps);
   }
   for (int i = 0; i < num_bias_slots(tile); ++i) {
     ptx::mbarrier_init(smem.bias_full[i], 1);
@@ -62,6 +66,10 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm90: pages come by boxes of their own, or by copies");
   static_assert(spec.kv_layout != KvKind::Paged || !takes_prepared_v(tile),
                 "sm90: a V in pages is prepared by its tiles");
+  static_assert(!widens_cache(spec, tile) ||
+                    (tile.raw_stages > 0 && is_fp8(tile.stored) && size_bytes(spec.dtype_qk) == 2 && tile.copy_bytes == 0 &&
+                     tile.cluster == 1 && tile.bias_stages == 0 && spec.v_layout == VLayout::RowMajor),
+                "sm90: a cache of 8 bits comes by TMA, to be widened by its own CTA");
   static_assert(tile.bias_stages == 0 || (Modifiers<spec, tile>::adds_wide_elements && tile.copy_bytes == 0 &&
                                           tile.cluster == 1 && !tile.pack_gqa),
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");

@@ -4,6 +4,7 @@
 #include <fmha/common/arrivals.cuh>
 #include <fmha/common/pages_of_block.cuh>
 #include <fmha/common/scheduler.cuh>
+#include <fmha/sm90/fwd/cache_role.cuh>
 #include <fmha/sm90/fwd/load_bias.cuh>
 #include <fmha/sm90/fwd/prepare_values.cuh>
 #include <fmha/sm90/fwd/value_role.cuh>
@@ -23,6 +24,7 @@ struct Loader {
   const SeenKeys& seen;
   Slot<Shared::q_buffers> q_slot;
   Slot<tile.stages> k_slot, v_slot;
+  Slot<max(tile.raw_stages, 1)> raw_slot;  // of a cache that is widened: both K's and V's
   Slot<kWorkSlots> work_slot;
 
   static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
@@ -107,11 +109,11 @@ struct Loader {
   };
 
   // `columns`: the keys of a row lie side by side, [dim, keys].
-  template <bool columns, class Tile>
-  FMHA_DEVICE void load_block(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full,
-                              Barrier (&empty)[tile.stages], Slot<tile.stages>& slot, const Keys& keys, int32_t i) {
+  template <bool columns, class Tile, class Ring>
+  FMHA_DEVICE void load_block(const Tile& to, const TensorMap& map, Barrier& full, Barrier& empty, Ring& slot,
+                              const Keys& keys, int32_t i) {
     const int32_t row = keys.row(i);
-    load_box(tiles, map, full, empty, slot, {columns ? row : 0, columns ? 0 : row, keys.i_head_kv, keys.storage_batch});
+    load_box(to, map, full, empty, slot, {columns ? row : 0, columns ? 0 : row, keys.i_head_kv, keys.storage_batch});
   }
   // A barrier as the boxes of pages signal it.
   struct Full {
@@ -122,37 +124,37 @@ struct Loader {
     }
   };
   // A block that lies in pages, by all lanes of the warp.
-  template <class Tile>
-  FMHA_DEVICE void load_pages(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full, Barrier (&empty)[tile.stages],
-                              Slot<tile.stages>& slot, const Keys& keys, const Pages& pages) {
-    wait(empty[slot.index], slot.phase ^ 1);
+  template <class Tile, class Ring>
+  FMHA_DEVICE void load_pages(const Tile& to, const TensorMap& map, Barrier& full, Barrier& empty, Ring& slot,
+                              const Keys& keys, const Pages& pages) {
+    wait(empty, slot.phase ^ 1);
     if (leads) ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
     __syncwarp();
-    pages.load(tiles[slot.index], map, Full{full}, keys.i_head_kv);
+    pages.load(to, map, Full{full}, keys.i_head_kv);
     slot.advance();
   }
   // A block that lies in the workspace as its tile does. Of a tile without keys it has block -1, where TMA reads zeros.
   FMHA_DEVICE void load_prepared(const Keys& keys, int32_t i) {
     const int32_t block = keys.block(i), head = keys.i_batch * p.num_heads_kv + keys.i_head_kv;
     if constexpr (tile.prepare_v == PrepareV::Beside) wait_until_prepared<spec, tile>(values, head, block);
-    load_box(smem.v, maps.v, smem.v_full[v_slot.index], smem.v_empty, v_slot, {0, 0, block, head});
+    load_box(smem.v[v_slot.index], maps.v, smem.v_full[v_slot.index], smem.v_empty[v_slot.index], v_slot, {0, 0, block, head});
   }
 
   // Start of a block in its map.
   struct Place {
     int32_t c0, c1, c2, c3;
   };
-  template <class Tile>
-  FMHA_DEVICE void load_box(Tile (&tiles)[tile.stages], const TensorMap& map, Barrier& full, Barrier (&empty)[tile.stages],
-                            Slot<tile.stages>& slot, const Place& at) {
-    wait(empty[slot.index], slot.phase ^ 1);
+  template <class Tile, class Ring>
+  FMHA_DEVICE void load_box(const Tile& whole, const TensorMap& map, Barrier& full, Barrier& empty, Ring& slot,
+                            const Place& at) {
+    wait(empty, slot.phase ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, Tile::tile_bytes);
     // A cluster's CTAs load a share of the rows each, for all.
     constexpr int share = Tile::rows / tile.cluster;
     const int32_t first = cluster_rank<tile>() * share;
 #pragma unroll
     for (int chunk = 0; chunk < Tile::num_chunks; ++chunk) {
-      const uint32_t to = tiles[slot.index].address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
+      const uint32_t to = whole.address() + chunk * Tile::chunk_bytes + first * Tile::span_bytes;
       const int32_t c0 = at.c0 + chunk * Tile::span, c1 = at.c1 + first;
       if constexpr (tile.cluster > 1) {
         ptx::cp_async_bulk_tensor_4d_multicast(to, map, full, c0, c1, at.c2, at.c3, (1 << tile.cluster) - 1,
@@ -162,6 +164,18 @@ struct Loader {
       }
     }
     slot.advance();
+  }
+
+  // A block of a cache that is to be widened, to the ring of those as they lie.
+  template <class Tile>
+  FMHA_DEVICE void load_raw(const TensorMap& map, const Keys& keys, int32_t i, const Pages& pages) {
+    const Tile& to = reinterpret_cast<const Tile&>(smem.cache[raw_slot.index]);
+    Barrier &full = smem.v_raw[raw_slot.index], &empty = smem.v_raw_empty[raw_slot.index];
+    if constexpr (paged) {
+      load_pages(to, map, full, empty, raw_slot, keys, pages);
+    } else {
+      load_block<false>(to, map, full, empty, raw_slot, keys, i);
+    }
   }
 
   template <class Tile>
@@ -190,10 +204,16 @@ struct Loader {
       // The table is read before the wait for the block's slot.
       v_pages = k_pages;
       k_pages = Pages::find(p, keys.i_batch, keys.block(i) * tile.block_n, keys.seqlen_k);
-      load_pages(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, k_pages);
+      if constexpr (widens_cache(spec, tile)) {
+        load_raw<RawK<spec, tile>>(maps.k, keys, i, k_pages);
+      } else {
+        load_pages(smem.k[k_slot.index], maps.k, smem.k_full[k_slot.index], smem.k_empty[k_slot.index], k_slot, keys, k_pages);
+      }
+    } else if constexpr (widens_cache(spec, tile)) {
+      load_raw<RawK<spec, tile>>(maps.k, keys, i, {});
     } else {
       arrived.wait(keys.row(i), tile.block_n);
-      load_block<false>(smem.k, maps.k, smem.k_full[k_slot.index], smem.k_empty, k_slot, keys, i);
+      load_block<false>(smem.k[k_slot.index], maps.k, smem.k_full[k_slot.index], smem.k_empty[k_slot.index], k_slot, keys, i);
     }
   }
   // `newest`: V of the newest K block, else of the one before it.
@@ -202,21 +222,24 @@ struct Loader {
       copy_block(smem.v, p.v, spec.head_dim_v, smem.v_full, smem.v_empty, v_slot, keys, i);
     } else if constexpr (takes_prepared_v(tile)) {
       load_prepared(keys, i);
+    } else if constexpr (widens_cache(spec, tile)) {
+      load_raw<RawV<spec, tile>>(maps.v, keys, i, newest ? k_pages : v_pages);
     } else if constexpr (paged) {
       const bool raw = i == 0 && keys.first_dirty < tile.block_n;
       const Pages pages = newest ? k_pages : v_pages;
       if constexpr (Shared::prepared) {
-        load_pages(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, pages);
+        load_pages(smem.raw[v_slot.index], maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty[v_slot.index], v_slot, keys, pages);
       } else {
-        load_pages(smem.v, maps.v, raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index], smem.v_empty, v_slot, keys,
-                   pages);
+        load_pages(smem.v[v_slot.index], maps.v, raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index],
+                   smem.v_empty[v_slot.index], v_slot, keys, pages);
       }
     } else if constexpr (Shared::prepared) {
-      load_block<spec.v_layout == VLayout::ColMajor>(smem.raw, maps.v, smem.v_raw[v_slot.index], smem.v_raw_empty, v_slot, keys, i);
+      load_block<spec.v_layout == VLayout::ColMajor>(smem.raw[v_slot.index], maps.v, smem.v_raw[v_slot.index],
+                                                            smem.v_raw_empty[v_slot.index], v_slot, keys, i);
     } else {
       const bool raw = i == 0 && keys.first_dirty < tile.block_n;
       Barrier& full = raw ? smem.v_raw[v_slot.index] : smem.v_full[v_slot.index];
-      load_block<Shared::v_columns>(smem.v, maps.v, full, smem.v_empty, v_slot, keys, i);
+      load_block<Shared::v_columns>(smem.v[v_slot.index], maps.v, full, smem.v_empty[v_slot.index], v_slot, keys, i);
     }
   }
 
@@ -292,6 +315,11 @@ FMHA_DEVICE void load(const FwdParams& p, const Maps& maps, const TileSchedule& 
     else schedule_tiles<spec, tile>(p, schedule, smem, seen);
   } else if (tile.prepare_v == PrepareV::Beside && threadIdx.x / 32 >= 4 - kValueWarps) {
     if constexpr (tile.prepare_v == PrepareV::Beside) prepare_beside<spec, tile>(p, values);
+  } else if constexpr (widens_cache(spec, tile)) {
+    if (threadIdx.x / 32 >= 4 - kValueWarps) {
+      CacheRole<spec, tile> cache{p, smem};
+      cache.run();
+    }
   } else if constexpr (prepares_v(spec, tile)) {
     if (threadIdx.x / 32 >= 4 - kValueWarps) {
       ValueRole<spec, tile> values{smem};

@@ -2,6 +2,7 @@
 // that overflowed f32, and whose K slot has been released. Rare (the row's maximum has to be 2^100 above the
 // running one), so plain: fragments element by element.
 #pragma once
+#include <fmha/common/widen.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/matrix.cuh>
 #include <fmha/seq.h>
@@ -22,6 +23,20 @@ FMHA_DEVICE uint32_t load_pair(const View& x, int64_t row, int32_t column, int32
   if constexpr (dtype == DType::E4m3Fn) return ptx::cvt_rn_f16x2_e4m3x2(pair);
   if constexpr (dtype == DType::E5m2) return ptx::prmt(pair, 0, 0x1404);
   return pair;
+}
+
+// Two neighbouring elements of a key. Those of a cache of 8 bits beside 16 are widened, times their descale.
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE uint32_t load_key_pair(const View& x, int64_t row, int32_t column, float factor) {
+  constexpr int32_t dim = spec.head_dim_qk;
+  if constexpr (!widens_cache(spec, tile)) {
+    return load_pair<spec.dtype_qk>(x, row, column, dim);
+  } else {
+    const uint8_t* data = static_cast<const uint8_t*>(x.data) + row;
+    const uint32_t low = data[min(column, dim - 1)], high = data[min(column + 1, dim - 1)];
+    const uint32_t pair = fmha::widen_pair<tile.stored, spec.dtype_qk, true>(low | high << 8, factor);
+    return (column < dim ? pair & 0xffffu : 0) | (column + 1 < dim ? pair & 0xffff0000u : 0);
+  }
 }
 
 // Moves the first `count` elements behind the last.
@@ -53,6 +68,7 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const auto row_of = [&](int32_t j) { return row_offset(p.k, kv_row(p, spec.kv_layout, span, j), work.i_head_kv); };
   const int64_t first_k_row = paged ? 0 : row_offset(p.k, work.storage_batch, work.k_row + first_key, work.i_head_kv);
+  const float factor = widens_cache(spec, tile) ? scalar_of(p.descale_k, work.i_batch, work.i_head_kv, 1.f) : 1.f;
   s.clear();
   // A loop that is not unrolled cannot index registers: sixteen keys at a time are rotated to the front of S, and
   // are back in their place after each step.
@@ -66,8 +82,8 @@ FMHA_DEVICE void recompute_scores(const FwdParams& p, const Work& work, int32_t 
     for (int32_t c = 0; c < tile.block_n / 16; ++c) {
       if constexpr (paged) k_row = row_of(first_key + 16 * c);
       const int64_t next = paged ? row_of(first_key + 16 * c + 8) : k_row + 8 * p.k.row;
-      const uint32_t b[2][2] = {{load_pair<spec.dtype_qk>(p.k, k_row, d, dim), load_pair<spec.dtype_qk>(p.k, k_row, d + 8, dim)},
-                                {load_pair<spec.dtype_qk>(p.k, next, d, dim), load_pair<spec.dtype_qk>(p.k, next, d + 8, dim)}};
+      const auto key = [&](int64_t at, int32_t column) { return load_key_pair<spec, tile>(p.k, at, column, factor); };
+      const uint32_t b[2][2] = {{key(k_row, d), key(k_row, d + 8)}, {key(next, d), key(next, d + 8)}};
       ptx::mma_m16n8k16<dtype>(&s.elems[0], a, b[0]);
       ptx::mma_m16n8k16<dtype>(&s.elems[4], a, b[1]);
       rotate<8>(s);

@@ -23,16 +23,11 @@ FMHA_DEVICE void widen_pairs(uint32_t (&wide)[4], uint32_t first, uint32_t secon
     wide[2] = ptx::cvt_rn_f16x2_e4m3x2(second), wide[3] = ptx::cvt_rn_f16x2_e4m3x2(second >> 16);
   }
 }
-template <DType dtype>
-FMHA_DEVICE void widen_word(uint32_t address, uint32_t first, uint32_t second) {
-  uint32_t wide[4];
-  widen_pairs<dtype>(wide, first, second);
-  ptx::st_shared_v4(address, wide);
-}
 
-// The value role's warps, each every other group of rows. `batch`: loads before their stores, for the role's registers.
-template <DType dtype, int batch, class Raw, class Wide>
-FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
+// Two warps, each every other group of rows. `store` widens and stores eight elements of a row at an address. `batch`:
+// loads before their stores, for the role's registers.
+template <int batch, class Raw, class Wide, class Store>
+FMHA_DEVICE void widen_rows(const Raw& raw, const Wide& wide, Store store) {
   static_assert(Raw::rows == Wide::rows && Raw::dim == Wide::dim, "the same elements");
   constexpr int columns = Raw::dim % 64 == 0 ? 64 : 32, words = columns / 16, rows = 32 / words;
   static_assert(Wide::span == columns && Raw::rows % rows == 0, "whole steps and groups");
@@ -42,6 +37,7 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
   uint32_t from = raw.address() + fmha::mma::word_offset<Raw>(row, column);
   uint32_t to = wide.address() + fmha::mma::word_offset<Wide>(row, column);
   constexpr int stride = kValueWarps * rows;
+  int32_t place = row;
 #pragma unroll 1
   for (int32_t group = warp; group < groups; group += at_once * kValueWarps) {
     // The last iteration has no next group.
@@ -59,14 +55,26 @@ FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
       for (int i = first; i < min(first + batch, at_once * steps); ++i) {
         const uint32_t address = to + i / steps * stride * Wide::span_bytes + i % steps * Wide::chunk_bytes;
         if (there(i)) {
-          widen_word<dtype>(address, v[i - first][0], v[i - first][1]);
-          widen_word<dtype>(address ^ 16, v[i - first][2], v[i - first][3]);
+          const int32_t row_of_word = place + i / steps * stride;
+          store(address, row_of_word, v[i - first][0], v[i - first][1]);
+          store(address ^ 16, row_of_word, v[i - first][2], v[i - first][3]);
         }
       }
     }
     from += at_once * stride * Raw::span_bytes;
     to += at_once * stride * Wide::span_bytes;
+    place += at_once * stride;
   }
+}
+
+// Converts the elements of V to f16.
+template <DType dtype, int batch, class Raw, class Wide>
+FMHA_DEVICE void widen_values(const Raw& raw, const Wide& wide) {
+  widen_rows<batch>(raw, wide, [](uint32_t address, int32_t, uint32_t first, uint32_t second) {
+    uint32_t words[4];
+    widen_pairs<dtype>(words, first, second);
+    ptx::st_shared_v4(address, words);
+  });
 }
 
 }  // namespace fmha::sm90
