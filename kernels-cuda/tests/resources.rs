@@ -234,7 +234,6 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((format!("sm90_fp8_{name}_prepare"), sm90::prepare_values(&spec, &tile)));
     }
     kernels.extend(shares());
-    kernels.extend(pages());
     // Few tiles, of fewer rows beside more keys.
     for (name, dim, shape) in [
         ("128_upper_lower", 128, (128, 128)),
@@ -248,8 +247,9 @@ fn kernels() -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Keys in pages, whose boxes a warp brings: whole tiles, shares, FP8 whose V is prepared; and by copies.
-fn pages() -> Vec<(String, KernelSource)> {
+/// Caches on Hopper. Keys in pages, whose boxes a warp brings: whole tiles, shares, FP8 whose V is prepared; by copies;
+/// and caches of FP8 beside 16 bits.
+fn caches() -> Vec<(String, KernelSource)> {
     let paged = |dim, mask| FwdSpec { kv_layout: KvKind::Paged, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let own = |spec: &FwdSpec| {
         let table = sm90::default_tile(spec);
@@ -268,7 +268,20 @@ fn pages() -> Vec<(String, KernelSource)> {
     let copied = Sm90Tile { page_keys: 0, copy_bytes: 16, ..own(&upper(128)) };
     let fp8 = FwdSpec { dtype_qk: DType::E4m3Fn, dtype_v: DType::E4m3Fn, ..upper(128) };
     let of_fp8 = Sm90Tile { block_m: 128, block_n: 128, stages: 2, wait_anchor: 32, ..own(&fp8) };
+    let narrow = |name: &str, spec: FwdSpec, stored: DType, of: Sm90Tile| {
+        let mut tile = of.over_narrow_cache(stored);
+        tile.take_raw_stages(&spec).unwrap();
+        (format!("sm90_{name}_cache_{stored}"), sm90::fwd(&spec, &tile))
+    };
+    let row = |dim| FwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
+    let part = split::part_spec(&upper(128));
+    let of_part =
+        Sm90Tile { block_m: 64, split_keys: 128, pack_gqa: true, skip_row_max: false, ..own(&part) };
     vec![
+        narrow("128_pages", upper(128), DType::E4m3Fn, own(&upper(128))),
+        narrow("128_part", part, DType::E5m2, of_part),
+        narrow("192", row(192), DType::E4m3Fn, sm90::default_tile(&row(192))),
+        narrow("256", row(256), DType::E4m3Fn, sm90::default_tile(&row(256))),
         whole("64_upper", upper(64)),
         whole("128_full", paged(128, MaskKind::Full)),
         whole("128_upper", upper(128)),
@@ -731,6 +744,17 @@ fn a_sample_of_kernels_compiles_in_the_registers_of_the_table_without_spills() {
     for arch in sm100::ARCHS {
         as_in_the_table(arch, include_str!("resources_sm100.txt"), blackwell_kernels(arch), SAMPLE);
     }
+}
+
+#[test]
+fn a_sample_of_kernels_over_caches_compiles_in_the_registers_of_the_table_without_spills() {
+    as_in_the_table("sm_90a", include_str!("resources_caches.txt"), caches(), SAMPLE);
+}
+
+#[test]
+#[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
+fn every_kernel_over_caches_compiles_in_the_registers_of_the_table_without_spills() {
+    as_in_the_table("sm_90a", include_str!("resources_caches.txt"), caches(), 1);
 }
 
 #[test]

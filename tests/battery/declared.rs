@@ -1,6 +1,6 @@
 //! Which refusals are part of a backend's promise. Any other is a failure.
 
-use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, QLayout, VLayout};
+use fmha_core::{Bias, DType, FwdProblem, KvLayout, PlanOptions, QLayout, Strides, VLayout};
 
 use crate::case::{Body, Case};
 use crate::law::LawKind;
@@ -244,7 +244,23 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_mla", "sm90_widened", "sm100_widened"],
+        kernels: &["sm90"],
+        slowly: false,
+        what: "appends, rotary embedding, tree masks, and FP8 caches beside 16 bits that TMA does not bring in words of 16: sm80 and sm90_widened take them",
+        applies: |case, problem| {
+            let Some(read) = problem.map(|p| {
+                let mut read = p.clone();
+                read.cache.dtype = None;
+                read
+            }) else {
+                return updates_the_cache(case, problem);
+            };
+            updates_the_cache(case, Some(&read)) || problem.is_some_and(is_no_box_of_a_narrow_cache)
+        },
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90_mla", "sm90_widened", "sm100_widened"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
@@ -337,6 +353,19 @@ pub const DECLARED: &[Declared] = &[
         applies: is_no_cache_to_widen,
     },
 ];
+
+/// Whether TMA brings no boxes of a cache in FP8 beside 16 bits: rows or strides are not whole words of 16, or pages not
+/// whole lines of 8 rows.
+fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
+    let dims = problem.dims;
+    let is_odd =
+        |strides: Strides| [strides.batch, strides.seq, strides.head].iter().any(|stride| stride % 16 != 0);
+    let is_boxed = [dims.head_dim_qk, dims.head_dim_v].iter().all(|dim| dim % 16 == 0)
+        && !is_odd(problem.strides.k)
+        && !is_odd(problem.strides.v)
+        && problem.layout.kv.page_size().is_none_or(|page_size| page_size.is_multiple_of(8));
+    problem.cache.dtype.is_some() && !is_boxed
+}
 
 /// Whether a cache is none that is widened for another kernel: such a cache is FP8, or lies otherwise than Q,
 /// in whole words of 16 elements up to 256.
