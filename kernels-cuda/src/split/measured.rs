@@ -68,8 +68,8 @@ impl Call {
             );
             (sm80::NAME, words, tile.walk(problem))
         });
-        let is_paged = matches!(problem.layout.kv, KvLayout::Paged { .. });
-        let of_sm90 = if is_paged { Vec::new() } else { sm90::ways_of_few(problem, ROOM.num_sms) };
+        let is_read = sm90::reads_as_it_lies(problem);
+        let of_sm90 = if is_read { sm90::ways_of_few(problem, ROOM.num_sms) } else { Vec::new() };
         let of_sm90 = of_sm90.into_iter().filter_map(|tile| {
             let words = format!(
                 "block_m={},block_n={},split_keys={},shares={}",
