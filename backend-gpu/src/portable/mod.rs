@@ -1,6 +1,7 @@
 //! Recipes of the kernels that every vendor has in its own text: a warp or a wave takes rows one after another.
 
 mod combine;
+pub mod lists;
 mod simt;
 pub(crate) mod small;
 pub mod tile_list;

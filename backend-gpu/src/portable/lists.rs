@@ -1,0 +1,37 @@
+//! Lists of keys as kernels of tiles take them: a tile has query heads of one token and kv head, and walks its list.
+
+use fmha_core::{Bias, FwdProblem, KvLayout, MaskSpec, QLayout, VLayout};
+
+/// Whether a kernel that sees places in a list, not positions, takes what a problem has beside its lists.
+///
+/// # Errors
+/// What asks for positions, or for columns of V.
+pub fn takes_places(problem: &FwdProblem, kernel: &'static str) -> Result<(), String> {
+    let Some(lists) = &problem.lists else { return Ok(()) };
+    let beside = if problem.score.bias != Bias::None {
+        format!("bias {:?}", problem.score.bias)
+    } else if problem.drops() {
+        format!("p_drop {}", problem.dropout.p_drop)
+    } else if problem.layout.v == VLayout::ColMajor {
+        "v_layout col-major".to_owned()
+    } else if let Err(refusal) = problem.code.refuse(kernel) {
+        refusal.reason
+    } else {
+        return Ok(());
+    };
+    Err(format!("{beside} beside indices of topk {} is not in this kernel", lists.topk))
+}
+
+/// A problem over lists with each token as a sequence of one query, whose keys are a list's: what tiles are
+/// chosen for.
+#[must_use]
+pub fn of_tokens(problem: &FwdProblem) -> FwdProblem {
+    let mut tokens = problem.clone();
+    let dims = &mut tokens.dims;
+    (dims.batch, dims.seqlen_q) = (dims.batch.saturating_mul(dims.seqlen_q), 1);
+    dims.seqlen_k = problem.most_walked_keys();
+    (tokens.layout.q, tokens.layout.kv) = (QLayout::Batch, KvLayout::Strided);
+    (tokens.layout.seqused_q, tokens.layout.seqused_k) = (false, false);
+    tokens.mask = MaskSpec::NONE;
+    tokens
+}
