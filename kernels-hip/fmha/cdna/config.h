@@ -192,15 +192,6 @@ struct TransposedOnReading {
 };
 #endif
 
-template <bool condition, class A, class B>
-struct Choose {
-  using type = A;
-};
-template <class A, class B>
-struct Choose<false, A, B> {
-  using type = B;
-};
-
 template <CdnaSpec spec, CdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk);

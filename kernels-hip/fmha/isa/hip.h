@@ -17,6 +17,16 @@ namespace fmha {
 template <class T, int n>
 using Vec = T __attribute__((ext_vector_type(n)));
 
+// A if the condition holds, else B.
+template <bool condition, class A, class B>
+struct Choose {
+  using type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using type = B;
+};
+
 using f16 = _Float16;
 using bf16 = __bf16;
 using f16x4 = Vec<f16, 4>;
