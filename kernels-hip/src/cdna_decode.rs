@@ -7,6 +7,7 @@
 
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::lists::ListParams;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct};
 
@@ -14,8 +15,8 @@ use crate::CDNA;
 use crate::arch::Arch;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
-    strides_are_dwords, takes,
+    Cut, MOST_SHARES, Parts, Room, cache_details, entry_argument, entry_params, leaves_to_forward,
+    row_blocks, shares_rows, strides_are_dwords, takes, walked,
 };
 use crate::device::{Device, needs_mfma};
 use crate::forward::CdnaParams;
@@ -36,7 +37,7 @@ const EDGE: u32 = 32;
 /// Waves that share longer rows.
 const COLUMN_WAVES: u32 = 4;
 /// Head dimensions of latent attention: of its keys, and of the values in them.
-const LATENT: (u32, u32) = (576, 512);
+const LATENT: [(u32, u32); 2] = [(576, 512), (512, 512)];
 /// Least keys of a part, where nothing else is asked for: at head dimension 128 in 16 bits its K and V are 64
 /// KB, of which the partial results of eight rows, written and read, are 12 %.
 const LEAST_KEYS: u32 = 128;
@@ -69,6 +70,8 @@ abi_spec! {
         pub modifies: bool,
         /// Way of loading Q, K and V.
         pub load: LoadPath,
+        /// Whether keys are those that a list of each token names.
+        pub listed: bool,
     }
 }
 
@@ -123,6 +126,16 @@ abi_struct! {
     }
 }
 
+abi_struct! {
+    /// Arguments of both launches of a decode kernel over lists of keys.
+    pub struct ListDecodeParams {
+        /// Arguments of the kernel without lists.
+        pub decode: CdnaDecodeParams,
+        /// The lists.
+        pub lists: ListParams,
+    }
+}
+
 /// The kernel, with all that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct CdnaDecode {
@@ -163,10 +176,11 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         v_in_k: wide
             && problem.cache.v_in_k
             && problem.cache.dtype.is_none()
-            && (dims.head_dim_qk, dims.head_dim_v) == LATENT,
+            && LATENT.contains(&(dims.head_dim_qk, dims.head_dim_v)),
         ends_early: dims.head_dim_qk as i32 != padded(dims.head_dim_qk),
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,
+        listed: problem.lists.is_some(),
     }
 }
 
@@ -205,7 +219,8 @@ impl Split for CdnaDecode {
         needs_mfma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
-        let blocks = row_blocks(problem, EDGE);
+        let walked = walked(problem);
+        let blocks = row_blocks(&walked, EDGE);
         let (of_a_unit, of_a_group, least) = if shares_rows(problem) {
             (SHARED_GROUPS_OF_A_UNIT, 1, LEAST_SHARED_KEYS)
         } else {
@@ -218,10 +233,10 @@ impl Split for CdnaDecode {
             asked.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
         }
         let asked = (asked.split_keys.unsigned_abs(), u32::try_from(asked.shares).ok());
-        let cut = Cut::of(NAME, problem, options, &room, of_sequence, asked)?;
+        let cut = Cut::of(NAME, &walked, options, &room, of_sequence, asked)?;
         let tile = CdnaDecodeTile { split_keys: cut.keys as i32, shares: cut.shares as i32 };
         let spec = spec(problem);
-        let parts = Parts::of(NAME, problem, device.arch, EDGE, (cut, spec.head_dim_v), options)?;
+        let parts = Parts::of(NAME, &walked, device.arch, EDGE, (cut, spec.head_dim_v), options)?;
         let num_xcds = dies((parts.pieces / parts.row_blocks.max(1)).into(), device.arch);
         Ok(Self { spec, tile, parts, num_xcds })
     }
@@ -249,8 +264,8 @@ impl Split for CdnaDecode {
                 "__attribute__((amdgpu_flat_work_group_size({least}, {most}), \
                  amdgpu_waves_per_eu({waves}, {waves})))"
             ),
-            params: "CdnaDecodeParams p",
-            call: "cdna::decode::run<kSpec>(p);",
+            params: entry_params(self.spec.listed),
+            call: &format!("cdna::decode::run<kSpec>({});", entry_argument(self.spec.listed)),
         };
         crate::source(&entry, CDNA)
     }
@@ -296,6 +311,12 @@ impl Split for CdnaDecode {
 
 /// `fmha/cdna/decode/tile.h`: what this file shares with the device.
 pub(crate) fn tile_header() -> Header {
-    let definitions = [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition()];
-    Header::shared("fmha/cdna/decode/tile.h", "fmha::cdna", &["fmha/cdna/tile.h"], &definitions)
+    let definitions =
+        [CdnaDecodeSpec::c_definition(), CdnaDecodeParams::c_definition(), ListDecodeParams::c_definition()];
+    Header::shared(
+        "fmha/cdna/decode/tile.h",
+        "fmha::cdna",
+        &["fmha/cdna/tile.h", "fmha/lists.h"],
+        &definitions,
+    )
 }

@@ -6,11 +6,14 @@ pub(crate) mod recipe;
 
 pub(crate) use cut::{Cut, MOST_SHARES, Room};
 
+use std::borrow::Cow;
+
 use fmha_core::abi::{DevPtr, FwdParams};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
     DType, FwdArgs, FwdProblem, KvLayout, PlanOptions, QLayout, Refusal, Shape, Strides, cache_update,
 };
+use fmha_gpu::lists;
 
 use crate::arch::Arch;
 use crate::cdna_decode::CdnaDecodeParams;
@@ -59,7 +62,27 @@ pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Re
     if problem.dropout.write_keep_mask {
         refuse!(kernel, "write_keep_mask: keys that the mask hides are not walked");
     }
+    lists::takes_places(problem, kernel).map_err(|reason| Refusal::new(kernel, reason))?;
     cache_update::takes(problem, kernel)
+}
+
+/// The problem whose rows and keys are cut into pieces of work: over lists, each token as a sequence of one query, whose
+/// keys are the places of its list.
+pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
+    match problem.lists {
+        Some(_) => Cow::Owned(lists::of_tokens(problem)),
+        None => Cow::Borrowed(problem),
+    }
+}
+
+/// Parameters of an entry; `listed`: of a kernel over lists of keys.
+pub(crate) const fn entry_params(listed: bool) -> &'static str {
+    if listed { "ListDecodeParams p" } else { "CdnaDecodeParams p" }
+}
+
+/// Argument of the kernel in its entry.
+pub(crate) const fn entry_argument(listed: bool) -> &'static str {
+    if listed { "p.decode" } else { "p" }
 }
 
 /// Whether a row is longer than what a wave has alone.
@@ -102,6 +125,8 @@ pub(crate) struct Parts {
     dealt_words: u64,
     /// Whether a row's bits are to be those of its own keys, whatever the call has besides.
     pub(crate) row_invariant: bool,
+    /// Whether the keys are places of tokens' lists.
+    listed: bool,
 }
 
 /// Keys of a sequence, at most, where rows are to have the same bits in each call: P's scale is one for all lengths.
@@ -166,6 +191,7 @@ impl Parts {
             pieces: pieces as u32,
             dealt_words,
             row_invariant,
+            listed: problem.lists.is_some(),
         };
         let bytes = parts.workspace_bytes();
         if bytes >= 1 << 62 {
@@ -202,8 +228,13 @@ impl Parts {
             include: MERGE_HEADER,
             constants: &[],
             bounds: &crate::group_of(threads),
-            params: "CdnaDecodeParams p",
-            call: &format!("cdna::decode::merge<{}>(p);", self.row_elems),
+            params: entry_params(self.listed),
+            call: &format!(
+                "cdna::decode::merge<{}, {}>({});",
+                self.row_elems,
+                self.listed,
+                entry_argument(self.listed)
+            ),
         };
         crate::source(&entry, CDNA)
     }
@@ -246,19 +277,20 @@ impl Parts {
         let Self { cut, row_blocks, num_parts, .. } = self;
         let ratio = problem.gqa_ratio();
         let parts = match cut.shares {
+            0 if self.listed => format!("{num_parts} of the longest list, merged by a second launch"),
             0 => format!("{num_parts} of the longest sequence, merged by a second launch"),
             _ => format!(
                 "keys of all sequences in {num_parts} equal stretches of {} at least, merged by a second launch",
                 cut.keys
             ),
         };
-        [
-            (
-                "rows",
-                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q),
-            ),
-            ("parts", parts),
-        ]
+        let rows = match problem.lists {
+            Some(_) => format!("{row_blocks} blocks a token and KV head: {ratio} heads"),
+            None => {
+                format!("{row_blocks} blocks a KV head: {} queries of {ratio} heads", problem.dims.seqlen_q)
+            }
+        };
+        [("rows", rows), ("parts", parts)]
     }
 }
 
@@ -271,7 +303,10 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
     if cache_update::is_wanted(problem) {
         details.push(("before", format!("{} writes new keys and values", crate::rows::UPDATE)));
     }
-    if let KvLayout::Paged { page_size } = problem.layout.kv {
+    if let Some(lists) = problem.lists {
+        details.push(("lists", format!("{} entries a token, read two tiles ahead", lists.topk)));
+    }
+    if let (KvLayout::Paged { page_size }, false) = (problem.layout.kv, problem.lists_addresses()) {
         details.push(("pages", format!("{page_size} keys each, looked up a tile ahead")));
     }
     details
@@ -304,7 +339,8 @@ pub(crate) fn leaves_to_forward(
         false => (cdna::NAME, cdna::accept(problem, device, &whole).is_ok()),
     };
     // One kernel has all calls where rows are to have the same bits in each: the forward reads no pages.
-    if options.kernel.as_deref() == Some(kernel) || !is_taken || options.row_invariant {
+    let is_left = is_taken && problem.lists.is_none();
+    if options.kernel.as_deref() == Some(kernel) || !is_left || options.row_invariant {
         return Ok(());
     }
     let dims = problem.dims;

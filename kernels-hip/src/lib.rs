@@ -45,6 +45,7 @@ pub fn headers() -> Vec<Header> {
         rdna::tile_header(),
         rows::header(),
         widened::header(),
+        fmha_core::lists::header(),
         fmha_core::masks::header(),
         fmha_gpu::tile_list::header(),
     ]);

@@ -13,8 +13,8 @@ use crate::RDNA;
 use crate::cdna_decode::CdnaDecodeParams;
 use crate::decode::recipe::Split;
 use crate::decode::{
-    Cut, MOST_SHARES, Parts, Room, cache_details, leaves_to_forward, row_blocks, shares_rows,
-    strides_are_dwords, takes,
+    Cut, MOST_SHARES, Parts, Room, cache_details, entry_argument, entry_params, leaves_to_forward,
+    row_blocks, shares_rows, strides_are_dwords, takes, walked,
 };
 use crate::device::{Device, needs_wmma, refuse};
 use crate::forward::{CdnaSpec, OutputKind};
@@ -66,6 +66,8 @@ pub(crate) struct RdnaDecode {
     stored: DType,
     tile: RdnaTile,
     parts: Parts,
+    /// Whether keys are those that a list of each token names.
+    listed: bool,
 }
 
 fn spec(problem: &FwdProblem) -> CdnaSpec {
@@ -123,7 +125,8 @@ impl Split for RdnaDecode {
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
         let shares_rows = shares_rows(problem);
-        let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(problem), shares: -1 };
+        let walked = walked(problem);
+        let mut asked = RdnaDecodeTile { split_keys: 0, block_m: default_block_m(&walked), shares: -1 };
         for (name, value) in &options.tile {
             asked.set_field(name, value).map_err(|text| Refusal::new(NAME, format!("tile {text}")))?;
         }
@@ -136,9 +139,9 @@ impl Split for RdnaDecode {
             false => (GROUPS_OF_A_UNIT, LEAST_KEYS),
         };
         let room = Room { device, of_a_unit, of_a_group: 1, least, edge: STEP };
-        let of_sequence = row_blocks(problem, block_rows).saturating_mul(problem.dims.num_heads_kv.into());
+        let of_sequence = row_blocks(&walked, block_rows).saturating_mul(problem.dims.num_heads_kv.into());
         let keys = (asked.split_keys.unsigned_abs(), u32::try_from(asked.shares).ok());
-        let cut = Cut::of(NAME, problem, options, &room, of_sequence, keys)?;
+        let cut = Cut::of(NAME, &walked, options, &room, of_sequence, keys)?;
         let spec = spec(problem);
         let load = if loads_wide(problem) { LoadPath::Chunks } else { LoadPath::Element };
         let tile = RdnaTile {
@@ -149,8 +152,8 @@ impl Split for RdnaDecode {
             column_waves: if shares_rows { COLUMN_WAVES.cast_signed() } else { 1 },
             split: true,
         };
-        let parts = Parts::of(NAME, problem, device.arch, block_rows, (cut, spec.head_dim_v), options)?;
-        Ok(Self { spec, stored: problem.stored_k(), tile, parts })
+        let parts = Parts::of(NAME, &walked, device.arch, block_rows, (cut, spec.head_dim_v), options)?;
+        Ok(Self { spec, stored: problem.stored_k(), tile, parts, listed: problem.lists.is_some() })
     }
 
     fn tile(&self) -> RdnaDecodeTile {
@@ -164,12 +167,16 @@ impl Split for RdnaDecode {
 
     fn source(&self) -> KernelSource {
         let threads = self.num_threads();
+        let suffix = if self.listed { "_listed" } else { "" };
         let entry = Entry {
             include: HEADER,
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile), ("kStored", &self.stored)],
             bounds: &crate::group_of(threads),
-            params: "CdnaDecodeParams p",
-            call: "rdna::decode::run<kSpec, kTile, kStored>(p);",
+            params: entry_params(self.listed),
+            call: &format!(
+                "rdna::decode::run{suffix}<kSpec, kTile, kStored>({});",
+                entry_argument(self.listed)
+            ),
         };
         crate::source(&entry, RDNA)
     }

@@ -38,7 +38,6 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         let mut headers = crate::headers();
         headers.extend([
             fmha_core::cache_update::header(),
-            fmha_core::lists::header(),
             fmha_core::scale_params::header(),
             fmha_core::small_outputs::header(),
         ]);

@@ -22,7 +22,7 @@ struct TokenList {
     if (lists.topk_length) {
       const int64_t at =
           lists.length_per_token ? int64_t(span.storage_batch) * p.seqlen_q + token() : int64_t(span.i_batch);
-      used = clamp(lists.topk_length[at], 0, lists.topk);
+      used = clamp(((const int32_t FMHA_GLOBAL*)lists.topk_length)[at], 0, lists.topk);
     }
     return used * lists.block;
   }
@@ -33,7 +33,7 @@ struct TokenList {
   // The entry that has the key at a place, as it is read: nothing waits for it until it is a key.
   FMHA_DEVICE int32_t entry(int32_t at) const {
     const int64_t list = span.storage_batch * lists.batch + token() * lists.row + i_head_kv * lists.head;
-    return lists.indices[list + entry_at(at)];
+    return ((const int32_t FMHA_GLOBAL*)lists.indices)[list + entry_at(at)];
   }
   FMHA_DEVICE int32_t entry_at(int32_t at) const { return lists.block == 1 ? at : at / lists.block; }
 

@@ -124,9 +124,9 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int3
     return seen ? x : -infinity();
   });
   if constexpr (tile.split) {
-    if (!job.has_tree) return;
+    if (!job.has_words()) return;
     static_assert(tile.block_n <= 32, "a tile's keys are the bits of a word");
-    const uint32_t seen = job.in_tree(query, first_key);
+    const uint32_t seen = job.shown_word(query, first_key);
     for_each_score<spec, tile>(s, 0, [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
   }
 }
@@ -164,7 +164,7 @@ template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE bool needs_no_mask(const Job& job, Range queries, int32_t first_key) {
   const Range keys = {first_key, first_key + tile.block_n};
   if constexpr (tile.split) {
-    if (job.has_tree && keys.end > job.span.seqlen_k - job.span.seqlen_q) return false;
+    if (job.may_hide(keys)) return false;
   }
   return keys.end <= job.span.seqlen_k &&
          (spec.mask == MaskKind::Full || block_class(job.band, queries, keys) == BlockClass::Inside);

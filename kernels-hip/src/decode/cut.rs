@@ -95,6 +95,9 @@ fn shares_are_refused(problem: &FwdProblem, options: &PlanOptions, keys: u32, sh
     if options.batch_invariant {
         return Some("batch_invariant has parts of a fixed number of keys".to_owned());
     }
+    if problem.lists.is_some() {
+        return Some("lists of keys have parts of a fixed number of entries".to_owned());
+    }
     if dims.batch > MOST_SCANNED {
         return Some(format!(
             "batch {} is more than {MOST_SCANNED} lengths, which each piece reads",

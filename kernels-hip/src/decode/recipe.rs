@@ -2,6 +2,7 @@
 
 use fmha_core::abi::FwdParams;
 use fmha_core::fields::{Fields, knob_values};
+use fmha_core::lists::list_params;
 use fmha_core::source::KernelSource;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdArgs, FwdProblem, PlanOptions, Promises, Refusal, Result, ValidFwd, Workspace};
@@ -9,7 +10,7 @@ use fmha_gpu::{
     About, AnyAddress, Choice, Kernel, Launches, Operand, Stage, Steps, Tiles, deterministic_rows, update,
 };
 
-use crate::cdna_decode::CdnaDecodeParams;
+use crate::cdna_decode::{CdnaDecodeParams, ListDecodeParams};
 use crate::decode::{Parts, merge_threads};
 use crate::device::{Amd, Device, DeviceFacts, launch, needs_unit};
 use crate::paths::LoadPath;
@@ -79,7 +80,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<K::Tile>(K::NAME, const { &[K::HEADER] });
-        About { tiles: Some(tiles), ..About::new(K::NAME) }
+        About { tiles: Some(tiles), takes_lists: true, ..About::new(K::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -124,7 +125,8 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
             // Tiles that a row sees nothing of leave its numbers as they are. P's scale is one for all lengths then.
             promises: Promises {
                 batch_invariant: options.batch_invariant,
-                row_invariant: parts.row_invariant,
+                // No pair of calls over lists is tried.
+                row_invariant: parts.row_invariant && problem.lists.is_none(),
                 ..deterministic_rows()
             },
             details: kernel.details(problem),
@@ -158,10 +160,11 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let fwd = unsafe { update::run(steps, call, workspace_of_parts(&self.0))? };
-        let mut params = self.0.params(call.problem, call.args, &fwd);
+        let decode = self.0.params(call.problem, call.args, &fwd);
+        let mut params = ListDecodeParams { decode, lists: list_params(call.problem, &call.args.seq) };
         for step in [steps.at(Stage::Main), steps.at(Stage::Merge)].into_iter().flatten() {
-            // SAFETY: both kernels take one CdnaDecodeParams, whose size they assert; core saw that its memory covers
-            // the problem, and the workspace is as large as the plan said.
+            // SAFETY: both kernels take one ListDecodeParams, or the CdnaDecodeParams that it begins with; core
+            // saw that its memory covers the problem, and the workspace is as large as the plan said.
             unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
         }
         Ok(())

@@ -33,7 +33,9 @@ struct Config {
   static constexpr int v_bytes = columns * stored_bytes;  // of a lane and key
   static constexpr int v_words = ceil_div(v_bytes, 4);
   // Steps whose columns of K are columns of V too, in latent rows; and how many of them are read once for both.
-  static constexpr int steps_of_v = column_waves > 1 && spec.head_dim_qk == spec.head_dim_v + 64 ? wave_columns / 16 : 0;
+  static constexpr bool has_steps_of_v =
+      column_waves > 1 && (spec.head_dim_qk == spec.head_dim_v + 64 || spec.head_dim_qk == spec.head_dim_v);
+  static constexpr int steps_of_v = has_steps_of_v ? wave_columns / 16 : 0;
   static constexpr int latent_steps = spec.v_in_k ? steps_of_v : 0;
   static_assert(spec.head_dim_qk % (column_waves == 1 ? kEdge : 16 * column_waves) == 0, "a wave has whole steps");
   static_assert(qk_steps % steps_of_load == 0, "a wave has whole loads");

@@ -146,6 +146,20 @@ struct VTile {
     }
   }
 
+  // Sets the keys of a tile to 0 whose bit is not set.
+  FMHA_DEVICE void keep(uint32_t shown) {
+    const uint32_t of_half = shown >> (lane_half() * kRun);
+#pragma unroll
+    for (int s = 0; s < C::pv_steps; ++s) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const uint32_t mask = 0u - (of_half >> key_of(s, j, 0) & 1);
+#pragma unroll
+        for (int w = 0; w < C::v_words; ++w) words[s][j][w] &= mask;
+      }
+    }
+  }
+
   // Eight keys of the lane's column `n`, an operand of step `s`.
   template <int n>
   FMHA_DEVICE Frag frag(int s, float descale) const {

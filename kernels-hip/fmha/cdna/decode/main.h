@@ -7,6 +7,7 @@
 // of V and are filled again as soon as they have been read: one of the two, or both, is always on its way.
 #pragma once
 #include <fmha/cdna/decode/columns.h>
+#include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/load.h>
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/cdna/nonfinite.h>
@@ -87,9 +88,10 @@ struct Wave {
     return s;
   }
 
-  // Raw scores to natural ones, -infinity where the row does not see the key.
-  FMHA_DEVICE void modify_and_mask(Acc& s, const CdnaDecodeParams& params, int32_t first_key,
-                                   bool is_partly_masked) const {
+  // Raw scores to natural ones, -infinity where the row does not see the key. `shown`: the places of a list's tile that
+  // name a key, a bit each.
+  FMHA_DEVICE void modify_and_mask(Acc& s, const CdnaDecodeParams& params, int32_t first_key, bool is_partly_masked,
+                                   uint32_t shown) const {
     const FwdParams& p = params.call.fwd;
     const int32_t first = first_key + acc_row(0, lane_half());
     if constexpr (spec.modifies) {
@@ -107,6 +109,12 @@ struct Wave {
       s[i] = rounded;
     }
     if (!is_partly_masked) return;
+    if constexpr (spec.listed) {
+      const uint32_t of_half = shown >> acc_row(0, lane_half());
+#pragma unroll
+      for (int i = 0; i < 16; ++i) s[i] = of_half >> acc_row(i, 0) & 1 ? s[i] : -infinity();
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < 16; ++i) s[i] = sees_in_band(first + acc_row(i, 0)) ? s[i] : -infinity();
     if (!params.tree_mask) return;
@@ -244,15 +252,17 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
     wave.load_q(again());
     KTile<spec> k;
     VTile<spec> v;
-    KeyPlaces places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(0) + lane_col());
+    typename Choose<spec.listed, ListPlaces, SequencePlaces>::type places(again().call.fwd, job, tiles, lane_col());
+    places.find(again().call.fwd, job, tiles, 0, lane_col());
     KvRow at = places.row(again().call.fwd, job);
     k.issue(again(), job, at);
-    places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(1, tiles.count - 1)) + lane_col());
+    places.find(again().call.fwd, job, tiles, 1, lane_col());
     v.issue(again(), job, at);
 #pragma nounroll
     for (int32_t n = 0; n < tiles.count; ++n) {
       const int32_t first_key = tiles.first_key(n);
-      const bool is_partly_masked = wave.is_partly_masked(again(), first_key);
+      const uint32_t shown = places.shown();
+      const bool is_partly_masked = spec.listed ? shown != ~0u : wave.is_partly_masked(again(), first_key);
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
@@ -261,19 +271,21 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       // before K(n).
       at = places.row(again().call.fwd, job);
       k.issue(again(), job, at);
-      places = KeyPlaces::of(again().call.fwd, job, tiles.first_key(min(n + 2, tiles.count - 1)) + lane_col());
+      places.find(again().call.fwd, job, tiles, n + 2, lane_col());
       sched_barrier();
       columns.add_others(s);
-      wave.modify_and_mask(s, again(), first_key, is_partly_masked);
+      wave.modify_and_mask(s, again(), first_key, is_partly_masked, shown);
       wave.raise_row_max(s);
       const auto probabilities = wave.probabilities(s);
-      zeroed |= wave.add_values(v, probabilities, is_partly_masked);
+      // All rows of a tile have one list, so that what is not shown is 0 for each of them.
+      if (spec.listed && is_partly_masked) v.keep(shown);
+      zeroed |= wave.add_values(v, probabilities, is_partly_masked && !spec.listed);
       sched_barrier();
       v.issue(again(), job, at);
     }
   }
   wave.store(again());
-  if (!zeroed) return;
+  if (spec.listed || !zeroed) return;
 #pragma nounroll
   for (int32_t n = 0; n < tiles.count; ++n) {
     const int32_t first_key = tiles.first_key(n);
@@ -295,6 +307,15 @@ FMHA_DEVICE int32_t work_of(const CdnaDecodeParams& params) {
   return at < params.num_waves ? at : -1;
 }
 
+template <CdnaDecodeSpec spec, class Compute>
+FMHA_DEVICE void walk(const CdnaDecodeParams& params, int32_t at, bool leaves, Job& job, Compute compute) {
+  if constexpr (!spec.listed) {
+    walk_piece<kEdge>(params, at, leaves, job, compute);
+  } else if (list_job<kEdge>(params, at, job)) {
+    compute();
+  }
+}
+
 template <CdnaDecodeSpec spec>
 FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   const int32_t at = work_of<spec>(params);
@@ -302,11 +323,11 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   Job job;
   job.scale_keys = params.scale_keys;
   if constexpr (Config<spec>::column_waves == 1) {
-    walk_piece<kEdge>(params, at, true, job, [&]() __attribute__((always_inline)) { compute<spec>(job, AllColumns{}); });
+    walk<spec>(params, at, true, job, [&]() __attribute__((always_inline)) { compute<spec>(job, AllColumns{}); });
   } else {
     __shared__ typename SharedColumns<spec>::Lds lds;
     const bool is_first_wave = column_wave<spec>() == 0;
-    walk_piece<kEdge>(params, at, is_first_wave, job, [&]() __attribute__((always_inline)) {
+    walk<spec>(params, at, is_first_wave, job, [&]() __attribute__((always_inline)) {
       compute<spec>(job, SharedColumns<spec>(lds));
     });
   }

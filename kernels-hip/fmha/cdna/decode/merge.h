@@ -4,6 +4,7 @@
 // A workgroup has one row. Every wave knows all weights; each adds every fourth part's O, and the four sums are added
 // through LDS in one order.
 #pragma once
+#include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/exp_sum.h>
 #include <fmha/isa/sync.h>
@@ -38,16 +39,28 @@ FMHA_DEVICE void store_of_type(const CdnaDecodeParams& params, int64_t at, float
   }
 }
 
-// `row_elems`: of a part's row in the workspace.
-template <int row_elems>
+// End of a row over a list: a sink of +inf over scores that are numbers has all of the row's weight, and LSE may be
+// asked for without the sink.
+struct ListEnd {
+  bool sink_has_all, without_sink;
+
+  static FMHA_DEVICE ListEnd of(const FwdParams& p, int32_t i_head, float lse_of_keys) {
+    const float sink = p.sink.data ? scalar_of(p.sink, 0, i_head, -infinity()) : -infinity();
+    return {sink == infinity() && lse_of_keys < infinity(), reload_params<ListDecodeParams>().lists.lse_without_sink != 0};
+  }
+};
+
+// `row_elems`: of a part's row in the workspace. `listed`: the parts are those of tokens' lists.
+template <int row_elems, bool listed>
 FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   constexpr int columns = ceil_div(row_elems, kWaveSize);  // of a lane
   __shared__ float of_waves[kMergeWaves][row_elems];
   const FwdParams& p = params.call.fwd;
   const int32_t at = workgroup_idx(), i = at % p.seqlen_q, batch_head = at / p.seqlen_q;
   const int32_t i_head = batch_head % p.num_heads_q;
-  const SeqSpan span = span_of(p, batch_head / p.num_heads_q);
+  SeqSpan span = span_of(p, batch_head / p.num_heads_q);
   if (i >= span.seqlen_q) return;
+  if constexpr (listed) span.seqlen_k = places_of(list_of(p, span, i, i_head / p.gqa_ratio));
   const PartsOfRow of_row = PartsOfRow::of(params, span);
   const int32_t num_parts = of_row.count;
   const int64_t first = row_of_part(p, of_row.first, i_head, i), rows = row_of_part(p, of_row.step, 0, 0);
@@ -58,7 +71,9 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
   ExpSum all;
   for (int32_t n = lane; n < num_parts; n += kWaveSize) all.merge({stats[2 * n * rows], stats[2 * n * rows + 1]});
   all = over_lanes(all);
-  if (p.sink.data) all.add(scalar_of(p.sink, 0, i_head, -infinity()));
+  const float lse_of_keys = all.log();
+  const ListEnd end = listed ? ListEnd::of(p, i_head, lse_of_keys) : ListEnd{false, false};
+  if (p.sink.data && !end.sink_has_all) all.add(scalar_of(p.sink, 0, i_head, -infinity()));
   const float per_sum = all.normaliser();
 
   Array<float, columns> o = {};
@@ -85,9 +100,12 @@ FMHA_DEVICE void merge(const CdnaDecodeParams& params) {
     float x = of_waves[0][d];
 #pragma unroll
     for (int w = 1; w < kMergeWaves; ++w) x += of_waves[w][d];
-    store_of_type(params, to + d, x * factor);
+    store_of_type(params, to + d, end.sink_has_all ? 0.f : x * factor);
   }
-  if (p.lse && thread == 0) p.lse[lse_offset(p, span, i_head, i)] = all.log();
+  if (p.lse && thread == 0) {
+    const float lse = end.sink_has_all ? infinity() : all.log();
+    p.lse[lse_offset(p, span, i_head, i)] = end.without_sink ? lse_of_keys : lse;
+  }
 }
 
 }  // namespace fmha::cdna::decode

@@ -17,6 +17,7 @@ struct Job {
   int32_t first_row, num_rows;  // of the group's rows; rows that there are
   Range queries;                // of these rows
   int32_t scale_keys;           // of CdnaDecodeParams
+  int32_t nameable;             // keys of the sequence, where span.seqlen_k has the places of a list (list.h)
 
   // P's scale for bf16, in log2: below 1 by the number of keys.
   FMHA_DEVICE int scale_below_keys() const {
@@ -51,12 +52,14 @@ struct KeyPlaces {
   static FMHA_DEVICE KeyPlaces of(const FwdParams& p, const Job& job, int32_t key) {
     KeyPlaces places;
     places.key = min(key, job.span.seqlen_k - 1);
-    places.page = 0;
-    if (job.layout == KvKind::Paged) {
-      const int64_t entry = job.span.i_batch * p.block_table_batch + uint32_t(places.key) / uint32_t(p.page_size);
-      places.page = ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
-    }
+    places.page = job.layout == KvKind::Paged ? page_of(p, job, places.key) : 0;
     return places;
+  }
+
+  // Entry of the block table for a key.
+  static FMHA_DEVICE int32_t page_of(const FwdParams& p, const Job& job, int32_t key) {
+    const int64_t entry = job.span.i_batch * p.block_table_batch + uint32_t(key) / uint32_t(p.page_size);
+    return ((const int32_t FMHA_GLOBAL*)p.block_table)[entry];
   }
 
   // Row of a key as kv_row gives it.
@@ -64,6 +67,25 @@ struct KeyPlaces {
     if (job.layout != KvKind::Paged) return {job.span.i_batch, job.span.k_row + key};
     return {clamp(page, 0, p.num_pages - 1), int32_t(uint32_t(key) % uint32_t(p.page_size))};
   }
+};
+
+// Places of one tile after another. `lane`: the lane's key within a tile.
+class SequencePlaces {
+  KeyPlaces places_;
+
+ public:
+  template <class Tiles>
+  FMHA_DEVICE SequencePlaces(const FwdParams&, const Job&, const Tiles&, int) {}
+
+  // Reads the table for tile n, or the last one.
+  template <class Tiles>
+  FMHA_DEVICE void find(const FwdParams& p, const Job& job, const Tiles& tiles, int32_t n, int lane) {
+    places_ = KeyPlaces::of(p, job, tiles.first_key(min(n, tiles.count - 1)) + lane);
+  }
+
+  // Rows of the tile that `find` has looked for.
+  FMHA_DEVICE KvRow row(const FwdParams& p, const Job& job) { return places_.row(p, job); }
+  FMHA_DEVICE uint32_t shown() const { return ~0u; }
 };
 
 // Tiles of a piece's keys that some row of it sees, those of sink columns first. Tiles and parts begin at multiples

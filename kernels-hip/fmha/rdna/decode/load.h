@@ -21,6 +21,9 @@ FMHA_DEVICE uint32_t pair_of(float a, float b) {
   return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
 }
 
+// Place of a list that names no key: its row is 0.
+constexpr int64_t kNoRow = int64_t(1) << 62;
+
 // Start of each key of a tile, in bytes, in an order in which neither the lanes that have neighbouring keys (of K)
 // nor those that have the first or the second keys of neighbouring words of V^T meet in a bank.
 template <int block_n>
@@ -41,9 +44,9 @@ struct Places {
 template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
-// Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`. FP8 codes become `dtype`: each times
+// Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`; `listed`: or is 0 where there is none. FP8 codes become `dtype`: each times
 // its descale in f32, rounded once, to the bits of a cache that was widened before.
-template <DType dtype, DType stored, int block_n>
+template <DType dtype, DType stored, int block_n, bool listed>
 struct CacheRows {
   const uint8_t* data;
   const Places<block_n>& places;  // in LDS
@@ -54,7 +57,9 @@ struct CacheRows {
   template <class Piece, int size>
   FMHA_DEVICE Piece piece(int32_t row, int32_t elem) const {
     if (row >= num_rows || elem >= num_elems) return Piece{};
-    const uint8_t* const from = data + places.of(row) + elem * size_bytes(stored);
+    const int64_t place = places.of(row);
+    if (listed && place == kNoRow) return Piece{};
+    const uint8_t* const from = data + place + elem * size_bytes(stored);
     if constexpr (stored == dtype) {
       return *reinterpret_cast<const OnDwords<Piece>*>(from);
     } else {
@@ -74,7 +79,9 @@ struct CacheRows {
   template <int size>
   FMHA_DEVICE uint32_t elem(int32_t row, int32_t elem) const {
     if (row >= num_rows || elem >= num_elems) return 0;
-    const uint8_t* const from = data + places.of(row) + elem * elem_bytes;
+    const int64_t place = places.of(row);
+    if (listed && place == kNoRow) return 0;
+    const uint8_t* const from = data + place + elem * elem_bytes;
     if constexpr (stored == dtype) return *reinterpret_cast<const uint16_t*>(from);
     else return pair_of<dtype>(widened<stored, 0>(*from) * descale, 0.f);
   }

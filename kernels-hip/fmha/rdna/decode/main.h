@@ -7,6 +7,7 @@
 // Rows of more than 256 elements: O of 16 rows does not fit a wave's registers beside Q, so four waves have a quarter
 // of the columns each, and add their products through LDS (SharedColumns).
 #pragma once
+#include <fmha/cdna/decode/list.h>
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/rdna/decode/load.h>
 #include <fmha/rdna/tile_step.h>
@@ -15,7 +16,6 @@
 namespace fmha::rdna::decode {
 
 using cdna::CdnaDecodeParams;
-using cdna::decode::KeyPlaces;
 
 // Parameters are read again for each piece of work: kept from one to the next, they would fill the scalar registers.
 FMHA_DEVICE const CdnaDecodeParams& again() { return reload_params<CdnaDecodeParams>(); }
@@ -41,9 +41,23 @@ struct Job : cdna::decode::Job {
     return uint32_t(words >> (bit & 31));
   }
 
+  // What the softmax asks of a mask whose keys are bits of words.
+  FMHA_DEVICE bool has_words() const { return has_tree; }
+  FMHA_DEVICE bool may_hide(Range keys) const { return has_tree && keys.end > span.seqlen_k - span.seqlen_q; }
+  FMHA_DEVICE uint32_t shown_word(int32_t query, int32_t first_key) const { return in_tree(query, first_key); }
+
   FMHA_DEVICE bool sees(int32_t query, int32_t key) const {
     return key < span.seqlen_k && visible(band, query, key) && (!has_tree || in_tree(query, key) & 1);
   }
+};
+
+// Piece of work over a list.
+struct ListJob : Job {
+  uint32_t shown;  // a bit for each place of a tile: whether it names a key
+
+  FMHA_DEVICE bool has_words() const { return shown != ~0u; }
+  FMHA_DEVICE bool may_hide(Range) const { return shown != ~0u; }
+  FMHA_DEVICE uint32_t shown_word(int32_t, int32_t) const { return shown; }
 };
 
 template <CdnaSpec spec, RdnaTile tile>
@@ -51,6 +65,7 @@ struct Lds {
   using C = Config<spec, tile>;
   typename C::Lds tiles;
   Places<tile.block_n> k_places, v_places;
+  uint32_t shown;  // of a list's tile
   f32x4 sums[C::column_waves == 1 ? 1 : C::num_waves][C::n_blocks * 2][kWaveSize];  // of scores, over a wave's columns
 };
 
@@ -178,9 +193,11 @@ FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const Job& job
   }
 }
 
-template <CdnaSpec spec, RdnaTile tile, DType stored>
-FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
+template <CdnaSpec spec, RdnaTile tile, DType stored, bool listed, class Piece>
+FMHA_DEVICE void compute(Piece& job, Lds<spec, tile>& lds) {
   using C = Config<spec, tile>;
+  using KeyPlaces = typename Choose<listed, cdna::decode::ListPlaces, cdna::decode::SequencePlaces>::type;
+  using OfCache = CacheRows<spec.dtype_qk, stored, tile.block_n, listed>;
   static_assert(tile.block_n <= C::num_threads, "a key of a tile to each thread");
   constexpr int bytes = size_bytes(stored);
   Wave<spec, tile> wave = wave_of<spec, tile>(again().call.fwd, job);
@@ -193,18 +210,20 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       const Rows row = {static_cast<const uint8_t*>(p.q.data) + at * C::qk_bytes, 0, C::qk_bytes, 1, again().call.head_dim_qk};
       load_q<spec, tile>(wave.q, row, 0, lane_half(opaque_thread_idx()));
     }
-    const auto places_of = [&](int32_t n) __attribute__((always_inline)) {
-      return KeyPlaces::of(again().call.fwd, job, tiles.first_key(n) + opaque_thread_idx());
-    };
-    const auto put = [&](const KeyPlaces& places) __attribute__((always_inline)) {
+    KeyPlaces places(again().call.fwd, job, tiles, opaque_thread_idx());
+    const auto put = [&]() __attribute__((always_inline)) {
       const int at = opaque_thread_idx();
       const FwdParams& p = again().call.fwd;
       const KvRow row = places.row(p, job);
+      const uint32_t shown = places.shown();
       if (at >= tile.block_n) return;
-      lds.k_places.put(at, row_offset(p.k, row, job.i_head_kv) * bytes);
-      lds.v_places.put(at, row_offset(p.v, row, job.i_head_kv) * bytes);
+      const bool is_there = !listed || (shown >> at & 1);
+      lds.k_places.put(at, is_there ? row_offset(p.k, row, job.i_head_kv) * bytes : kNoRow);
+      lds.v_places.put(at, is_there ? row_offset(p.v, row, job.i_head_kv) * bytes : kNoRow);
+      if (listed && at == 0) lds.shown = shown | ~bits_below(tile.block_n);
     };
-    put(places_of(0));
+    places.find(again().call.fwd, job, tiles, 0, opaque_thread_idx());
+    put();
 #pragma nounroll
     for (int32_t n = 0; n < tiles.count; ++n) {
       const int32_t first_key = tiles.first_key(n), num_keys = job.span.seqlen_k - first_key;
@@ -212,23 +231,29 @@ FMHA_DEVICE void compute(const Job& job, Lds<spec, tile>& lds) {
       const FwdParams& p = params.call.fwd;
       const int32_t i_batch = job.span.i_batch, i_head = job.i_head_kv;
       s_barrier();  // all waves have read the previous tile; this one's places are there
-      copy_k<spec, tile>(lds.tiles.k, CacheRows<spec.dtype_qk, stored, tile.block_n>{
+      if constexpr (listed) job.shown = v_readfirstlane_b32(lds.shown);
+      copy_k<spec, tile>(lds.tiles.k, OfCache{
           static_cast<const uint8_t*>(p.k.data), lds.k_places, bytes, num_keys, params.call.head_dim_qk,
           is_fp8(stored) ? scalar_of(p.descale_k, i_batch, i_head, 1.f) : 1.f});
-      zeroed |= copy_v<spec, tile>(lds.tiles.v, CacheRows<spec.dtype_v, stored, tile.block_n>{
+      zeroed |= copy_v<spec, tile>(lds.tiles.v, OfCache{
           static_cast<const uint8_t*>(p.v.data), lds.v_places, p.v.dim * bytes, num_keys, params.call.head_dim_v,
           is_fp8(stored) ? scalar_of(p.descale_v, i_batch, i_head, 1.f) : 1.f},
-          !needs_no_mask<spec, tile>(job, job.queries, first_key));
+          // Rows that a list does not name are 0, and all rows of the tile see the others.
+          !listed && !needs_no_mask<spec, tile>(job, job.queries, first_key));
       s_barrier();  // all waves have copied the tile, and may read it
       // The last step takes the last tile's places again, which nothing reads.
-      const KeyPlaces next = places_of(min(n + 1, tiles.count - 1));
+      places.find(again().call.fwd, job, tiles, n + 1, opaque_thread_idx());
       tile_step<spec, tile>(wave, lds.tiles, again().call, job, first_key, SharedColumns<spec, tile>{lds});
       // Keeps the products before the branch in `put`. Behind it, all operands of V would be kept until then: 442
       // spills at D 256.
 #pragma unroll
       for (int d = 0; d < C::d_blocks; ++d) opaque_in_vgpr(wave.o[d]);
-      put(next);
+      put();
     }
+  }
+  if constexpr (listed) {
+    store<spec, tile>(wave, job);
+    return;
   }
   // Every wave must know whether any has zeroed values: each has its own word.
   const bool wave_zeroed = v_cmp_ballot(zeroed != 0) != 0;
@@ -256,9 +281,20 @@ FMHA_DEVICE void run(const CdnaDecodeParams& params) {
   job.has_tree = params.tree_mask != nullptr;
   const bool is_first_wave = v_readfirstlane_b32(thread_idx() / kWaveSize) == 0;
   cdna::decode::walk_piece<tile.block_m>(params, workgroup_idx(), is_first_wave, job, [&]() __attribute__((always_inline)) {
-    compute<spec, tile, stored>(job, lds);
+    compute<spec, tile, stored, false>(job, lds);
     s_barrier();  // all waves know whether any has zeroed values, before they say so of the next keys
   });
+}
+
+template <CdnaSpec spec, RdnaTile tile, DType stored>
+FMHA_DEVICE void run_listed(const CdnaDecodeParams& params) {
+  __shared__ Lds<spec, tile> lds;
+  ListJob job;
+  job.scale = params.call.fwd.softmax_scale;
+  job.scale_keys = params.scale_keys;
+  job.has_tree = false;
+  job.shown = ~0u;
+  if (cdna::decode::list_job<tile.block_m>(params, workgroup_idx(), job)) compute<spec, tile, stored, true>(job, lds);
 }
 
 }  // namespace fmha::rdna::decode
