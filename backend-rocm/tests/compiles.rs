@@ -6,7 +6,7 @@
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
     Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, Intervals,
-    KvLayout, MaskAxes, PlanOptions, QLayout, Strides, VLayout,
+    KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -193,6 +193,18 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         quantised.cache.dtype = Some(fp8);
         all.push((format!("{fp8} cache/d{qk}x{v}"), quantised));
     }
+    // Lists of keys: latent rows and short ones, positions in pages and addresses.
+    for (qk, v) in [(576, 512), (512, 512), (128, 128), (256, 256), (33, 5)] {
+        let mut problem = paged(DType::Bf16, (qk, v));
+        if v == 512 {
+            (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        }
+        let lists = KeyLists::new(&problem, 2048);
+        let problem = problem.lists(lists);
+        all.push((format!("lists/d{qk}x{v}"), problem.clone()));
+        let addresses = lists.entries(ListEntries::Addresses);
+        all.push((format!("lists of addresses/d{qk}x{v}"), problem.softcap(20.0).lists(addresses)));
+    }
     all
 }
 
@@ -250,12 +262,26 @@ fn what_decode_does_not_take_is_refused_with_field_and_number() {
     let paged =
         |dims: Dims| FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
     let named = PlanOptions::default().kernel("cdna_decode");
+    let listed = || {
+        let problem = FwdProblem::batch(DType::Bf16, DIMS);
+        let lists = KeyLists::new(&problem, 64);
+        problem.lists(lists)
+    };
     for (arch, problem, options, part) in [
         ("gfx942", paged(dims(577, 512)), named.clone(), "head_dim_qk 577 is larger than 576"),
         ("gfx942", paged(dims(576, 513)), named.clone(), "head_dim_v 513 is larger than 512"),
         ("gfx942", paged(DIMS).p_drop(0.25), named.clone(), "p_drop 0.25 is not taken"),
         ("gfx942", paged(DIMS), named.clone().tile([("split_keys", "48")]), "split_keys=48"),
         ("gfx942", FwdProblem::batch(DType::F32, DIMS), named.clone(), "dtype_qk f32 with dtype_v f32"),
+        (
+            "gfx942",
+            listed().bias(Bias::Alibi { per_batch: false }),
+            named.clone(),
+            "beside indices of topk 64",
+        ),
+        ("gfx942", listed(), named.clone().tile([("shares", "4")]), "shares=4: lists of keys have parts"),
+        ("gfx942", listed(), PlanOptions::default().row_invariant(true), "row_invariant"),
+        ("gfx1100", listed(), named.clone(), "gfx1100 has no MFMA"),
     ] {
         let text = refusal(arch, problem, &options);
         assert!(text.contains(part), "{text}");

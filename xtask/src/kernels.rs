@@ -91,6 +91,10 @@ const HOPPER_WALKING: Row =
 /// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
+/// Lists of keys, forward, in 16 bits.
+const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|appended|twice|repeated)/b?f16|\
+    ^lists/(wide_fp8|fp8_cache)/";
+
 /// Lists of keys of latent rows.
 const LATENT_LISTS: &str = "^lists/(wide/b?f16|wide_fp8/|latent/b?f16/d5|parts/b?f16/latent)";
 
@@ -730,6 +734,48 @@ pub(crate) const ROWS: &[Row] = &[
             deal: 1,
         },
         ..AMPERE
+    },
+    // AMD's lists: gathers, absent entries, parts, addresses and pages, latent rows with V in K's, sinks in the merge.
+    Row {
+        kernel: Some("cdna_decode"),
+        in_test: Cases {
+            filter: "^lists/(forward/bf16/(scattered|absent|beyond)|parts/bf16/(some_empty/infinite_sink|latent)|\
+                layout/bf16/(packed_lengths|pages_of_7)|wide/bf16/(d576/(some_empty|addresses)|d512/packed))",
+            deal: 1,
+        },
+        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        kernel: Some("cdna_decode"),
+        in_test: Cases {
+            filter: "^lists/(wide/f16/d576/infinite_sink_apart/h128|heads/f16/d33x17)",
+            deal: 1,
+        },
+        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
+        ..amd("gfx90a", NONE)
+    },
+    Row {
+        kernel: Some("cdna_decode"),
+        in_test: Cases { filter: "^lists/(wide_fp8/e4m3fn/bf16/d576$|blocks/bf16/b16/)", deal: 1 },
+        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
+        ..amd("gfx950", NONE)
+    },
+    Row {
+        kernel: Some("rdna_decode"),
+        in_test: Cases {
+            filter: "^lists/(forward/bf16/(absent|beyond)|wide/bf16/d576/some_empty|layout/bf16/addresses_of_5)",
+            deal: 1,
+        },
+        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
+    Row {
+        kernel: Some("rdna_decode"),
+        tile: Some("split_keys=32"),
+        in_test: Cases { filter: "^lists/(forward/f16/scattered|wide/f16/d512/packed)", deal: 1 },
+        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
+        ..amd("gfx1201", NONE)
     },
     // Latent rows gathered for wgmma: V in K's rows and apart, blocks of which keys are absent, parts.
     Row {

@@ -634,12 +634,15 @@ fn avoided(problem: &FwdProblem) -> Vec<(Operand, [u32; 4], f64)> {
 fn laws(cases: &mut Vec<Case>) {
     for dtype in WIDE {
         for (word, kind) in [("twice", LawKind::Twice), ("repeated", LawKind::Repeated(5))] {
-            let name = format!("lists/{word}/{dtype}");
-            let problem = masked(dtype, dims(9, 300, (8, 2), 64), "b").sink(true).p_drop(0.1);
-            let (problem, lengths) =
-                with_lists(problem, Lengths::default(), 130, "scattered", data(&name).seed);
-            let forward = Forward { problem, lengths, data: data(&name), plant: Plant::Nothing };
-            cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+            // Kernels that see places of a list take no dropout.
+            for (kept, p_drop) in [("", 0.1), ("/whole", 0.0)] {
+                let name = format!("lists/{word}/{dtype}{kept}");
+                let problem = masked(dtype, dims(9, 300, (8, 2), 64), "b").sink(true).p_drop(p_drop);
+                let (problem, lengths) =
+                    with_lists(problem, Lengths::default(), 130, "scattered", data(&name).seed);
+                let forward = Forward { problem, lengths, data: data(&name), plant: Plant::Nothing };
+                cases.push(Case { name, body: Body::Law(Box::new(Law { forward, kind })) });
+            }
         }
     }
 }
