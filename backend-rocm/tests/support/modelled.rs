@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KvLayout, PlanOptions, QLayout};
+use fmha_core::{BwdProblem, DType, Dims, FwdProblem, KeyLists, KvLayout, ListEntries, PlanOptions, QLayout};
 use fmha_rocm::{Arch, Resources};
 
 const OBJDUMP: &str = "llvm-objdump-22";
@@ -187,8 +187,11 @@ fn memory_share(arch: Arch) -> (f64, f64) {
 /// latency of a load.
 pub(crate) fn decode_table() -> String {
     let mut text = DECODE_COLUMNS.to_owned();
-    let of_arch =
-        |arch: Arch| [(128, 128), (512, 512), (576, 512)].map(|dims| decode_row(arch, dims)).concat();
+    let of_arch = |arch: Arch| {
+        let all_keys = [(128, 128), (512, 512), (576, 512)].map(|dims| decode_row(arch, dims, false));
+        let lists = [(128, 128), (576, 512)].map(|dims| decode_row(arch, dims, true));
+        all_keys.concat() + &lists.concat()
+    };
     std::thread::scope(|scope| {
         let threads = Arch::CDNA.map(|arch| scope.spawn(move || of_arch(arch)));
         for thread in threads {
@@ -198,14 +201,20 @@ pub(crate) fn decode_table() -> String {
     text
 }
 
-/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K.
-fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
+/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K. `listed`: the
+/// keys are those of lists of addresses.
+fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32), listed: bool) -> String {
     let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);
     let latent = head_dim_qk != head_dim_v;
     if latent {
         (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
     }
+    if listed {
+        let lists = KeyLists::new(&problem, 2048).entries(ListEntries::Addresses);
+        problem = problem.lists(lists);
+    }
+    let lists = if listed { "/lists" } else { "" };
     let backend = fmha_rocm::pretend(arch.name()).unwrap();
     let options = PlanOptions::default().kernel("cdna_decode");
     let problem = problem.validate().unwrap();
@@ -235,7 +244,7 @@ fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32)) -> String {
         100.0 * unit_bytes as f64 / cycles / share
     };
     format!(
-        "{}\tbf16/{head_dim_qk}x{head_dim_v}\t{}\t{}\t{}\t{waves}\t{:.0}\t{:.0}\t{loads_beside}\t{unit_bytes}\t{:.0}\t{:.0}\t{:.0}\n",
+        "{}\tbf16/{head_dim_qk}x{head_dim_v}{lists}\t{}\t{}\t{}\t{waves}\t{:.0}\t{:.0}\t{loads_beside}\t{unit_bytes}\t{:.0}\t{:.0}\t{:.0}\n",
         arch.name(),
         found.vgprs,
         found.vgpr_spills + found.sgpr_spills,
