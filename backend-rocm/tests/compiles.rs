@@ -301,6 +301,11 @@ fn backward_problems() -> Vec<(String, BwdProblem)> {
     all.push(("softcap".to_owned(), masked("b").softcap(20.0)));
     all.push(("dropout".to_owned(), masked("b").p_drop(0.2)));
     all.push(("odd strides".to_owned(), odd));
+    for (qk, v) in [(128, 128), (576, 512)] {
+        let problem = of(DType::Bf16, (qk, v)).softcap(20.0);
+        let lists = KeyLists::new(&problem, 2048);
+        all.push((format!("lists/d{qk}x{v}"), problem.lists(lists)));
+    }
     let mut all: Vec<_> = all.into_iter().map(|(name, fwd)| (name, BwdProblem::new(fwd))).collect();
     all.push(("f32 gradients".to_owned(), BwdProblem::new(masked("b")).dtype_grad(DType::F32)));
     all
@@ -315,11 +320,16 @@ fn no_product_spills(compiles: fn(usize, usize) -> bool) {
     let of_arch = |at: usize, arch: Arch| {
         let backend = fmha_rocm::pretend(arch.name()).unwrap();
         for (problem, (name, bwd)) in backward_problems().into_iter().enumerate() {
-            if !compiles(problem, at) {
+            let has_lists = bwd.fwd.lists.is_some();
+            if !compiles(problem, at) || has_lists && arch.is_rdna() {
                 continue;
             }
             let may_lack_scalars = ["softcap", "dropout", "odd strides"].contains(&&*name);
-            let named = if arch.is_rdna() { "rdna_bwd" } else { "cdna_bwd" };
+            let named = match (arch.is_rdna(), has_lists) {
+                (true, _) => "rdna_bwd",
+                (false, true) => "cdna_lists",
+                (false, false) => "cdna_bwd",
+            };
             let options = PlanOptions::default().kernel(named.to_owned());
             for (kernel, code) in support::products(&backend, &bwd.validate().unwrap(), &options) {
                 let found = Resources::of(&code).unwrap();

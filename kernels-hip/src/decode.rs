@@ -66,8 +66,8 @@ pub(crate) fn takes(kernel: &'static str, problem: &FwdProblem) -> Result<(), Re
     cache_update::takes(problem, kernel)
 }
 
-/// The problem whose rows and keys are cut into pieces of work: over lists, each token as a sequence of one query, whose
-/// keys are the places of its list.
+/// The problem whose rows and keys are cut into pieces of work: over lists, each token as a sequence of one query,
+/// whose keys are the places of its list.
 pub(crate) fn walked(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
     match problem.lists {
         Some(_) => Cow::Owned(lists::of_tokens(problem)),

@@ -16,6 +16,7 @@ mod cdna_decode;
 mod decode;
 mod device;
 mod forward;
+mod lists_bwd;
 mod order;
 mod paths;
 mod rdna;
@@ -42,6 +43,7 @@ pub fn headers() -> Vec<Header> {
         forward::tile_header(),
         backward::tile_header(),
         cdna_decode::tile_header(),
+        lists_bwd::tile_header(),
         rdna::tile_header(),
         rows::header(),
         widened::header(),

@@ -10,6 +10,7 @@ use crate::cdna_decode::CdnaDecode;
 use crate::decode::recipe::Decode;
 use crate::device::Amd;
 use crate::forward::recipe::Forward;
+use crate::lists_bwd::ListsBwd;
 use crate::rdna::Rdna;
 use crate::rdna_bwd::Wmma;
 use crate::rdna_decode::RdnaDecode;
@@ -32,7 +33,12 @@ pub fn forward<V: Amd>() -> Vec<Recipe<ValidFwd, V>> {
 /// Recipes of the backward.
 #[must_use]
 pub fn backward<V: Amd>() -> Vec<Recipe<ValidBwd, V>> {
-    vec![Recipe::of::<Products<Mfma>>(), Recipe::of::<Products<Wmma>>(), Recipe::of::<SimtBwd>()]
+    vec![
+        Recipe::of::<Products<Mfma>>(),
+        Recipe::of::<Products<Wmma>>(),
+        Recipe::of::<ListsBwd>(),
+        Recipe::of::<SimtBwd>(),
+    ]
 }
 
 /// Recipes of the merging of partial results.

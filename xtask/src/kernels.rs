@@ -737,46 +737,40 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // AMD's lists: gathers, absent entries, parts, addresses and pages, latent rows with V in K's, sinks in the merge.
     Row {
-        kernel: Some("cdna_decode"),
         in_test: Cases {
-            filter: "^lists/(forward/bf16/(scattered|absent|beyond)|parts/bf16/(some_empty/infinite_sink|latent)|\
-                layout/bf16/(packed_lengths|pages_of_7)|wide/bf16/(d576/(some_empty|addresses)|d512/packed))",
+            filter: "^lists/(forward/bf16/(scattered|absent|beyond)|parts/bf16/some_empty/infinite_sink|\
+                layout/bf16/(packed_lengths|pages_of_7)|wide/bf16/d576/(some_empty|addresses))",
             deal: 1,
         },
-        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
-        ..amd("gfx942", NONE)
+        ..lists_on("cdna_decode", "gfx942")
     },
     Row {
-        kernel: Some("cdna_decode"),
+        in_test: Cases { filter: "^lists/wide/f16/d576/infinite_sink_apart/h128$", deal: 1 },
+        ..lists_on("cdna_decode", "gfx90a")
+    },
+    Row {
+        in_test: Cases { filter: "^lists/wide/bf16/d512/packed$", deal: 1 },
+        ..lists_on("cdna_decode", "gfx950")
+    },
+    Row {
         in_test: Cases {
-            filter: "^lists/(wide/f16/d576/infinite_sink_apart/h128|heads/f16/d33x17)",
+            filter: "^lists/(forward/bf16/(absent|beyond)|layout/bf16/addresses_of_5)",
             deal: 1,
         },
-        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
-        ..amd("gfx90a", NONE)
+        ..lists_on("rdna_decode", "gfx1100")
     },
     Row {
-        kernel: Some("cdna_decode"),
-        in_test: Cases { filter: "^lists/(wide_fp8/e4m3fn/bf16/d576$|blocks/bf16/b16/)", deal: 1 },
-        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
-        ..amd("gfx950", NONE)
-    },
-    Row {
-        kernel: Some("rdna_decode"),
-        in_test: Cases {
-            filter: "^lists/(forward/bf16/(absent|beyond)|wide/bf16/d576/some_empty|layout/bf16/addresses_of_5)",
-            deal: 1,
-        },
-        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
-        ..amd("gfx1100", NONE)
-    },
-    Row {
-        kernel: Some("rdna_decode"),
         tile: Some("split_keys=32"),
-        in_test: Cases { filter: "^lists/(forward/f16/scattered|wide/f16/d512/packed)", deal: 1 },
-        in_all: Cases { filter: FORWARD_LISTS, deal: 1 },
-        ..amd("gfx1201", NONE)
+        in_test: Cases { filter: "^lists/wide/f16/d512/packed$", deal: 1 },
+        ..lists_on("rdna_decode", "gfx1201")
     },
+    // Gradients over AMD's lists: repeated keys, latent rows.
+    Row {
+        in_test: Cases { filter: "^lists/(unordered/bf16/d576|backward/bf16/repeated$)", deal: 1 },
+        ..gradients_of_lists_on("gfx942")
+    },
+    gradients_of_lists_on("gfx90a"),
+    gradients_of_lists_on("gfx950"),
     // Latent rows gathered for wgmma: V in K's rows and apart, blocks of which keys are absent, parts.
     Row {
         kernel: Some("sm90_mla"),
@@ -921,6 +915,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm100", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),
     quick("cdna_bwd", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
+    quick("cdna_lists", "^lists/unordered/bf16/packed$", amd("gfx942", NONE)),
     quick("cdna_decode", "^decode/paged/bf16/p16/s3x129/b/nhd$", amd("gfx942", NONE)),
     quick("simt", "^backward/head_dim/bf16/d64$", amd("gfx942", NONE)),
     quick("rdna_fwd", OFF_TILE, amd("gfx1100", NONE)),
@@ -934,6 +929,17 @@ const OFF_TILE: &str = "^edges/off_tile/bf16/s65x63/b$";
 
 const fn masks_on(kernel: &'static str, filter: &'static str, arch: &'static str) -> Row {
     Row { kernel: Some(kernel), in_all: Cases { filter, deal: 1 }, ..amd(arch, NONE) }
+}
+
+/// Lists of keys on AMD, forward: whole in `--all`.
+const fn lists_on(kernel: &'static str, arch: &'static str) -> Row {
+    Row { kernel: Some(kernel), in_all: Cases { filter: FORWARD_LISTS, deal: 1 }, ..amd(arch, NONE) }
+}
+
+/// Lists of keys on CDNA, backward: whole in `--all`.
+const fn gradients_of_lists_on(arch: &'static str) -> Row {
+    let in_all = Cases { filter: "^lists/(unordered|backward)/b?f16/", deal: 1 };
+    Row { kernel: Some("cdna_lists"), in_all, ..amd(arch, NONE) }
 }
 
 const fn quick(kernel: &'static str, case: &'static str, of: Row) -> Row {

@@ -201,8 +201,8 @@ pub(crate) fn decode_table() -> String {
     text
 }
 
-/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K. `listed`: the
-/// keys are those of lists of addresses.
+/// Row of the table for paged rows of these head dimensions, as `compiles.rs` has them; 576/512 has V in K. `listed`:
+/// the keys are those of lists of addresses.
 fn decode_row(arch: Arch, (head_dim_qk, head_dim_v): (u32, u32), listed: bool) -> String {
     let dims = Dims { seqlen_q: 2, head_dim_qk, head_dim_v, ..super::support::DIMS };
     let mut problem = FwdProblem::new(QLayout::Batch, KvLayout::Paged { page_size: 16 }, DType::Bf16, dims);

@@ -1,9 +1,9 @@
 // Lists of keys: a piece of work has heads of one token and kv head, and a part of the token's list. Keys of the walk
 // are places in the list; what stands at a place names the key that is loaded, or no key.
 //
-// The entry of a place is read two tiles before its row, and the block table's entry one tile before. A place that names
-// no key has the row that its lane had last, so that every lane loads memory of the cache and no branch has loads on
-// one side alone. The row's score is hidden, and its V becomes 0 in registers.
+// The entry of a place is read two tiles before its row, and the block table's entry one tile before. A place that
+// names no key has the row that its lane had last, so that every lane loads memory of the cache and no branch has loads
+// on one side alone. The row's score is hidden, and its V becomes 0 in registers.
 #pragma once
 #include <fmha/cdna/decode/pieces.h>
 #include <fmha/isa/sched.h>
@@ -29,8 +29,8 @@ FMHA_DEVICE int32_t places_of(const TokenList& list) {
   return has_keys ? v_readfirstlane_b32(list.count()) : 0;
 }
 
-// Piece `at` of the launch, with `rows` heads at most. Neighbours have other heads of the same token. False: the token or
-// the part does not exist.
+// Piece `at` of the launch, with `rows` heads at most. Neighbours have other heads of the same token. False: the token
+// or the part does not exist.
 template <int rows>
 FMHA_DEVICE bool list_job(const CdnaDecodeParams& params, int32_t at, Job& job) {
   const FwdParams& p = params.call.fwd;

@@ -41,7 +41,7 @@ struct Job : cdna::decode::Job {
     return uint32_t(words >> (bit & 31));
   }
 
-  // What the softmax asks of a mask whose keys are bits of words.
+  // Words of a mask whose keys are bits, as the softmax asks for them.
   FMHA_DEVICE bool has_words() const { return has_tree; }
   FMHA_DEVICE bool may_hide(Range keys) const { return has_tree && keys.end > span.seqlen_k - span.seqlen_q; }
   FMHA_DEVICE uint32_t shown_word(int32_t query, int32_t first_key) const { return in_tree(query, first_key); }

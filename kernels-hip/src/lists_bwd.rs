@@ -1,0 +1,239 @@
+//! `cdna_lists`: the backward over lists of keys, on MFMA (`fmha/cdna/bwd/lists.h`).
+//!
+//! A launch before computes LSE and delta of each query, one has dQ of a token's heads, one has ranges of keys, to
+//! whose dK and dV nothing else adds, and one behind scales and rounds these. All sums have one order.
+
+use fmha_core::abi::{AbiStruct as _, BwdParams};
+use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
+use fmha_core::lists::{ListParams, list_params};
+use fmha_core::source::{Entry, Header, KernelSource};
+use fmha_core::spec::BwdSpec;
+use fmha_core::tune::TileOptions;
+use fmha_core::{Call, DType, PlanOptions, Refusal, Result, ValidBwd, Workspace, abi_struct, bind};
+use fmha_gpu::{
+    About, Choice, Facts as _, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps,
+    deterministic_rows, lists,
+};
+
+use crate::backward::LoadsAndStores;
+use crate::device::{Amd, DeviceFacts, launch, needs_unit, refuse};
+use crate::paths::LoadPath;
+use crate::{CDNA, rows};
+
+/// The kernel's name in plans and refusals.
+pub(crate) const NAME: &str = "cdna_lists";
+
+const HEADER: &str = "fmha/cdna/bwd/lists.h";
+/// Most elements of a row of Q and K, and of V: a wave has a quarter of their sums in registers.
+const MAX_HEAD_DIM_QK: u32 = 576;
+const MAX_HEAD_DIM_V: u32 = 512;
+const WAVES: u32 = 4;
+const THREADS: u32 = 64 * WAVES;
+/// Heads of a workgroup, and columns of a wave's block.
+const EDGE: u32 = 32;
+/// Keys of a workgroup, at least and at most; the most take 8 KB of LDS beside 32 KB of sums.
+const RANGES: (u64, u64) = (64, 1024);
+/// Workgroups of keys that a compute unit is to have.
+const GROUPS_OF_A_UNIT: u64 = 2;
+const DWORD: u64 = 4;
+
+abi_struct! {
+    /// Parameters of the launches.
+    pub struct ListsBwdParams {
+        /// Parameters that all backward kernels read.
+        pub bwd: BwdParams,
+        /// The lists.
+        pub lists: ListParams,
+    }
+}
+
+/// The backward over lists of keys.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ListsBwd {
+    workspace: BwdWorkspace,
+}
+
+/// Refusals that no tile would change.
+fn accepts(problem: &ValidBwd) -> std::result::Result<(), Refusal> {
+    let fwd = problem.fwd();
+    if fwd.lists.is_none() {
+        refuse!(NAME, "indices are not given: this kernel walks lists of keys");
+    }
+    fwd.refuse_mixed_layouts(NAME)?;
+    fwd.refuse_cache_updates(NAME)?;
+    problem.refuse_gradients_beside_lists(NAME)?;
+    lists::takes_places(fwd, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
+    let (qk, v, o) = (fwd.dtypes.qk, fwd.dtypes.v, fwd.dtypes.o);
+    if !matches!(qk, DType::F16 | DType::Bf16) || v != qk || o != qk {
+        refuse!(NAME, "dtype_qk {qk}, dtype_v {v}, dtype_o {o} are not three times f16 or three times bf16");
+    }
+    let dims = fwd.dims;
+    let of =
+        [("head_dim_qk", dims.head_dim_qk, MAX_HEAD_DIM_QK), ("head_dim_v", dims.head_dim_v, MAX_HEAD_DIM_V)];
+    for (field, dim, most) in of {
+        if dim > most {
+            refuse!(NAME, "{field} {dim} is larger than {most}");
+        }
+        if !dim.is_multiple_of(8) {
+            refuse!(NAME, "{field} {dim} is not whole loads of 8 elements");
+        }
+    }
+    if LoadsAndStores::of(problem).load != LoadPath::Chunks {
+        refuse!(
+            NAME,
+            "strides of Q, K, V or dO are not whole dwords, or reach beyond 2^28 bytes in 128 rows"
+        );
+    }
+    Ok(())
+}
+
+/// Keys of a workgroup: so many that each compute unit has its workgroups. No sum depends on it.
+fn range(problem: &ValidBwd, num_units: u32) -> u64 {
+    let keys = BwdRows::of(problem).keys;
+    let even = keys.div_ceil(GROUPS_OF_A_UNIT * u64::from(num_units.max(1)));
+    even.next_power_of_two().clamp(RANGES.0, RANGES.1)
+}
+
+/// f32 numbers of the sums of dK and dV; `None`: 2^60 or more.
+fn sum_elems(problem: &ValidBwd) -> Option<u64> {
+    let dims = problem.fwd().dims;
+    let padded = |dim: u32| u64::from(dim.next_multiple_of(EDGE * WAVES));
+    let elems = BwdRows::of(problem).keys.checked_mul(padded(dims.head_dim_qk) + padded(dims.head_dim_v))?;
+    (elems < 1 << 60).then_some(elems)
+}
+
+fn source(spec: &BwdSpec, call: &str, bounds: &str) -> KernelSource {
+    let entry = Entry {
+        include: HEADER,
+        constants: &[("kSpec", spec)],
+        bounds,
+        params: "ListsBwdParams p",
+        call: &format!("cdna::bwd::lists::{call}(p);"),
+    };
+    crate::source(&entry, CDNA)
+}
+
+impl<V: Amd> Kernel<ValidBwd, V> for ListsBwd {
+    type Tile = ();
+
+    fn about() -> About<ValidBwd> {
+        About { takes_lists: true, ..About::new(NAME) }
+    }
+
+    fn runs_on(facts: &DeviceFacts) -> std::result::Result<(), String> {
+        needs_unit(facts.device.arch, false)
+    }
+
+    fn fit(
+        problem: &ValidBwd,
+        _: &DeviceFacts,
+        options: &PlanOptions,
+        _: &TileOptions,
+    ) -> std::result::Result<(), Refusal> {
+        accepts(problem)?;
+        options.refuse_tile(NAME)
+    }
+
+    fn plan(
+        (): (),
+        problem: &ValidBwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> std::result::Result<Choice<Self>, Refusal> {
+        let refuse = |text: String| Refusal::new(NAME, text);
+        let (spec, rows, dims) = (BwdSpec::of(problem), BwdRows::of(problem), problem.fwd().dims);
+        let workspace = sum_elems(problem)
+            .and_then(|elems| BwdWorkspace::new(problem, 1, None, elems))
+            .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
+        let stats = facts
+            .row_launch(
+                (Stage::Prepare, "cdna_lists_stats"),
+                RowKernel::SimtListsStats,
+                &spec,
+                [rows.queries, 0],
+            )
+            .map_err(refuse)?;
+        let bounds = format!(
+            "__attribute__((amdgpu_flat_work_group_size({THREADS}, {THREADS}), amdgpu_waves_per_eu(1, 1)))"
+        );
+        let sequences = u64::from(dims.batch) * u64::from(dims.num_heads_kv);
+        let of_token = u64::from(problem.fwd().gqa_ratio().div_ceil(EDGE));
+        let range = range(problem, facts.device.num_compute_units);
+        let tokens = sequences.saturating_mul(u64::from(dims.seqlen_q)).saturating_mul(of_token);
+        let ranges = sequences.saturating_mul(u64::from(dims.seqlen_k).div_ceil(range));
+        let finished = (rows.keys + rows.sinks).div_ceil(u64::from(rows::NUM_THREADS / 64));
+        let most = u64::from(u32::MAX / THREADS);
+        let groups = tokens.max(ranges).max(finished);
+        if groups > most {
+            return Err(refuse(format!(
+                "lengths, heads and batch make {groups} workgroups, more than {most}"
+            )));
+        }
+        let on = |stage, kernel, call: &str, groups| -> Launch {
+            launch(stage, kernel, source(&spec, call, &bounds), groups, THREADS)
+        };
+        let main = on(Stage::Main, NAME, "dq<kSpec>", tokens);
+        let keys = on(Stage::Gradients, "cdna_lists_keys", &format!("keys<kSpec, {range}>"), ranges);
+        let finish = launch(
+            Stage::Gradients,
+            "cdna_lists_finish",
+            source(&spec, "finish<kSpec>", &crate::group_of(rows::NUM_THREADS)),
+            finished,
+            rows::NUM_THREADS,
+        );
+        Ok(Choice {
+            kernel: Self { workspace },
+            launches: Launches::new([stats], main, [keys, finish]),
+            workspace: Workspace { bytes: workspace.bytes, zeroed_bytes: workspace.bytes },
+            promises: deterministic_rows(),
+            details: vec![
+                (
+                    "tile",
+                    format!("{EDGE} heads of a token x {EDGE} entries, columns shared by {WAVES} waves"),
+                ),
+                (
+                    "sums",
+                    format!(
+                        "dK and dV by workgroups of {range} keys, tokens in their order; scores computed twice"
+                    ),
+                ),
+            ],
+        })
+    }
+
+    fn alignment(&self, problem: &ValidBwd, operand: Operand) -> u64 {
+        let fwd = problem.fwd();
+        match operand {
+            Operand::Q | Operand::Dout if fwd.shape_q().seq > 0 => DWORD,
+            Operand::K | Operand::V if fwd.shape_k().seq > 0 => DWORD,
+            _ => 1,
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
+        let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let mut bwd = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
+        let mut lists = list_params(call.problem.fwd(), &call.args.seq);
+        let mut params = ListsBwdParams { bwd, lists };
+        for step in steps.iter() {
+            let mut apart = [(&raw mut bwd).cast(), (&raw mut lists).cast()];
+            let mut together = [(&raw mut params).cast()];
+            let arguments = if step.stage == Stage::Prepare { &mut apart[..] } else { &mut together[..] };
+            // SAFETY: the launch before takes BwdParams and ListParams, the others one ListsBwdParams; core saw that
+            // their memory covers the problem, and the workspace is as large as the plan said.
+            unsafe { step.launch(arguments, call.stream)? };
+        }
+        Ok(())
+    }
+}
+
+/// `fmha/cdna/bwd/lists_tile.h`: what this file shares with the device.
+pub(crate) fn tile_header() -> Header {
+    let definitions = [ListsBwdParams::c_definition()];
+    Header::shared(
+        "fmha/cdna/bwd/lists_tile.h",
+        "fmha::cdna",
+        &["fmha/lists.h", "fmha/params.h"],
+        &definitions,
+    )
+}
