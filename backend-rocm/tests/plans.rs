@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use fmha_core::{
-    Accuracy, Append, BwdPlan, BwdProblem, CombineProblem, DType, Dims, Error, FwdPlan, FwdProblem, KvLayout,
-    LaunchShape, PlanOptions, Promises, QLayout, Refusal, Result, ScoreSums, Shape, ValidBwd, ValidCombine,
-    ValidFwd, Workspace,
+    Accuracy, Append, BwdPlan, BwdProblem, CombineProblem, DType, Dims, Error, FwdPlan, FwdProblem, KeyLists,
+    KvLayout, LaunchShape, PlanOptions, Promises, QLayout, Refusal, Result, ScoreSums, Shape, Strides,
+    ValidBwd, ValidCombine, ValidFwd, Workspace,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -196,9 +196,10 @@ fn a_process_that_plans_backward_and_combine() {
     );
     let not_allowed = Refusal::new("simt", "it is the slow fallback, and allow_fallback is false");
     let no_wmma = Refusal::new("rdna_bwd", "gfx942 has no WMMA");
+    let no_lists = Refusal::new("cdna_lists", "indices are not given: this kernel walks lists of keys");
     assert_eq!(
         refusals(backend.plan_bwd(&f32s, &PlanOptions::default())),
-        [f32_is_none, no_wmma, not_allowed]
+        [f32_is_none, no_wmma, no_lists, not_allowed]
     );
     for (dims, tile, part) in [
         (Dims { head_dim_v: 320, ..DIMS }, &[][..], "head_dim_v 320 is larger than 256"),
@@ -221,6 +222,46 @@ fn a_process_that_plans_backward_and_combine() {
     }
     let unknown = Refusal::new("simt", "there is no such combine kernel (known: combine)");
     assert_eq!(refusals(backend.plan_combine(&combine(), &asking("simt"))), [unknown]);
+}
+
+/// Latent rows of 128 heads over lists.
+fn lists() -> FwdProblem {
+    let dims = Dims { num_heads_q: 128, num_heads_kv: 1, head_dim_qk: 576, head_dim_v: 512, ..DIMS };
+    let mut problem = FwdProblem::batch(DType::Bf16, dims);
+    (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+    let lists = KeyLists::new(&problem, 2048);
+    problem.lists(lists)
+}
+
+#[test]
+fn lists_of_keys_are_planned_on_the_matrix_units_and_no_fallback() {
+    without_a_compiler("a_process_that_plans_lists");
+}
+
+#[test]
+#[ignore = "a process of the test above, which starts it"]
+fn a_process_that_plans_lists() {
+    for arch in Arch::ALL {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        let kernel = if arch.is_rdna() { "rdna_decode" } else { "cdna_decode" };
+        let plan = backend.plan_fwd(&lists().validate().unwrap(), &PlanOptions::default()).unwrap();
+        assert_eq!((plan.kernel(), plan.is_fallback()), (kernel, false));
+        let has = |name: &str, part: &str| plan.details().iter().any(|(n, v)| *n == name && v.contains(part));
+        assert!(
+            has("lists", "2048 entries a token") && has("parts", "of the longest list"),
+            "{:?}",
+            plan.details()
+        );
+        assert!(!plan.promises().row_invariant && plan.promises().deterministic);
+
+        let mut apart = lists();
+        (apart.cache.v_in_k, apart.strides.v) = (false, Strides::bshd(apart.shape_v()));
+        let backward = BwdProblem::new(apart).validate().unwrap();
+        let planned = backend.plan_bwd(&backward, &slow_too()).unwrap();
+        let expected = if arch.is_rdna() { ("simt", true) } else { ("cdna_lists", false) };
+        assert_eq!((planned.kernel(), planned.is_fallback()), expected, "{:?}", planned.refusals());
+        assert!(planned.promises().deterministic && planned.promises().batch_invariant);
+    }
 }
 
 /// A plan without code is refused where it would be launched.
@@ -251,7 +292,7 @@ fn the_backend_names_its_kind_its_kernels_and_the_peaks_of_its_architecture() {
         assert_eq!(backend.kind(), "rocm");
         assert_eq!(backend.name(), format!("rocm ({}, no device)", arch.name()));
         let forward = ["cdna_decode", "cdna_fwd", "rdna_decode", "rdna_fwd", "cdna_widened", "rdna_widened"];
-        let kernels = [&forward[..], &["simt", "cdna_bwd", "rdna_bwd", "combine"]].concat();
+        let kernels = [&forward[..], &["simt", "cdna_bwd", "rdna_bwd", "cdna_lists", "combine"]].concat();
         assert_eq!(backend.kernels(), kernels);
         for dtype in [DType::Bf16, DType::E4m3Fn] {
             assert_eq!(backend.roofline(dtype), arch.roofline(dtype));

@@ -67,11 +67,14 @@ pub const DECLARED: &[Declared] = &[
         backends: &["rocm"],
         kernels: &[],
         slowly: true,
-        what: "lists of keys are the slow kernel's",
-        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+        what: "lists of keys in FP8, and gradients over them on RDNA, are the slow kernel's",
+        applies: |case, problem| {
+            let is_gradient = matches!(case.body, Body::Backward(_));
+            problem.is_some_and(|p| p.lists.is_some() && (is_gradient || p.dtypes.qk.is_fp8()))
+        },
     },
     Declared {
-        backends: &["cuda"],
+        backends: &["cuda", "rocm"],
         kernels: &[],
         slowly: true,
         what: "lists of keys beside what needs positions, and in f32, are the slow kernel's",
@@ -81,6 +84,13 @@ pub const DECLARED: &[Declared] = &[
                 p.lists.is_some() && (needs_positions || p.dtypes.qk == DType::F32)
             })
         },
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &["cdna_fwd", "cdna_bwd", "cdna_widened", "rdna_fwd", "rdna_bwd", "rdna_widened"],
+        slowly: false,
+        what: "lists of keys are the decode kernels', and gradients over them cdna_lists'",
+        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
     },
     Declared {
         backends: &["cuda"],
@@ -109,7 +119,7 @@ pub const DECLARED: &[Declared] = &[
         },
     },
     Declared {
-        backends: &["cuda"],
+        backends: &["cuda", "rocm"],
         kernels: &["simt"],
         slowly: false,
         what: "lists of keys in caches of FP8 beside 16 bits are not the slow kernel's",
@@ -126,13 +136,6 @@ pub const DECLARED: &[Declared] = &[
                 p.lists.is_some() && cache.is_some()
             })
         },
-    },
-    Declared {
-        backends: &["rocm"],
-        kernels: &[],
-        slowly: false,
-        what: "lists of keys in caches of FP8 beside 16 bits are the CPU backend's",
-        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some() && p.cache.dtype.is_some()),
     },
     Declared {
         backends: &["cuda", "rocm"],

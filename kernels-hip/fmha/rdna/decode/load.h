@@ -45,7 +45,8 @@ template <class Piece>
 using OnBytes __attribute__((aligned(1))) = Piece;
 
 // Rows like `Rows`, of which row n begins `places.of(n)` bytes behind `data`; `listed`: or is 0 where there is none.
-// FP8 codes become `dtype`: each times its descale in f32, rounded once, to the bits of a cache that was widened before.
+// FP8 codes become `dtype`: each times its descale in f32, rounded once, to the bits of a cache that was widened
+// before.
 template <DType dtype, DType stored, int block_n, bool listed>
 struct CacheRows {
   const uint8_t* data;
