@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use fmha_conformance::rows::{
     Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
 };
-use fmha_core::{BwdProblem, DType, Device, FwdProblem, PlanOptions};
+use fmha_core::{BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
 /// Keys of the CPU's parts.
@@ -293,6 +293,20 @@ fn emulated_amd(arch: &str, (first, pairs): (u64, u64)) {
     println!("{arch}: {counts:?}");
     let own = search(&device, FORWARD, (first, pairs.div_ceil(10)), &OWN_PARTS, &Planning::default());
     println!("{arch}, parts of its own: {own:?}");
+    if pairs > 3 {
+        gradients_on_amd(arch, (first, pairs.div_ceil(4)));
+    }
+}
+
+/// Gradients of pairs of training calls on an AMD device.
+fn gradients_on_amd(arch: &str, pairs: (u64, u64)) {
+    let device = match fmha_rocm::open(0, Some(arch)).and_then(|device| can_compile(&device).map(|()| device))
+    {
+        Ok(device) => device,
+        Err(reason) => return println!("absent: {reason}"),
+    };
+    let counts = search(&device, BACKWARD, pairs, &SHORT, &Planning::default());
+    println!("{arch}, gradients: {counts:?}");
 }
 
 /// Whether there is a compiler for the device.
@@ -304,6 +318,12 @@ fn can_compile(device: &Device) -> fmha_core::Result<()> {
 #[test]
 fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
     emulated_amd("gfx942", (4, 3));
+}
+
+/// `ROWS_SEED` and `ROWS_PAIRS` draw other pairs, or more.
+#[test]
+fn a_row_has_the_same_gradients_in_every_call_of_cdna_bwd() {
+    gradients_on_amd("gfx942", (number("ROWS_SEED", 4), number("ROWS_PAIRS", 1)));
 }
 
 /// Parts of a fixed number of keys are not enough: without the promise P's scale is by the number of a sequence's keys.
@@ -342,8 +362,8 @@ fn each_architecture_of_amd() {
     }
 }
 
-/// AMD's other kernels say what breaks it, none of them in silence: the forward and the backward, a type that decoding
-/// does not take, dropout.
+/// AMD's other kernels say what breaks it, none of them in silence: the forward, a type that decoding does not take,
+/// dropout, the backward under masks as data.
 #[test]
 fn what_keeps_no_rows_of_equal_bits_on_amd_is_refused_by_name() {
     for (arch, forward) in [("gfx942", "cdna_fwd"), ("gfx1100", "rdna_fwd")] {
@@ -362,7 +382,13 @@ fn what_keeps_no_rows_of_equal_bits_on_amd_is_refused_by_name() {
         let dropped = said(problem.clone().p_drop(0.5), &options);
         assert!(dropped.contains("p_drop 0.5 is not taken"), "{arch}: {dropped}");
         assert!(dropped.contains("simt: row_invariant true"), "{arch}: {dropped}");
-        let backward = BwdProblem::new(problem.write_lse(true)).validate().unwrap();
+        let problem = problem.write_lse(true);
+        let backward = BwdProblem::new(problem.clone()).validate().unwrap();
+        let plan = device.plan_bwd(&backward, &options).unwrap();
+        assert!(plan.promises().row_invariant && plan.kernel().ends_with("_bwd"), "{arch}");
+        let plain = FwdProblem::batch(problem.dtypes.qk, problem.dims).write_lse(true);
+        let intervals = Intervals::batch(&plain, MaskAxes::SHARED, 2);
+        let backward = BwdProblem::new(plain.intervals(intervals)).validate().unwrap();
         let error = device.plan_bwd(&backward, &options).err().unwrap().to_string();
         assert!(error.contains("row_invariant true"), "{arch}: {error}");
     }

@@ -63,7 +63,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         kernel: Backward<U>,
         problem: &ValidBwd,
         facts: &DeviceFacts,
-        _: &PlanOptions,
+        options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let fwd = problem.fwd();
         let (bytes, zeroed_bytes) = kernel.workspace_bytes();
@@ -112,8 +112,13 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
             ),
             workspace,
             // A row's gradients are one wave's sums, over blocks of its own sequence that begin at its first row, in an
-            // order that is its tile's where there are lists.
-            promises: Promises { batch_invariant: lists.is_empty(), ..deterministic_rows() },
+            // order that is its tile's where there are lists. Blocks of which a row sees nothing add zeros to its sums,
+            // so that other rows of its workgroup change no bit.
+            promises: Promises {
+                batch_invariant: lists.is_empty(),
+                row_invariant: options.row_invariant && lists.is_empty() && fwd.code.is_empty(),
+                ..deterministic_rows()
+            },
             details,
             kernel: Self { kernel, lists, list_of_launch },
         })
