@@ -320,10 +320,10 @@ fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
     emulated_amd("gfx942", (4, 3));
 }
 
-/// `ROWS_SEED` and `ROWS_PAIRS` draw other pairs, or more.
+/// The pair is one that a walk over blocks in an order of the batch's changes. `ROWS_SEED` and `ROWS_PAIRS` draw others.
 #[test]
 fn a_row_has_the_same_gradients_in_every_call_of_cdna_bwd() {
-    gradients_on_amd("gfx942", (number("ROWS_SEED", 4), number("ROWS_PAIRS", 1)));
+    gradients_on_amd("gfx942", (number("ROWS_SEED", 13), number("ROWS_PAIRS", 1)));
 }
 
 /// Parts of a fixed number of keys are not enough: without the promise P's scale is by the number of a sequence's keys.
