@@ -175,8 +175,7 @@ def make_inputs(w: Decode, device="cuda") -> list:
 def make_ours(w: Decode, q, k, v, table, used, sink):
     """`fmha` through its C ABI; the longest sequence is all that the host says of the lengths `used`, if they are given."""
     o = torch.empty_like(q)
-    call = ours.FmhaCall(
-        struct_bytes=ctypes.sizeof(ours.FmhaCall),
+    call = ours.Call(
         batch=w.batch, seqlen_q=w.tokens, seqlen_k=w.longest,
         num_heads_q=w.num_heads_q, num_heads_kv=w.num_heads_kv, head_dim_qk=w.head_dim, head_dim_v=w.head_dim,
         mask=b"b" if w.window is None else f"b:{w.window},0".encode(),
@@ -184,23 +183,24 @@ def make_ours(w: Decode, q, k, v, table, used, sink):
         dtype_qk=ours.DTYPE[q.dtype], dtype_v=ours.DTYPE[q.dtype], dtype_o=ours.DTYPE[q.dtype],
         stream=None if q.is_meta else torch.cuda.current_stream().cuda_stream,
     )
-    for name, x in dict(q=q, k=k, v=v, o=o).items():
-        setattr(call, name, ours._tensor(x))
+    problem, args = call.problem, call.args
+    call.tensors(q=q, k=k, v=v, o=o)
     if used is not None:
-        call.seqused_k = ours._address(used)
+        problem.seqused_k, args.seqused_k = 1, ours._address(used)
     if table is not None:
-        call.block_table = ours._address(table)
-        call.page_size, call.num_pages, call.max_pages = w.page_size, k.shape[0], table.shape[1]
+        args.block_table = ours._address(table)
+        problem.page_size, args.num_pages, args.max_pages = w.page_size, k.shape[0], table.shape[1]
     if sink is not None:
-        call.sink = ours._address(sink)
+        problem.sink, args.sink = 1, ours._address(sink)
     if w.softcap is not None:
-        call.softcap = ctypes.pointer(ctypes.c_float(w.softcap))
+        problem.softcap = ctypes.pointer(ctypes.c_float(w.softcap))
     ones = None
     if w.cache == "e4m3":
         ones = torch.ones(w.batch, w.num_heads_kv, device=q.device)
-        call.descale_k = call.descale_v = ours._address(ones)
+        problem.descale_k = problem.descale_v = 1
+        args.descale_k = args.descale_v = ours._address(ones)
         cache = ours.FmhaCache(struct_bytes=ctypes.sizeof(ours.FmhaCache), dtype_cache=ours.DTYPE[k.dtype])
-        call.cache = ctypes.pointer(cache)
+        problem.cache = ctypes.pointer(cache)
     queued = ours._runner(call, ours._options(timed=True, backward=False, caller_workspace=q.is_meta))
 
     def run():

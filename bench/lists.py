@@ -136,26 +136,28 @@ def made(row: Row, q, k, v, dout, indices):
     lse = torch.empty(row.batch, row.heads, row.tokens, device=q.device)
     stream = None if q.is_meta else torch.cuda.current_stream().cuda_stream
     code = ours.DTYPE[torch.bfloat16]
-    call = ours.FmhaCall(
-        struct_bytes=sizeof(ours.FmhaCall), batch=row.batch, seqlen_q=row.tokens, seqlen_k=row.keys,
+    call = ours.Call(
+        batch=row.batch, seqlen_q=row.tokens, seqlen_k=row.keys,
         num_heads_q=row.heads, num_heads_kv=row.heads_kv, head_dim_qk=row.dim_qk, head_dim_v=row.dim_v,
         mask=b"0", softmax_scale=pointer(c_float(row.dim_qk**-0.5)), dtype_qk=code, dtype_v=code, dtype_o=code,
-        q=ours._tensor(q), o=ours._tensor(o), lse=ours._address(lse), stream=stream,
+        write_lse=1, stream=stream,
     )  # fmt: skip
+    call.args.lse = ours._address(lse)
     if row.page_size:
         k = k.view(-1, row.page_size, row.heads_kv, row.dim_qk)
-        call.page_size, call.num_pages, call.seqlen_k = row.page_size, k.shape[0], 0
-    call.k = ours._tensor(k)
-    call.v = ours.FmhaTensor(0, *[getattr(call.k, n) for n in ("batch_stride", "seqlen_stride", "head_stride", "dim_stride")])
+        call.problem.page_size, call.args.num_pages, call.problem.seqlen_k = row.page_size, k.shape[0], 0
+    call.tensors(q=q, k=k, o=o)
     if row.latent:
-        call.cache = pointer(ours.FmhaCache(struct_bytes=sizeof(ours.FmhaCache), v_in_k=1))
+        call.problem.v = ours._strides(k)
+        call.problem.cache = pointer(ours.FmhaCache(struct_bytes=sizeof(ours.FmhaCache), v_in_k=1))
     else:
-        call.v = ours._tensor(v)
+        call.tensors(v=v)
     if indices is not None:
         strides = dict(zip(("batch_stride", "seqlen_stride", "head_stride"), indices.stride()))
-        call.lists = pointer(ours.FmhaLists(
-            struct_bytes=sizeof(ours.FmhaLists), topk=row.topk, indices=ours._address(indices),
-            addresses=int(row.page_size > 0), block=row.block, **strides,
+        call.args.indices = ours._address(indices)
+        call.problem.lists = pointer(ours.FmhaLists(
+            struct_bytes=sizeof(ours.FmhaLists), topk=row.topk, addresses=int(row.page_size > 0), block=row.block,
+            **strides,
         ))  # fmt: skip
     forward = ours._runner(call, ours._options(timed=not row.backward, backward=False))
     if not row.backward:
@@ -169,17 +171,13 @@ def made(row: Row, q, k, v, dout, indices):
     if not q.is_meta:
         forward()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    gradients = ours.FmhaGradients(struct_bytes=sizeof(ours.FmhaGradients), dtype_grad=code)
-    for name, x in dict(dout=dout, dq=dq, dk=dk, dv=dv).items():
-        setattr(gradients, name, ours._tensor(x))
-    call.gradients = pointer(gradients)
-    backward = ours._runner(call, ours._options(timed=True, backward=True))
+    backward = ours._runner(call.backward(code, dout=dout, dq=dq, dk=dk, dv=dv), ours._options(timed=True, backward=True))
 
     def run_backward():
         backward()
         return dq, dk, dv
 
-    run_backward.held = call, forward, o, lse, k, v, indices, gradients
+    run_backward.held = call, forward, o, lse, k, v, indices, dout
     return run_backward
 
 

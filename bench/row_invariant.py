@@ -19,7 +19,7 @@ import re
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_float, pointer, sizeof
+from ctypes import c_float, pointer
 
 import torch
 
@@ -43,8 +43,7 @@ DEVICE = "cuda"
 def call_of(q, k, v, *, mask, dims, o, lse=None, table=None, used=None, begins_q=None, begins_k=None, page_size=0):
     """The C call, and what it holds."""
     batch, seqlen_q, seqlen_k = dims
-    call = ours.FmhaCall(
-        struct_bytes=sizeof(ours.FmhaCall),
+    call = ours.Call(
         batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
         num_heads_q=q.shape[-2], num_heads_kv=k.shape[-2], head_dim_qk=q.shape[-1], head_dim_v=v.shape[-1],
         mask=mask.encode(), softmax_scale=pointer(c_float(q.shape[-1] ** -0.5)),
@@ -52,17 +51,22 @@ def call_of(q, k, v, *, mask, dims, o, lse=None, table=None, used=None, begins_q
         stream=torch.cuda.current_stream().cuda_stream,
     )
     if page_size:
-        call.page_size, call.num_pages, call.max_pages = page_size, k.shape[0], table.shape[1]
-        call.block_table = table.data_ptr()
-    for name, x in dict(q=q, k=k, v=v, o=o).items():
-        setattr(call, name, ours._tensor(x))
-    for name, x in dict(lse=lse, seqused_k=used, cu_seqlens_q=begins_q, cu_seqlens_k=begins_k).items():
+        call.problem.page_size, call.args.num_pages, call.args.max_pages = page_size, k.shape[0], table.shape[1]
+        call.args.block_table = table.data_ptr()
+    call.tensors(q=q, k=k, v=v, o=o)
+    for name, flag, x in (
+        ("lse", "write_lse", lse),
+        ("seqused_k", "seqused_k", used),
+        ("cu_seqlens_q", "packed_q", begins_q),
+        ("cu_seqlens_k", "packed_k", begins_k),
+    ):
         if x is not None:
-            setattr(call, name, x.data_ptr())
+            setattr(call.problem, flag, 1)
+            setattr(call.args, name, x.data_ptr())
     if begins_q is not None:
-        call.total_q = q.shape[0]
+        call.args.total_q = q.shape[0]
     if begins_k is not None:
-        call.total_k = k.shape[0]
+        call.args.total_k = k.shape[0]
     return call, (q, k, v, o, lse, table, used, begins_q, begins_k)
 
 

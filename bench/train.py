@@ -22,7 +22,7 @@ import os
 import sys
 import sysconfig
 import time
-from ctypes import c_float, c_void_p, pointer, sizeof
+from ctypes import c_float, pointer, sizeof
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS' same bits every run
@@ -32,7 +32,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from ours import DTYPE, FmhaCall, FmhaGradients, FmhaOptions, _runner, _tensor  # noqa: E402
+from ours import DTYPE, Call, FmhaOptions, _runner  # noqa: E402
 
 # -------------------------------------------------------------------------------------------- attention
 
@@ -43,41 +43,34 @@ class Fmha:
     def __init__(self, q, deterministic):
         batch, seqlen, heads, dim = q.shape
         self.scale = c_float(dim**-0.5)
-        self.call = FmhaCall(
-            struct_bytes=sizeof(FmhaCall), batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads,
-            num_heads_kv=heads, head_dim_qk=dim, head_dim_v=dim, mask=b"b:-1,0", softmax_scale=pointer(self.scale),
+        self.call = Call(
+            batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads_q=heads, num_heads_kv=heads, head_dim_qk=dim,
+            head_dim_v=dim, mask=b"b:-1,0", softmax_scale=pointer(self.scale), write_lse=1,
             dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[q.dtype], dtype_o=DTYPE[q.dtype],
         )  # fmt: skip
-        self.gradients = FmhaGradients(struct_bytes=sizeof(FmhaGradients), dtype_grad=DTYPE[q.dtype])
-        self.options = FmhaOptions(
-            struct_bytes=sizeof(FmhaOptions), deterministic=deterministic, backend=b"cuda" if q.is_cuda else b"cpu"
-        )
-        self.backward = None
-        self.bind(q, q, q, q, torch.empty(1, device=q.device))
-        self.forward = _runner(self.call, self.options)
+        self.call.device = b"cuda" if q.is_cuda else b"cpu"
+        options = FmhaOptions(struct_bytes=sizeof(FmhaOptions), deterministic=deterministic)
+        self.bind(self.call, q, q, q, q, torch.empty(1, device=q.device))
+        self.back = self.call.backward(DTYPE[q.dtype], dout=q, dq=q, dk=q, dv=q)
+        self.forward, self.backward = _runner(self.call, options), _runner(self.back, options)
 
-    def bind(self, q, k, v, o, lse):
-        for name, x in dict(q=q, k=k, v=v, o=o).items():
-            setattr(self.call, name, _tensor(x))
-        self.call.lse = lse.data_ptr()
-        self.call.stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else c_void_p()
+    def bind(self, call, q, k, v, o, lse):
+        call.tensors(q=q, k=k, v=v, o=o)
+        call.args.lse = lse.data_ptr()
+        call.args.stream = torch.cuda.current_stream().cuda_stream if q.is_cuda else None
 
     def run_forward(self, q, k, v):
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-        self.bind(q, k, v, o, lse)
-        self.call.gradients = None
+        self.bind(self.call, q, k, v, o, lse)
         self.forward()
         return o, lse
 
     def run_backward(self, q, k, v, o, lse, dout):
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        self.bind(q, k, v, o, lse)
+        self.bind(self.back, q, k, v, o, lse)
         for name, x in zip(("dout", "dq", "dk", "dv"), (dout, *grads)):
-            setattr(self.gradients, name, _tensor(x))
-        self.call.gradients = pointer(self.gradients)
-        if self.backward is None:
-            self.backward = _runner(self.call, self.options)
+            setattr(self.back.args, name, x.data_ptr())
         self.backward()
         return grads
 

@@ -58,6 +58,36 @@
 // Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
 #define FMHA_NVFP4 3
 
+// No bias.
+#define FMHA_BIAS_NONE 0
+
+// A bias [batch, num_heads_q, seqlen_q, seqlen_k] of numbers.
+#define FMHA_BIAS_ELEMENTWISE 1
+
+// ALiBi with slopes [num_heads_q].
+#define FMHA_BIAS_ALIBI 2
+
+// ALiBi with slopes [batch, num_heads_q].
+#define FMHA_BIAS_ALIBI_PER_BATCH 3
+
+// No factor: 1.
+#define FMHA_DESCALE_NONE 0
+
+// A factor for each sequence and kv head, f32 [batch, num_heads_kv].
+#define FMHA_DESCALE_PER_KV_HEAD 1
+
+// One factor, f32 [1].
+#define FMHA_DESCALE_PER_TENSOR 2
+
+// Every list has topk entries.
+#define FMHA_LENGTH_WHOLE 0
+
+// A length for each sequence, i32 [batch].
+#define FMHA_LENGTH_PER_SEQUENCE 1
+
+// A length for each token, i32 [batch, seqlen_q], packed [total_q].
+#define FMHA_LENGTH_PER_TOKEN 2
+
 // Most axes of a captured tensor.
 #define FMHA_MAX_RANK 5
 
@@ -79,7 +109,7 @@
 // The runs that are given.
 #define FMHA_RUNS 3
 
-// Memory of a backend, for callers who have none of their own.
+// Memory of a device, for callers who have none of their own.
 typedef struct FmhaBuffer FmhaBuffer;
 
 // A plan over ranks, on one of them.
@@ -88,15 +118,12 @@ typedef struct FmhaDistPlan FmhaDistPlan;
 // Ranks that compute together.
 typedef struct FmhaGroup FmhaGroup;
 
-// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
+// A chosen and loaded kernel with its scratch memory, of the device that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
-// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
+// Strides of a tensor, in elements. They may differ from any contiguous order; 0 is legal for an input's
 // batch and head.
-typedef struct FmhaTensor {
-  // The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
-  // a tensor of 0 elements.
-  void *data;
+typedef struct FmhaStrides {
   // Stride from sequence to sequence; packed: not used.
   int64_t batch_stride;
   // Stride from row to row.
@@ -105,31 +132,35 @@ typedef struct FmhaTensor {
   int64_t head_stride;
   // Stride from element to element of a row: 1, but for a column-major V.
   int64_t dim_stride;
-} FmhaTensor;
+} FmhaStrides;
 
-// The gradients of a call, for backward.
+// The gradients of a call, for backward. Set everything to 0 first, then what is wanted.
 typedef struct FmhaGradients {
   // sizeof(FmhaGradients).
   uint64_t struct_bytes;
-  // Read: gradient of O, shape and type of O.
-  struct FmhaTensor dout;
-  // Written: gradient of Q, shape of Q.
-  struct FmhaTensor dq;
-  // Written: gradient of K, shape of K.
-  struct FmhaTensor dk;
-  // Written: gradient of V, shape of V, row-major whatever V's layout.
-  struct FmhaTensor dv;
-  // Written: gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0,
-  // of which this has stride 0 too; data null: not wanted.
-  struct FmhaTensor dbias;
-  // Read: gradient of LSE, f32, shape of LSE; null: none.
-  const float *dlse;
-  // Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
-  float *dsink;
+  // Gradient of O, shape and type of O.
+  struct FmhaStrides dout;
+  // Gradient of Q, shape of Q.
+  struct FmhaStrides dq;
+  // Gradient of K, shape of K.
+  struct FmhaStrides dk;
+  // Gradient of V, shape of V, row-major whatever V's layout.
+  struct FmhaStrides dv;
+  // Gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0, of which
+  // this has stride 0 too.
+  struct FmhaStrides dbias;
   // Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_grad;
   // Type of dbias: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_dbias;
+  // 1: dbias is written; else 0.
+  int32_t write_dbias;
+  // 1: dsink is written; else 0.
+  int32_t write_dsink;
+  // 1: LSE has a gradient, which is read; else 0.
+  int32_t has_dlse;
+  // 0.
+  int32_t reserved;
 } FmhaGradients;
 
 // Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
@@ -140,23 +171,16 @@ typedef struct FmhaCache {
   // New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
   // the longest; 0: none.
   int64_t seqlen_new;
-  // Packed: new rows of all sequences together; else 0. May change from run to run.
-  int64_t total_new;
   // Rows of rotary_cos and rotary_sin; 0: nothing turns.
   int64_t max_pos;
   // New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
-  struct FmhaTensor k_new;
-  // New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; data null with v_in_k.
-  struct FmhaTensor v_new;
-  // i32 [batch + 1], first row of each sequence of k_new and v_new, which are packed then; null: they are not.
-  const int32_t *cu_seqlens_new;
-  // Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
-  const void *rotary_cos;
-  // Sines of the rotary embedding, as rotary_cos.
-  const void *rotary_sin;
-  // u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
-  // shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
-  const uint32_t *tree_mask;
+  struct FmhaStrides k_new;
+  // New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; none with v_in_k.
+  struct FmhaStrides v_new;
+  // 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
+  int32_t packed_new;
+  // 1: a tree mask in place of the mask "b"; else 0.
+  int32_t tree_mask;
   // Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
   int32_t rotary_dim;
   // 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
@@ -165,7 +189,7 @@ typedef struct FmhaCache {
   int32_t dtype_rotary;
   // FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
   int32_t dtype_cache;
-  // 1: V is the first head_dim_v elements of K's rows, and v.data is not used; else 0.
+  // 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
   int32_t v_in_k;
   // 0.
   int32_t reserved;
@@ -194,28 +218,21 @@ typedef struct FmhaPart {
   int64_t num_heads_q;
 } FmhaPart;
 
-// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is
-// said where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+// A tensor or a number that a score or a mask captures. Which of both it is, and what its elements are, is said
+// where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]". A number has a name alone.
 typedef struct FmhaCaptured {
   // Host memory: the name in the texts.
   const char *name;
-  // A tensor's first element, in the memory of the plan's backend; null: a number.
-  const void *data;
   // A tensor's extents, of which the first num_dims count: 1 or more each.
   int64_t shape[FMHA_MAX_RANK];
   // Elements from an index of an axis to the next: 0 or more each.
   int64_t strides[FMHA_MAX_RANK];
-  // Backward, written: the gradient of a tensor of floats, dense, of its shape, 0 where no score read it;
-  // null: not wanted.
-  void *grad;
-  // The number that the text declares an int. May change from run to run.
-  int64_t integer;
-  // The number that the text declares a float. May change from run to run.
-  float real;
   // A tensor's axes: 0 to FMHA_MAX_RANK.
   int32_t num_dims;
-  // Type of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+  // Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_grad;
+  // Backward: 1: the gradient of a tensor of floats is written; else 0.
+  int32_t write_grad;
   // 0.
   int32_t reserved;
 } FmhaCaptured;
@@ -229,7 +246,7 @@ typedef struct FmhaCode {
   uint64_t struct_bytes;
   // Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
   const char *score;
-  // Host memory: which pairs are seen, besides what FmhaCall.mask hides: "k <= q or k < 4"; null: all.
+  // Host memory: which pairs are seen, besides what FmhaProblem.mask hides: "k <= q or k < 4"; null: all.
   const char *mask;
   // Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
   const struct FmhaCaptured *captured;
@@ -244,21 +261,15 @@ typedef struct FmhaLists {
   uint64_t struct_bytes;
   // Entries of a list.
   int64_t topk;
-  // i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the sequence.
-  // Absent: an entry below 0, or at or past seqlen_k.
-  const int32_t *indices;
-  // Elements from sequence to sequence; packed: not used.
+  // Elements of the indices from sequence to sequence; packed: not used.
   int64_t batch_stride;
   // From token to token.
   int64_t seqlen_stride;
   // From kv head to kv head; 0: one list for all.
   int64_t head_stride;
-  // i32 [batch], or with length_per_token [batch, seqlen_q], packed [total_q]: entries in use of each list, those
-  // past them never read; null: topk.
-  const int32_t *topk_length;
-  // 1: topk_length has a number for each token; else 0.
-  int32_t length_per_token;
-  // 1: entries are addresses page * page_size + offset of K's and V's pages, and block_table is null; else 0.
+  // FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
+  int32_t length;
+  // 1: entries are addresses page * page_size + offset of K's and V's pages, and there is no block_table; else 0.
   int32_t addresses;
   // Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
   int32_t block;
@@ -266,30 +277,29 @@ typedef struct FmhaLists {
   int32_t lse_without_sink;
 } FmhaLists;
 
-// Masks as data: which keys a query sees besides those that FmhaCall.mask and a mask as code hide. Tensors
-// are i32, bits u32, in the memory of the plan's backend. A batch_stride of 0 is one mask for all sequences;
-// packed intervals and bits have no batch axis. Set everything to 0 first, then what is wanted.
+// Masks as data: which keys a query sees besides those that FmhaProblem.mask and a mask as code hide. A
+// batch_stride of 0 is one mask for all sequences; packed intervals and bits have no batch axis. Set everything
+// to 0 first, then what is wanted.
 typedef struct FmhaMasks {
   // sizeof(FmhaMasks).
   uint64_t struct_bytes;
   // Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
   // seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
   // min(max(F(m), E(m - 1)), seqlen_k) a query sees key j iff E(2p) <= j < E(2p + 1) for some p.
-  struct FmhaTensor intervals;
+  struct FmhaStrides intervals;
   // Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
   // 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
-  struct FmhaTensor mask_bits;
+  struct FmhaStrides mask_bits;
   // Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
-  // seqlen_stride is from block to block. data null: no such list.
-  struct FmhaTensor kv_num_blocks;
+  // seqlen_stride is from block to block.
+  struct FmhaStrides kv_num_blocks;
   // Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
   // from index to index. Those past the count are not read.
-  struct FmhaTensor kv_indices;
-  // Counts of the list whose blocks are seen as a whole, within lengths and FmhaCall.mask; data null: no
-  // such list.
-  struct FmhaTensor full_kv_num_blocks;
+  struct FmhaStrides kv_indices;
+  // Counts of the list whose blocks are seen as a whole, within lengths and FmhaProblem.mask.
+  struct FmhaStrides full_kv_num_blocks;
   // Indices of that list, [.., full_max_blocks].
-  struct FmhaTensor full_kv_indices;
+  struct FmhaStrides full_kv_indices;
   // Endpoints of a query, an even number; 0: no intervals.
   int64_t endpoints;
   // Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
@@ -306,6 +316,10 @@ typedef struct FmhaMasks {
   int64_t max_blocks;
   // Indices that a row of full_kv_indices has room for.
   int64_t full_max_blocks;
+  // 1: there are kv_num_blocks and kv_indices; else 0.
+  int32_t partial;
+  // 1: there are full_kv_num_blocks and full_kv_indices; else 0.
+  int32_t full;
 } FmhaMasks;
 
 // Scales by blocks of Q, K and V, which are stored in this format then; dtype_qk and dtype_v are the type of their
@@ -316,21 +330,21 @@ typedef struct FmhaBlockScales {
   uint64_t struct_bytes;
   // Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
   // scales.
-  struct FmhaTensor q;
+  struct FmhaStrides q;
   // K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
-  struct FmhaTensor k;
+  struct FmhaStrides k;
   // V's scales [batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v], paged [num_pages, page_size / block, ..].
-  struct FmhaTensor v;
+  struct FmhaStrides v;
   // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
   int32_t format;
   // 0.
   int32_t reserved;
 } FmhaBlockScales;
 
-// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
-// Pointers are to memory of the plan's backend, unless they are said to be host memory.
-typedef struct FmhaCall {
-  // sizeof(FmhaCall): a library of another version refuses the call.
+// All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
+// which nobody reads after the plan is made.
+typedef struct FmhaProblem {
+  // sizeof(FmhaProblem): a library of another version refuses the problem.
   uint64_t struct_bytes;
   // Sequences.
   int64_t batch;
@@ -346,98 +360,42 @@ typedef struct FmhaCall {
   int64_t head_dim_qk;
   // Elements of a row of V and O.
   int64_t head_dim_v;
-  // Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
-  // num_pages and max_pages.
-  int64_t total_q;
-  // Packed: rows of K and V, all sequences together; else 0.
-  int64_t total_k;
   // Rows of a page; 0: K and V are not paged.
   int64_t page_size;
-  // Paged: pages of K and V, used or not; else 0.
-  int64_t num_pages;
-  // Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
-  int64_t max_pages;
   // Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
-  struct FmhaTensor q;
+  struct FmhaStrides q;
   // K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
   // [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
-  struct FmhaTensor k;
+  struct FmhaStrides k;
   // V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged as K.
-  struct FmhaTensor v;
-  // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
-  struct FmhaTensor o;
+  struct FmhaStrides v;
+  // O [batch, seqlen_q, num_heads_q, head_dim_v], or packed.
+  struct FmhaStrides o;
   // Bias [batch, num_heads_q, seqlen_q, seqlen_k], added to the scores: seqlen_stride is from query to
   // query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences,
-  // a head_stride of 0 one for all heads. data null: none.
-  struct FmhaTensor bias;
-  // LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]: written; null: not wanted.
-  // Backward reads it and needs it.
-  float *lse;
-  // The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
-  uint8_t *keep_mask;
-  // Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
-  // that are seen, without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
-  float *row_max;
-  // The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
-  float *head_max;
-  // Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k],
-  // 0 for a key beyond its sequence: written; null: not wanted.
-  float *key_sum;
-  // i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
-  const int32_t *cu_seqlens_q;
-  // i32 [batch + 1], for K and V as cu_seqlens_q for Q.
-  const int32_t *cu_seqlens_k;
-  // i32 [batch], queries in use of each sequence; null: all.
-  const int32_t *seqused_q;
-  // i32 [batch], keys in use of each sequence; null: all.
-  const int32_t *seqused_k;
-  // Paged: i32 [batch, max_pages], the pages of each sequence; else null.
-  const int32_t *block_table;
-  // ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
-  const float *alibi_slopes;
-  // Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
-  const float *sink;
-  // FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
-  const float *descale_q;
-  // FP8 K's factor, of the same shape as descale_q; null: 1.
-  const float *descale_k;
-  // FP8 V's factor, of the same shape as descale_q; null: 1.
-  const float *descale_v;
-  // FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
-  const float *scale_o;
-  // Host memory: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+  // a head_stride of 0 one for all heads. Read with FMHA_BIAS_ELEMENTWISE.
+  struct FmhaStrides bias;
+  // "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
   // unbounded), "g:y,x" (generic coordinates); null: none.
   const char *mask;
-  // Host memory: multiplies Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
+  // Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
   const float *softmax_scale;
-  // Host memory: softcap * tanh(score / softcap); null: none.
+  // Bound of the scores, softcap * tanh(score / softcap); null: none.
   const float *softcap;
-  // CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
-  void *stream;
-  // Host memory: null: forward; else backward.
+  // Null: forward; else backward.
   const struct FmhaGradients *gradients;
-  // Host memory: null: the cache is read, and nothing else happens to it.
+  // Null: the cache is read, and nothing else happens to it.
   const struct FmhaCache *cache;
-  // Host memory: null: the call is whole.
+  // Null: the call is whole.
   const struct FmhaPart *part;
-  // Host memory: null: no score and no mask as code.
+  // Null: no score and no mask as code.
   const struct FmhaCode *code;
-  // Host memory: null: every query sees the keys of its sequence that the mask shows.
+  // Null: every query sees the keys of its sequence that the mask shows.
   const struct FmhaLists *lists;
-  // Host memory: null: no mask as data.
+  // Null: no mask as data.
   const struct FmhaMasks *masks;
-  // Host memory: null: Q, K and V have no scales by blocks.
+  // Null: Q, K and V have no scales by blocks.
   const struct FmhaBlockScales *block_scales;
-  // Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
-  // caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
-  // is done. May change from run to run.
-  void *workspace;
-  // Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
-  uint64_t workspace_bytes;
-  // Key of the dropout generator, where dropout_seeded is 1. May change from run to run.
-  uint64_t dropout_seed;
-  // Last word of its counter. May change from run to run.
-  uint64_t dropout_offset;
   // Probability that an element of P is dropped.
   float p_drop;
   // Type of Q and K: FMHA_F16, ...
@@ -450,23 +408,44 @@ typedef struct FmhaCall {
   int32_t dtype_bias;
   // FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
   int32_t v_layout;
-  // 1: alibi_slopes have a batch axis; else 0.
-  int32_t alibi_per_batch;
-  // 1: descales are one number each; else 0.
-  int32_t descale_per_tensor;
-  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
-  // has it; else 0. May change from run to run.
-  int32_t dropout_seeded;
+  // FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
+  int32_t bias_kind;
+  // 1: Q and O are packed, and sequences begin where cu_seqlens_q says; else 0.
+  int32_t packed_q;
+  // 1: K and V are packed, and sequences begin where cu_seqlens_k says; else 0.
+  int32_t packed_k;
+  // 1: seqused_q says how many queries of each sequence are in use; 0: all.
+  int32_t seqused_q;
+  // 1: seqused_k says how many keys of each sequence are in use; 0: all.
+  int32_t seqused_k;
+  // 1: each query head has a sink; else 0.
+  int32_t sink;
+  // Factor of FP8 Q: FMHA_DESCALE_NONE, FMHA_DESCALE_PER_KV_HEAD or FMHA_DESCALE_PER_TENSOR.
+  int32_t descale_q;
+  // Factor of FP8 K, as descale_q.
+  int32_t descale_k;
+  // Factor of FP8 V, as descale_q.
+  int32_t descale_v;
+  // 1: FP8 O is multiplied by scale_o before it is rounded; else 0.
+  int32_t scale_o;
+  // 1: LSE is written; else 0. Backward reads LSE whatever this says.
+  int32_t write_lse;
+  // 1: the keep mask of dropout is written; else 0.
+  int32_t write_keep_mask;
+  // Forward: 1: row_max is written; else 0.
+  int32_t row_max;
+  // Forward: 1: head_max is written; else 0.
+  int32_t head_max;
+  // Forward: 1: key_sum is written; else 0.
+  int32_t key_sum;
   // 0.
   int32_t reserved;
-} FmhaCall;
+} FmhaProblem;
 
 // How to choose a kernel. Null instead of it, and 0 in every field, is the default.
 typedef struct FmhaOptions {
   // sizeof(FmhaOptions).
   uint64_t struct_bytes;
-  // "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
-  const char *backend;
   // Name of the kernel to use, or to be refused; null: the backend's choice.
   const char *kernel;
   // The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
@@ -482,7 +461,7 @@ typedef struct FmhaOptions {
   // 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
   // their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
   int32_t check_lengths;
-  // 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
+  // 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
   // overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
   int32_t caller_workspace;
   // 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or
@@ -492,17 +471,154 @@ typedef struct FmhaOptions {
   int32_t reserved;
 } FmhaOptions;
 
-// One partial result.
-typedef struct FmhaPartial {
-  // O of this part [batch, seqlen_q, num_heads_q, head_dim_v].
-  struct FmhaTensor o;
-  // LSE of this part, f32 [batch, num_heads_q, seqlen_q]; not read, and may be null, where parts are added.
-  const float *lse;
-} FmhaPartial;
+// A captured tensor or number of a run.
+typedef struct FmhaCapturedArgs {
+  // A tensor's first element; null: a number.
+  const void *data;
+  // Written: the gradient, dense, of the tensor's shape, 0 where no score read it; null without write_grad.
+  void *grad;
+  // The number that the text declares an int.
+  int64_t integer;
+  // The number that the text declares a float.
+  float real;
+  // 0.
+  int32_t reserved;
+} FmhaCapturedArgs;
 
-// A combine call: partial results over the same rows, merged by their LSE, or added. Packed rows are a batch of 1.
-typedef struct FmhaCombine {
-  // sizeof(FmhaCombine).
+// What a run brings: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
+// everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
+// elements. Addresses are those of a first element, in the memory of the plan's device.
+typedef struct FmhaArgs {
+  // sizeof(FmhaArgs): a library of another version refuses the run.
+  uint64_t struct_bytes;
+  // CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
+  void *stream;
+  // Read: Q.
+  const void *q;
+  // Read: K; with new rows written too.
+  void *k;
+  // Read: V; with new rows written too. Null with v_in_k.
+  void *v;
+  // Written: O; backward reads it.
+  void *o;
+  // Read: the bias.
+  const void *bias;
+  // Written: LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]. Backward reads it.
+  float *lse;
+  // Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward leaves it alone.
+  uint8_t *keep_mask;
+  // Written: each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
+  // that are seen, without the sink; -inf for a row that sees none.
+  float *row_max;
+  // Written unless batch is 0: the greatest of each head's row maxima, f32 [num_heads_q].
+  float *head_max;
+  // Written: each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q,
+  // seqlen_k], 0 for a key beyond its sequence.
+  float *key_sum;
+  // Read: i32 [batch + 1], first row of each sequence of packed Q and O.
+  const int32_t *cu_seqlens_q;
+  // Read: i32 [batch + 1], for K and V as cu_seqlens_q for Q.
+  const int32_t *cu_seqlens_k;
+  // Read: i32 [batch], queries in use of each sequence.
+  const int32_t *seqused_q;
+  // Read: i32 [batch], keys in use of each sequence.
+  const int32_t *seqused_k;
+  // Read: paged: i32 [batch, max_pages], the pages of each sequence.
+  const int32_t *block_table;
+  // Read: ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with FMHA_BIAS_ALIBI_PER_BATCH.
+  const float *alibi_slopes;
+  // Read: sinks, f32 [num_heads_q], in the softmax's denominator.
+  const float *sink;
+  // Read: FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with FMHA_DESCALE_PER_TENSOR.
+  const float *descale_q;
+  // Read: FP8 K's factor, as descale_q.
+  const float *descale_k;
+  // Read: FP8 V's factor, as descale_q.
+  const float *descale_v;
+  // Read: factor of FP8 O, f32 [1]. Backward leaves it alone.
+  const float *scale_o;
+  // Read: gradient of O.
+  const void *dout;
+  // Written: gradient of Q.
+  void *dq;
+  // Written: gradient of K.
+  void *dk;
+  // Written: gradient of V.
+  void *dv;
+  // Written: gradient of the bias.
+  void *dbias;
+  // Read: gradient of LSE, f32, shape of LSE.
+  const float *dlse;
+  // Written: gradient of the sinks, f32 [num_heads_q].
+  float *dsink;
+  // Read: new keys.
+  const void *k_new;
+  // Read: new values.
+  const void *v_new;
+  // Read: i32 [batch + 1], first row of each sequence of packed k_new and v_new.
+  const int32_t *cu_seqlens_new;
+  // Read: cosines [max_pos, rotary_dim / 2].
+  const void *rotary_cos;
+  // Read: sines of the rotary embedding, as rotary_cos.
+  const void *rotary_sin;
+  // Read: u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word
+  // n / 32 shows a query the n-th of the last seqlen_q keys.
+  const uint32_t *tree_mask;
+  // Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
+  // sequence. Absent: an entry below 0, or at or past seqlen_k.
+  const int32_t *indices;
+  // Read: entries in use of each list, those past them never read.
+  const int32_t *topk_length;
+  // Read: endpoints of the intervals, i32.
+  const int32_t *intervals;
+  // Read: words of the mask as bits.
+  const uint32_t *mask_bits;
+  // Read: counts of the blocks that other masks cut.
+  const int32_t *kv_num_blocks;
+  // Read: indices of those blocks.
+  const int32_t *kv_indices;
+  // Read: counts of the blocks that are seen as a whole.
+  const int32_t *full_kv_num_blocks;
+  // Read: indices of those blocks.
+  const int32_t *full_kv_indices;
+  // Read: Q's scales by blocks.
+  const uint8_t *block_scale_q;
+  // Read: K's scales by blocks.
+  const uint8_t *block_scale_k;
+  // Read: V's scales by blocks.
+  const uint8_t *block_scale_v;
+  // Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
+  const struct FmhaCapturedArgs *captured;
+  // Packed: rows of Q and O, all sequences together; else 0.
+  int64_t total_q;
+  // Packed: rows of K and V, all sequences together; else 0.
+  int64_t total_k;
+  // Packed: new rows of all sequences together; else 0.
+  int64_t total_new;
+  // Paged: pages of K and V, used or not; else 0.
+  int64_t num_pages;
+  // Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
+  int64_t max_pages;
+  // Scratch of the run, aligned to 256 bytes, where the plan was made with caller_workspace; else null. Its
+  // contents mean nothing, before and after; no other run uses it until the work is done.
+  void *workspace;
+  // Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+  uint64_t workspace_bytes;
+  // Key of the dropout generator, where dropout_seeded is 1.
+  uint64_t dropout_seed;
+  // Last word of its counter.
+  uint64_t dropout_offset;
+  // 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
+  // has it; else 0.
+  int32_t dropout_seeded;
+  // 0.
+  int32_t reserved;
+} FmhaArgs;
+
+// All that a plan of a merge is made of: partial results over the same rows, merged by their LSE, or added. Packed
+// rows are a batch of 1. Set everything to 0 first, then what is wanted.
+typedef struct FmhaCombineProblem {
+  // sizeof(FmhaCombineProblem).
   uint64_t struct_bytes;
   // Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
   int64_t num_parts;
@@ -514,23 +630,41 @@ typedef struct FmhaCombine {
   int64_t num_heads_q;
   // Elements of a row.
   int64_t head_dim_v;
-  // Host memory: num_parts of them, all with the same strides; null of none.
-  const struct FmhaPartial *parts;
-  // The combined O: written; with FMHA_ADD_TO read first.
-  struct FmhaTensor o;
-  // The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
-  float *lse;
-  // Stream of the call, as in FmhaCall.
-  void *stream;
+  // O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
+  struct FmhaStrides part;
+  // The combined O, of the same shape.
+  struct FmhaStrides o;
   // Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_part;
   // Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
   int32_t dtype_o;
   // Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
   int32_t merge;
-  // 0.
-  int32_t reserved;
-} FmhaCombine;
+  // 1: the combined LSE is written; else 0, as where parts are added.
+  int32_t write_lse;
+} FmhaCombineProblem;
+
+// One partial result.
+typedef struct FmhaPartial {
+  // O of this part.
+  const void *o;
+  // LSE of this part, f32 [batch, num_heads_q, seqlen_q]; not read, and may be null, where parts are added.
+  const float *lse;
+} FmhaPartial;
+
+// What a run of a merge brings. Addresses are those of a first element, in the memory of the plan's device.
+typedef struct FmhaCombineArgs {
+  // sizeof(FmhaCombineArgs).
+  uint64_t struct_bytes;
+  // Stream of the run, as in FmhaArgs.
+  void *stream;
+  // Host memory: num_parts of them; null of none.
+  const struct FmhaPartial *parts;
+  // The combined O: written; with FMHA_ADD_TO read first.
+  void *o;
+  // Written: the combined LSE, f32 [batch, num_heads_q, seqlen_q].
+  float *lse;
+} FmhaCombineArgs;
 
 // How a rank finds the others. Set everything to 0 first, then what is wanted.
 typedef struct FmhaJoin {
@@ -591,6 +725,10 @@ typedef struct FmhaRanks {
   const struct FmhaRun *runs_k;
   // Number of runs_k; else 0.
   int64_t num_runs_k;
+  // Host memory: with packed_q the first row of each sequence of the whole, i32 [batch + 1]; else null.
+  const int32_t *cu_seqlens_q;
+  // Host memory: with packed_k the same of K and V; else null.
+  const int32_t *cu_seqlens_k;
   // Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
   // fastest.
   const char *scheme;
@@ -610,40 +748,42 @@ extern "C" {
 // Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
 //
-// The plan runs every call that agrees with this one: all fields but addresses, stream, workspace, dropout_seed
-// and dropout_offset are what they were, and what was null stays null. It runs on one stream at a time, unless each
-// run brings its own workspace.
+// `device` is "cuda" (as null), "cuda:1", "rocm", "cpu" (whose addresses are host memory) or "auto". It is opened
+// once, and its kernels stay loaded from plan to plan. The plan runs on one stream at a time, unless each run brings
+// its own workspace.
 //
 // # Safety
-// `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
-// options whose strings are null or C strings; `plan` is null or writable.
-int fmha_plan(const struct FmhaCall *call,
+// `device` is null or a C string; `problem` is null or a problem whose pointers are null or point to what they
+// say; `options` is null or options whose strings are null or C strings; `plan` is null or writable.
+int fmha_plan(const char *device,
+              const struct FmhaProblem *problem,
               const struct FmhaOptions *options,
               struct FmhaPlan **plan);
 
-// Queues the call on its stream and returns: on a device it neither allocates nor waits.
+// Queues a run on its stream and returns: on a device it neither allocates nor waits.
 // Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
-// A field that is not the plan's is refused by its name, with both numbers.
+// What the problem has and the arguments lack is refused by its name, and the other way round.
 //
 // # Safety
-// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are null or memory of the
-// plan's backend as large as the call says, untouched by others until the work is done.
+// `plan` is null or from `fmha_plan`; `args` is null or arguments whose pointers are null or memory of the
+// plan's device as large as the problem says, untouched by others until the work is done.
 int fmha_run(const struct FmhaPlan *plan,
-             const struct FmhaCall *call);
+             const struct FmhaArgs *args);
 
 // Plans a merge of partial results; `fmha_plan` plans attention.
 //
 // # Safety
-// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
-int fmha_plan_combine(const struct FmhaCombine *call,
+// As `fmha_plan`.
+int fmha_plan_combine(const char *device,
+                      const struct FmhaCombineProblem *problem,
                       const struct FmhaOptions *options,
                       struct FmhaPlan **plan);
 
 // Runs a merge of partial results; `fmha_run` runs attention.
 //
 // # Safety
-// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
-int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombine *call);
+// As `fmha_run`; `parts` is null or as many as the problem's `num_parts` in host memory.
+int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombineArgs *args);
 
 // The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
 //
@@ -651,7 +791,7 @@ int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombine *call
 // `plan` is null (then so is the text) or from `fmha_plan`.
 const char *fmha_plan_text(const struct FmhaPlan *plan);
 
-// Bytes of FmhaCall.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
+// Bytes of FmhaArgs.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
 // or needs none, or is null. A plan of combine needs none.
 //
 // # Safety
@@ -664,14 +804,16 @@ uint64_t fmha_plan_workspace_bytes(const struct FmhaPlan *plan);
 // `plan` is null or from `fmha_plan`, and not dropped before.
 void fmha_drop(struct FmhaPlan *plan);
 
-// New memory of the backend that `options` name, aligned to 256 bytes; its contents mean nothing.
+// New memory of a device, named as for `fmha_plan`, aligned to 256 bytes; its contents mean nothing.
 // Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
 //
 // # Safety
-// As `fmha_plan`; `buffer` is null or writable.
-int fmha_buffer(const struct FmhaOptions *options, uint64_t bytes, struct FmhaBuffer **buffer);
+// `device` is null or a C string; `buffer` is null or writable.
+int fmha_buffer(const char *device,
+                uint64_t bytes,
+                struct FmhaBuffer **buffer);
 
-// The buffer's first byte, in the memory of its backend. Host code can read and write a CPU buffer through it.
+// The buffer's first byte, in the memory of its device. Host code can read and write a CPU buffer through it.
 //
 // # Safety
 // `buffer` is null (then so is the address) or from `fmha_buffer`.
@@ -740,30 +882,30 @@ int fmha_dist_rows(int32_t partition,
                    struct FmhaRun *runs,
                    int64_t *num_runs);
 
-// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
-// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
-// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. What has
-// no elements may be null: a rank without queries takes LSE and a bias as the other ranks have them. Paged,
-// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
+// Plans a call over the ranks of `group`, which all plan it together. `problem` has the sizes of the whole: those
+// of one device that had all rows; its strides are those of this rank's rows, contiguous: Q and O [batch, own rows,
+// num_heads_q, head_dim], K and V likewise; packed, the batch is no axis. A bias is [.., own queries, all keys].
+// Paged, appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 // Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 //
 // # Safety
 // As `fmha_plan`; `ranks` is null or as the struct says; `group` is null or from `fmha_dist_join`.
-int fmha_dist_plan(const struct FmhaCall *call,
+int fmha_dist_plan(const char *device,
+                   const struct FmhaProblem *problem,
                    const struct FmhaRanks *ranks,
                    const struct FmhaOptions *options,
                    const struct FmhaGroup *group,
                    struct FmhaDistPlan **plan);
 
-// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
-// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
-// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
+// Runs a plan, on every rank, whose dropout_seed and dropout_offset are alike. The arguments are this rank's rows
+// and take neither lengths nor scratch: LSE [batch, num_heads_q, own rows], packed [num_heads_q, own rows]. On a
+// device it is queued on the stream; on the host it is done when this returns. Returns 0, or not 0 (see
+// `fmha_last_error`) on every rank: no output is then a result.
 //
 // # Safety
-// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
+// `plan` is null or from `fmha_dist_plan`; `args` is null or as for `fmha_run`, its tensors as large as the plan's.
 int fmha_dist_run(const struct FmhaDistPlan *plan,
-                  const struct FmhaCall *call);
+                  const struct FmhaArgs *args);
 
 // The plan for a reader: what each scheme would cost, the one that serves and why, every step of this rank.
 // Lives as long as the plan.

@@ -10,7 +10,7 @@ the L2 flushed before each call. Each output but dropout's, whose masks are not 
 import math
 import sys
 import time
-from ctypes import c_float, pointer, sizeof
+from ctypes import c_float, pointer
 from pathlib import Path
 
 import torch
@@ -78,25 +78,25 @@ def peers_of(what, causal, q, k, v, bias, slopes):
 
 def through_library(what, causal, q, k, v, bias, slopes):
     """One call of the library: returns O."""
-    from ours import DTYPE, FmhaCall, _options, _runner, _tensor
+    from ours import DTYPE, Call, _options, _runner
 
     o = torch.empty_like(q)
-    call = FmhaCall(
-        struct_bytes=sizeof(FmhaCall), batch=BATCH, seqlen_q=SEQLEN, seqlen_k=SEQLEN, num_heads_q=HEADS,
+    call = Call(
+        batch=BATCH, seqlen_q=SEQLEN, seqlen_k=SEQLEN, num_heads_q=HEADS,
         num_heads_kv=HEADS, head_dim_qk=q.shape[-1], head_dim_v=q.shape[-1], mask=b"b" if causal else b"0",
         dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[v.dtype], dtype_o=DTYPE[o.dtype],
         stream=torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
-    for name, x in dict(q=q, k=k, v=v, o=o).items():
-        setattr(call, name, _tensor(x))
+    call.tensors(q=q, k=k, v=v, o=o)
     if what == "softcap":
-        call.softcap = pointer(c_float(SOFTCAP))
+        call.problem.softcap = pointer(c_float(SOFTCAP))
     if what == "alibi":
-        call.alibi_slopes = slopes.data_ptr()
-    if what == "bias":  # [batch, query, head, key], in the order of FmhaTensor's strides
-        call.bias, call.dtype_bias = _tensor(bias[None].expand(BATCH, -1, -1, -1).transpose(1, 2)), DTYPE[bias.dtype]
+        call.problem.bias_kind, call.args.alibi_slopes = 2, slopes.data_ptr()
+    if what == "bias":  # [batch, query, head, key], in the order of FmhaStrides
+        call.tensors(bias=bias[None].expand(BATCH, -1, -1, -1).transpose(1, 2))
+        call.problem.bias_kind, call.problem.dtype_bias = 1, DTYPE[bias.dtype]
     if what == "dropout":
-        call.p_drop, call.dropout_seed, call.dropout_seeded = P_DROP, 1, 1
+        call.problem.p_drop, call.args.dropout_seed, call.args.dropout_seeded = P_DROP, 1, 1
     queue = _runner(call, _options(timed=True, backward=False))
 
     def run():

@@ -11,7 +11,7 @@ is compiled and nothing timed: torch keeps what it compiled.
 import os
 import sys
 import time
-from ctypes import c_float, pointer, sizeof
+from ctypes import c_float, pointer
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -91,43 +91,42 @@ def peers_of(what, causal, q, k, v, dout, bias, slopes):
 
 def through_library(what, causal, q, k, v, dout, bias, slopes):
     """One backward call of the library, after its forward: returns (dQ, dK, dV)."""
-    from ours import DTYPE, FmhaCall, FmhaGradients, _options, _runner, _tensor
+    from ours import DTYPE, Call, _options, _runner
 
     o, lse = torch.empty_like(q), torch.empty(q.shape[:-1].numel(), device="cuda")
-    call = FmhaCall(
-        struct_bytes=sizeof(FmhaCall), batch=BATCH, seqlen_q=SEQLEN, seqlen_k=SEQLEN, num_heads_q=HEADS,
+    call = Call(
+        batch=BATCH, seqlen_q=SEQLEN, seqlen_k=SEQLEN, num_heads_q=HEADS,
         num_heads_kv=HEADS, head_dim_qk=q.shape[-1], head_dim_v=q.shape[-1], mask=b"b" if causal else b"0",
         dtype_qk=DTYPE[q.dtype], dtype_v=DTYPE[v.dtype], dtype_o=DTYPE[o.dtype],
-        stream=torch.cuda.current_stream().cuda_stream, lse=lse.data_ptr(),
+        stream=torch.cuda.current_stream().cuda_stream, write_lse=1,
     )  # fmt: skip
-    for name, x in dict(q=q, k=k, v=v, o=o).items():
-        setattr(call, name, _tensor(x))
-    # [batch, query, head, key], in the order of FmhaTensor's strides
-    of_all = lambda x: _tensor(x[None].expand(BATCH, -1, -1, -1).transpose(1, 2))  # noqa: E731
+    call.tensors(q=q, k=k, v=v, o=o)
+    call.args.lse = lse.data_ptr()
+    # [batch, query, head, key], in the order of FmhaStrides
+    of_all = lambda x: x[None].expand(BATCH, -1, -1, -1).transpose(1, 2)  # noqa: E731
     if what == "softcap":
-        call.softcap = pointer(c_float(SOFTCAP))
+        call.problem.softcap = pointer(c_float(SOFTCAP))
     if what == "alibi":
-        call.alibi_slopes = slopes.data_ptr()
+        call.problem.bias_kind, call.args.alibi_slopes = 2, slopes.data_ptr()
     if what == "bias":
-        call.bias, call.dtype_bias = of_all(bias), DTYPE[bias.dtype]
+        call.tensors(bias=of_all(bias))
+        call.problem.bias_kind, call.problem.dtype_bias = 1, DTYPE[bias.dtype]
     if what == "dropout":
-        call.p_drop, call.dropout_seed, call.dropout_seeded = P_DROP, 1, 1
+        call.problem.p_drop, call.args.dropout_seed, call.args.dropout_seeded = P_DROP, 1, 1
     _runner(call, _options(timed=False, backward=False))()
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    gradients = FmhaGradients(struct_bytes=sizeof(FmhaGradients), dtype_grad=DTYPE[q.dtype])
-    for name, x in zip(("dout", "dq", "dk", "dv"), (dout, *grads)):
-        setattr(gradients, name, _tensor(x))
+    back = call.backward(DTYPE[q.dtype], **dict(zip(("dout", "dq", "dk", "dv"), (dout, *grads))))
     dbias = torch.empty_like(bias) if bias is not None else None
     if dbias is not None:
-        gradients.dbias, gradients.dtype_dbias = of_all(dbias), DTYPE[dbias.dtype]
-    call.gradients = pointer(gradients)
-    queue = _runner(call, _options(timed=True, backward=True))
+        back.tensors(back.gradients, dbias=of_all(dbias))
+        back.gradients.write_dbias, back.gradients.dtype_dbias = 1, DTYPE[dbias.dtype]
+    queue = _runner(back, _options(timed=True, backward=True))
 
     def run():
         queue()
         return grads
 
-    run.held = o, lse, dbias, gradients
+    run.held = o, lse, dbias
     return run
 
 

@@ -1,12 +1,13 @@
 //! The C library.
 
-use std::ffi::{CStr, CString, c_void};
+use std::ffi::{CStr, CString};
 use std::ptr;
 
 use fmha_c::{
-    FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR,
-    FmhaCache, FmhaCall, FmhaGradients, FmhaOptions, FmhaPlan, FmhaTensor, fmha_drop, fmha_last_error,
-    fmha_plan, fmha_run,
+    FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_DESCALE_NONE,
+    FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ,
+    FMHA_F16, FMHA_F32, FMHA_V_COL_MAJOR, FmhaArgs, FmhaCache, FmhaGradients, FmhaPlan, FmhaProblem,
+    FmhaStrides, fmha_drop, fmha_last_error, fmha_plan, fmha_run,
 };
 use fmha_conformance::case::{Backward, Body, Forward};
 use fmha_conformance::check::{Selection, check_bwd, check_fwd, intact_bwd, intact_fwd};
@@ -14,8 +15,8 @@ use fmha_conformance::tensor::{Operand, Operands, Tensor};
 use fmha_conformance::tensors::{HostBwd, HostFwd};
 use fmha_conformance::verdict::Verdict;
 use fmha_core::{
-    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, PlanOptions,
-    RotaryPairs, Totals, VLayout,
+    Bias, BiasBroadcast, CacheUse, DType, Descale, DropoutSeed, FwdProblem, KvLayout, PlanOptions, QLayout,
+    RotaryPairs, Strides, Totals, VLayout,
 };
 
 use super::{cases, cpu, held};
@@ -32,26 +33,21 @@ fn code(dtype: DType) -> i32 {
     }
 }
 
-fn tensor(tensor: Option<&Tensor>) -> FmhaTensor {
-    let Some(tensor) = tensor else { return none() };
-    FmhaTensor {
-        data: tensor.elems().as_ptr() as *mut c_void,
-        batch_stride: tensor.strides.batch,
-        seqlen_stride: tensor.strides.seq,
-        head_stride: tensor.strides.head,
-        dim_stride: tensor.strides.dim,
+fn strides(tensor: Option<&Tensor>) -> FmhaStrides {
+    let given = tensor.map_or(Strides { batch: 0, seq: 0, head: 0, dim: 0 }, |tensor| tensor.strides);
+    FmhaStrides {
+        batch_stride: given.batch,
+        seqlen_stride: given.seq,
+        head_stride: given.head,
+        dim_stride: given.dim,
     }
-}
-
-fn none() -> FmhaTensor {
-    FmhaTensor { data: ptr::null_mut(), batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 }
 }
 
 fn at<T>(operands: &Operands, operand: Operand) -> *mut T {
     operands.get(operand).map_or(ptr::null_mut(), |tensor| tensor.elems().as_ptr() as *mut T)
 }
 
-/// Data that a call points to beside its tensors.
+/// Data that a problem points to.
 struct Pointed {
     mask: CString,
     softmax_scale: Option<f32>,
@@ -60,22 +56,20 @@ struct Pointed {
     gradients: Option<FmhaGradients>,
 }
 
-fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option<FmhaCache> {
+fn cache_of(problem: &FwdProblem, operands: &Operands) -> Option<FmhaCache> {
     let cache = &problem.cache;
     if *cache == CacheUse::default() {
         return None;
     }
+    let append = cache.append.as_ref();
     Some(FmhaCache {
         struct_bytes: size_of::<FmhaCache>() as u64,
-        seqlen_new: cache.append.as_ref().map_or(0, |append| append.seqlen_new.into()),
-        total_new: totals.total_new.map_or(0, i64::from),
+        seqlen_new: append.map_or(0, |append| append.seqlen_new.into()),
         max_pos: cache.rotary.map_or(0, |rotary| rotary.max_pos.into()),
-        k_new: tensor(operands.get(Operand::KNew)),
-        v_new: tensor(operands.get(Operand::VNew)),
-        cu_seqlens_new: at(operands, Operand::CuSeqlensNew),
-        rotary_cos: at(operands, Operand::Cos),
-        rotary_sin: at(operands, Operand::Sin),
-        tree_mask: at(operands, Operand::TreeMask),
+        k_new: strides(operands.get(Operand::KNew)),
+        v_new: strides(operands.get(Operand::VNew)),
+        packed_new: append.is_some_and(|append| append.layout == QLayout::Packed).into(),
+        tree_mask: cache.tree_mask.into(),
         rotary_dim: cache.rotary.map_or(0, |rotary| rotary.dim.cast_signed()),
         rotary_interleaved: cache
             .rotary
@@ -87,77 +81,117 @@ fn cache_of(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Option
     })
 }
 
-fn pointed(problem: &FwdProblem, totals: Totals, operands: &Operands) -> Pointed {
+fn pointed(problem: &FwdProblem, operands: &Operands) -> Pointed {
     Pointed {
         mask: CString::new(problem.mask.to_string()).unwrap(),
         softmax_scale: problem.score.softmax_scale,
         softcap: problem.score.softcap,
-        cache: cache_of(problem, totals, operands),
+        cache: cache_of(problem, operands),
         gradients: None,
     }
 }
 
-fn call(
-    problem: &FwdProblem,
-    (totals, dropout): (Totals, DropoutSeed),
-    operands: &Operands,
-    pointed: &Pointed,
-) -> FmhaCall {
+fn descale(kind: Descale) -> i32 {
+    match kind {
+        Descale::None => FMHA_DESCALE_NONE,
+        Descale::PerTensor => FMHA_DESCALE_PER_TENSOR,
+        _ => FMHA_DESCALE_PER_KV_HEAD,
+    }
+}
+
+fn problem_of(problem: &FwdProblem, operands: &Operands, pointed: &Pointed) -> FmhaProblem {
     let pointer = |value: &Option<f32>| value.as_ref().map_or(ptr::null(), ptr::from_ref);
     let dims = problem.dims;
-    let total = |total: Option<u32>| total.map_or(0, i64::from);
-    let mut bias = tensor(operands.get(Operand::Bias));
-    let mut dtype_bias = 0;
-    if let Bias::Elementwise(elementwise) = problem.score.bias {
-        dtype_bias = code(elementwise.dtype);
-        bias = shared(bias, elementwise.broadcast);
-    }
-    let table = operands.get(Operand::BlockTable).map_or(0, |table| table.elems().len() as i64 / 4);
     // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-    let mut call: FmhaCall = unsafe { std::mem::zeroed() };
-    call.struct_bytes = size_of::<FmhaCall>() as u64;
-    (call.batch, call.seqlen_q, call.seqlen_k) =
+    let mut given: FmhaProblem = unsafe { std::mem::zeroed() };
+    given.struct_bytes = size_of::<FmhaProblem>() as u64;
+    (given.batch, given.seqlen_q, given.seqlen_k) =
         (dims.batch.into(), dims.seqlen_q.into(), dims.seqlen_k.into());
-    (call.num_heads_q, call.num_heads_kv) = (dims.num_heads_q.into(), dims.num_heads_kv.into());
-    (call.head_dim_qk, call.head_dim_v) = (dims.head_dim_qk.into(), dims.head_dim_v.into());
-    (call.total_q, call.total_k, call.num_pages) =
-        (total(totals.total_q), total(totals.total_k), total(totals.num_pages));
-    if let KvLayout::Paged { page_size } = problem.layout.kv {
-        (call.page_size, call.max_pages) = (page_size.into(), table / i64::from(dims.batch.max(1)));
+    (given.num_heads_q, given.num_heads_kv) = (dims.num_heads_q.into(), dims.num_heads_kv.into());
+    (given.head_dim_qk, given.head_dim_v) = (dims.head_dim_qk.into(), dims.head_dim_v.into());
+    match problem.layout.kv {
+        KvLayout::Paged { page_size } => given.page_size = page_size.into(),
+        KvLayout::Packed => given.packed_k = 1,
+        KvLayout::Strided => {}
     }
-    call.q = tensor(operands.get(Operand::Q));
-    call.k = tensor(operands.get(Operand::K));
-    call.v = tensor(operands.get(Operand::V));
-    if problem.cache.v_in_k {
-        call.v = FmhaTensor { data: ptr::null_mut(), ..call.k };
+    given.packed_q = i32::from(problem.layout.q == QLayout::Packed);
+    given.q = strides(operands.get(Operand::Q));
+    given.k = strides(operands.get(Operand::K));
+    given.v = if problem.cache.v_in_k { given.k } else { strides(operands.get(Operand::V)) };
+    given.o = strides(operands.get(Operand::O));
+    match problem.score.bias {
+        Bias::None => {}
+        Bias::Alibi { per_batch: false } => given.bias_kind = FMHA_BIAS_ALIBI,
+        Bias::Alibi { per_batch: true } => given.bias_kind = FMHA_BIAS_ALIBI_PER_BATCH,
+        Bias::Elementwise(elementwise) => {
+            (given.bias_kind, given.dtype_bias) = (FMHA_BIAS_ELEMENTWISE, code(elementwise.dtype));
+            given.bias = shared(strides(operands.get(Operand::Bias)), elementwise.broadcast);
+        }
     }
-    call.o = tensor(operands.get(Operand::O));
-    (call.bias, call.dtype_bias) = (bias, dtype_bias);
-    call.lse = at(operands, Operand::Lse);
-    call.keep_mask = at(operands, Operand::KeepMask);
-    call.cu_seqlens_q = at(operands, Operand::CuSeqlensQ);
-    call.cu_seqlens_k = at(operands, Operand::CuSeqlensK);
-    call.seqused_q = at(operands, Operand::SequsedQ);
-    call.seqused_k = at(operands, Operand::SequsedK);
-    call.block_table = at(operands, Operand::BlockTable);
-    call.alibi_slopes = at(operands, Operand::AlibiSlopes);
-    call.sink = at(operands, Operand::Sink);
-    call.descale_q = at(operands, Operand::DescaleQ);
-    call.descale_k = at(operands, Operand::DescaleK);
-    call.descale_v = at(operands, Operand::DescaleV);
-    call.scale_o = at(operands, Operand::ScaleO);
-    call.mask = pointed.mask.as_ptr();
-    (call.softmax_scale, call.softcap) = (pointer(&pointed.softmax_scale), pointer(&pointed.softcap));
-    call.gradients = pointed.gradients.as_ref().map_or(ptr::null(), ptr::from_ref);
-    call.cache = pointed.cache.as_ref().map_or(ptr::null(), ptr::from_ref);
-    (call.dropout_seed, call.dropout_offset, call.dropout_seeded) = (dropout.seed, dropout.offset, 1);
-    call.p_drop = problem.dropout.p_drop;
-    (call.dtype_qk, call.dtype_v, call.dtype_o) =
+    given.write_lse = problem.write_lse.into();
+    given.write_keep_mask = problem.dropout.write_keep_mask.into();
+    given.seqused_q = problem.layout.seqused_q.into();
+    given.seqused_k = problem.layout.seqused_k.into();
+    given.sink = problem.score.sink.into();
+    given.descale_q = descale(problem.scales.descale_q);
+    given.descale_k = descale(problem.scales.descale_k);
+    given.descale_v = descale(problem.scales.descale_v);
+    given.scale_o = problem.scales.scale_o.into();
+    given.mask = pointed.mask.as_ptr();
+    (given.softmax_scale, given.softcap) = (pointer(&pointed.softmax_scale), pointer(&pointed.softcap));
+    given.gradients = pointed.gradients.as_ref().map_or(ptr::null(), ptr::from_ref);
+    given.cache = pointed.cache.as_ref().map_or(ptr::null(), ptr::from_ref);
+    given.p_drop = problem.dropout.p_drop;
+    (given.dtype_qk, given.dtype_v, given.dtype_o) =
         (code(problem.dtypes.qk), code(problem.dtypes.v), code(problem.dtypes.o));
-    call.v_layout = if problem.layout.v == VLayout::ColMajor { FMHA_V_COL_MAJOR } else { 0 };
-    call.alibi_per_batch = i32::from(problem.score.bias == Bias::Alibi { per_batch: true });
-    call.descale_per_tensor = i32::from(problem.scales.descale_k == Descale::PerTensor);
-    call
+    given.v_layout = if problem.layout.v == VLayout::ColMajor { FMHA_V_COL_MAJOR } else { 0 };
+    given
+}
+
+fn args_of(problem: &FwdProblem, (totals, dropout): (Totals, DropoutSeed), operands: &Operands) -> FmhaArgs {
+    let total = |total: Option<u32>| total.map_or(0, i64::from);
+    // SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
+    let mut args: FmhaArgs = unsafe { std::mem::zeroed() };
+    args.struct_bytes = size_of::<FmhaArgs>() as u64;
+    (args.total_q, args.total_k) = (total(totals.total_q), total(totals.total_k));
+    (args.num_pages, args.total_new) = (total(totals.num_pages), total(totals.total_new));
+    if problem.layout.kv.is_paged() {
+        let table = operands.get(Operand::BlockTable).map_or(0, |table| table.elems().len() as i64 / 4);
+        args.max_pages = table / i64::from(problem.dims.batch.max(1));
+    }
+    args.q = at::<u8>(operands, Operand::Q).cast();
+    args.k = at(operands, Operand::K);
+    args.v = if problem.cache.v_in_k { ptr::null_mut() } else { at(operands, Operand::V) };
+    args.o = at(operands, Operand::O);
+    args.bias = at::<u8>(operands, Operand::Bias).cast();
+    args.lse = at(operands, Operand::Lse);
+    args.keep_mask = at(operands, Operand::KeepMask);
+    args.cu_seqlens_q = at(operands, Operand::CuSeqlensQ);
+    args.cu_seqlens_k = at(operands, Operand::CuSeqlensK);
+    args.seqused_q = at(operands, Operand::SequsedQ);
+    args.seqused_k = at(operands, Operand::SequsedK);
+    args.block_table = at(operands, Operand::BlockTable);
+    args.alibi_slopes = at(operands, Operand::AlibiSlopes);
+    args.sink = at(operands, Operand::Sink);
+    args.descale_q = at(operands, Operand::DescaleQ);
+    args.descale_k = at(operands, Operand::DescaleK);
+    args.descale_v = at(operands, Operand::DescaleV);
+    args.scale_o = at(operands, Operand::ScaleO);
+    args.dout = at::<u8>(operands, Operand::Dout).cast();
+    args.dq = at(operands, Operand::Dq);
+    args.dk = at(operands, Operand::Dk);
+    args.dv = at(operands, Operand::Dv);
+    args.dbias = at(operands, Operand::Dbias);
+    args.dlse = at(operands, Operand::Dlse);
+    args.dsink = at(operands, Operand::Dsink);
+    args.k_new = at::<u8>(operands, Operand::KNew).cast();
+    args.v_new = at::<u8>(operands, Operand::VNew).cast();
+    args.cu_seqlens_new = at(operands, Operand::CuSeqlensNew);
+    args.rotary_cos = at::<u8>(operands, Operand::Cos).cast();
+    args.rotary_sin = at::<u8>(operands, Operand::Sin).cast();
+    args.tree_mask = at(operands, Operand::TreeMask);
+    (args.dropout_seed, args.dropout_offset, args.dropout_seeded) = (dropout.seed, dropout.offset, 1);
+    args
 }
 
 /// A plan of the C library on the CPU.
@@ -169,10 +203,10 @@ fn last_error() -> String {
 }
 
 impl Plan {
-    pub(super) fn run(&self, call: &FmhaCall) -> Result<(), String> {
+    pub(super) fn run(&self, args: &FmhaArgs) -> Result<(), String> {
         // SAFETY: every pointer is null or memory of the operands, which outlive this, as large as the problem says, or
-        // the call is refused before one is read; nothing else touches them meanwhile.
-        if unsafe { fmha_run(self.0, call) } == 0 { Ok(()) } else { Err(last_error()) }
+        // the run is refused before one is read; nothing else touches them meanwhile.
+        if unsafe { fmha_run(self.0, args) } == 0 { Ok(()) } else { Err(last_error()) }
     }
 }
 
@@ -183,39 +217,36 @@ impl Drop for Plan {
     }
 }
 
-/// Plans the call on the CPU.
-pub(super) fn planned(call: &FmhaCall) -> Result<Plan, String> {
-    // SAFETY: numbers and pointers, of which all bits may be 0.
-    let mut options: FmhaOptions = unsafe { std::mem::zeroed() };
-    (options.struct_bytes, options.backend) = (size_of::<FmhaOptions>() as u64, c"cpu".as_ptr());
+/// Plans the problem on the CPU.
+pub(super) fn planned(problem: &FmhaProblem) -> Result<Plan, String> {
     let mut plan = ptr::null_mut();
     // SAFETY: host pointers are null or point to what they say.
-    let code = unsafe { fmha_plan(call, &raw const options, &raw mut plan) };
+    let code = unsafe { fmha_plan(c"cpu".as_ptr(), problem, ptr::null(), &raw mut plan) };
     if code == 0 { Ok(Plan(plan)) } else { Err(last_error()) }
-}
-
-fn run(call: &FmhaCall) -> Result<(), String> {
-    planned(call)?.run(call)
 }
 
 fn forward_of_c(case: &Forward) -> Result<Verdict, String> {
     let problem = case.problem.clone().validate().map_err(|error| error.to_string())?;
     let mut host = HostFwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
     host.score_sums = cpu().plan_fwd(&problem, &PlanOptions::default()).unwrap().promises().score_sums;
-    let pointed = pointed(&host.problem, host.totals, &host.operands);
-    run(&call(&host.problem, (host.totals, host.dropout), &host.operands, &pointed))?;
+    let pointed = pointed(&host.problem, &host.operands);
+    planned(&problem_of(&host.problem, &host.operands, &pointed))?.run(&args_of(
+        &host.problem,
+        (host.totals, host.dropout),
+        &host.operands,
+    ))?;
     let mut verdict = check_fwd(&host, &Selection::default(), &|_, _| ()).unwrap();
     verdict.faults.extend(intact_fwd(&host));
     Ok(verdict)
 }
 
 /// A bias, or its gradient, as C tells which axes it has.
-fn shared(tensor: FmhaTensor, broadcast: BiasBroadcast) -> FmhaTensor {
+fn shared(strides: FmhaStrides, broadcast: BiasBroadcast) -> FmhaStrides {
     let (per_batch, per_head) = broadcast.axes();
-    FmhaTensor {
-        batch_stride: if per_batch { tensor.batch_stride } else { 0 },
-        head_stride: if per_head { tensor.head_stride } else { 0 },
-        ..tensor
+    FmhaStrides {
+        batch_stride: if per_batch { strides.batch_stride } else { 0 },
+        head_stride: if per_head { strides.head_stride } else { 0 },
+        ..strides
     }
 }
 
@@ -228,38 +259,42 @@ fn is_told_otherwise(case: &Backward) -> bool {
 }
 
 fn gradients(host: &HostBwd) -> FmhaGradients {
-    let operands = &host.operands;
-    let mut dbias = tensor(operands.get(Operand::Dbias));
-    if let Bias::Elementwise(bias) = host.problem.fwd().score.bias {
+    let (problem, operands) = (&host.problem, &host.operands);
+    let mut dbias = strides(operands.get(Operand::Dbias));
+    if let Bias::Elementwise(bias) = problem.fwd().score.bias {
         dbias = shared(dbias, bias.broadcast);
     }
     FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,
-        dout: tensor(operands.get(Operand::Dout)),
-        dq: tensor(operands.get(Operand::Dq)),
-        dk: tensor(operands.get(Operand::Dk)),
-        dv: tensor(operands.get(Operand::Dv)),
+        dout: strides(operands.get(Operand::Dout)),
+        dq: strides(operands.get(Operand::Dq)),
+        dk: strides(operands.get(Operand::Dk)),
+        dv: strides(operands.get(Operand::Dv)),
         dbias,
-        dlse: at(operands, Operand::Dlse),
-        dsink: at(operands, Operand::Dsink),
-        dtype_grad: code(host.problem.dtype_grad),
-        dtype_dbias: host.problem.dbias.map_or(0, |dbias| code(dbias.dtype)),
+        dtype_grad: code(problem.dtype_grad),
+        dtype_dbias: problem.dbias.map_or(0, |dbias| code(dbias.dtype)),
+        write_dbias: problem.dbias.is_some().into(),
+        write_dsink: problem.write_dsink.into(),
+        has_dlse: problem.has_dlse.into(),
+        reserved: 0,
     }
 }
 
-/// The struct of a drawn call, which has not run.
-pub(super) fn with_call(body: &Body, then: impl FnOnce(&FmhaCall)) {
+/// The structs of a drawn call, which has not run.
+pub(super) fn with_call(body: &Body, then: impl FnOnce(&FmhaProblem, &FmhaArgs)) {
     match body {
         Body::Forward(case) => {
             let host = HostFwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
-            let pointed = pointed(&host.problem, host.totals, &host.operands);
-            then(&call(&host.problem, (host.totals, host.dropout), &host.operands, &pointed));
+            let pointed = pointed(&host.problem, &host.operands);
+            let args = args_of(&host.problem, (host.totals, host.dropout), &host.operands);
+            then(&problem_of(&host.problem, &host.operands, &pointed), &args);
         }
         Body::Backward(case) if case.problem.dbias.is_none() || !is_told_otherwise(case) => {
             let host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
-            let mut pointed = pointed(host.problem.fwd(), host.totals, &host.operands);
-            pointed.gradients = Some(gradients(&host));
-            then(&call(host.problem.fwd(), (host.totals, host.dropout), &host.operands, &pointed));
+            let fwd = host.problem.fwd();
+            let pointed = Pointed { gradients: Some(gradients(&host)), ..pointed(fwd, &host.operands) };
+            let args = args_of(fwd, (host.totals, host.dropout), &host.operands);
+            then(&problem_of(fwd, &host.operands, &pointed), &args);
         }
         _ => {}
     }
@@ -270,10 +305,13 @@ fn backward_of_c(case: &Backward) -> Result<Verdict, String> {
     let mut host = HostBwd::new(case.problem.clone(), &case.lengths, case.data).unwrap();
     host.fill_forward().unwrap();
     host.score_sums = cpu().plan_bwd(&problem, &PlanOptions::default()).unwrap().promises().score_sums;
-    let operands = &host.operands;
-    let mut pointed = pointed(host.problem.fwd(), host.totals, operands);
-    pointed.gradients = Some(gradients(&host));
-    run(&call(host.problem.fwd(), (host.totals, host.dropout), operands, &pointed))?;
+    let (fwd, operands) = (host.problem.fwd(), &host.operands);
+    let pointed = Pointed { gradients: Some(gradients(&host)), ..pointed(fwd, operands) };
+    planned(&problem_of(fwd, operands, &pointed))?.run(&args_of(
+        fwd,
+        (host.totals, host.dropout),
+        operands,
+    ))?;
     let mut verdict = check_bwd(&host, &Selection::default(), &|_, _| ()).unwrap();
     verdict.faults.extend(intact_bwd(&host));
     Ok(verdict)

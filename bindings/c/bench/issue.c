@@ -39,10 +39,10 @@ static int ascending(const void *a, const void *b) {
 int main(int count, char **words) {
   void *library = count > 1 ? dlopen(words[1], RTLD_NOW) : NULL;
   if (!library) return fprintf(stderr, "usage: issue libfmha_c.so [CALLS]: %s\n", dlerror()), 2;
-  int (*plan_call)(const FmhaCall *, const FmhaOptions *, FmhaPlan **) = dlsym(library, "fmha_plan");
-  int (*run)(const FmhaPlan *, const FmhaCall *) = dlsym(library, "fmha_run");
+  int (*make)(const char *, const FmhaProblem *, const FmhaOptions *, FmhaPlan **) = dlsym(library, "fmha_plan");
+  int (*run)(const FmhaPlan *, const FmhaArgs *) = dlsym(library, "fmha_run");
   const char *(*error)(void) = dlsym(library, "fmha_last_error");
-  int (*alloc)(const FmhaOptions *, uint64_t, FmhaBuffer **) = dlsym(library, "fmha_buffer");
+  int (*alloc)(const char *, uint64_t, FmhaBuffer **) = dlsym(library, "fmha_buffer");
   void *(*data)(const FmhaBuffer *) = dlsym(library, "fmha_buffer_data");
   int (*download)(const FmhaBuffer *, void *, uint64_t) = dlsym(library, "fmha_download");
   long calls = count > 2 ? atol(words[2]) : 1000000, burst = count > 3 ? atol(words[3]) : 0;
@@ -51,22 +51,23 @@ int main(int count, char **words) {
   for (int i = 0; i < 4; ++i) {
     int batch = rows[i / 2][0], seqlen = rows[i / 2][1], heads = rows[i / 2][2], dim = rows[i / 2][3];
     float scale = 0.125f;
-    FmhaTensor t[4];
+    void *t[4];
+    FmhaStrides dense = {(int64_t)seqlen * heads * dim, (int64_t)heads * dim, dim, 1};
     FmhaBuffer *last = NULL;
     for (int k = 0; k < 4; ++k) {
       size_t bytes = ((size_t)batch * seqlen * heads * dim * 2 + 255) / 256 * 256;
       if (burst && alloc(NULL, bytes, &last)) return fprintf(stderr, "%s\n", error()), 1;
-      void *at = burst ? data(last) : aligned_alloc(256, bytes);
-      t[k] = (FmhaTensor){at, (int64_t)seqlen * heads * dim, (int64_t)heads * dim, dim, 1};
+      t[k] = burst ? data(last) : aligned_alloc(256, bytes);
     }
-    FmhaCall call = {
-        .struct_bytes = sizeof call, .batch = batch, .seqlen_q = seqlen, .seqlen_k = seqlen,
+    FmhaProblem problem = {
+        .struct_bytes = sizeof problem, .batch = batch, .seqlen_q = seqlen, .seqlen_k = seqlen,
         .num_heads_q = heads, .num_heads_kv = heads, .head_dim_qk = dim, .head_dim_v = dim,
-        .q = t[0], .k = t[1], .v = t[2], .o = t[3], .mask = i % 2 ? "b" : "0", .softmax_scale = &scale,
+        .q = dense, .k = dense, .v = dense, .o = dense, .mask = i % 2 ? "b" : "0", .softmax_scale = &scale,
         .dtype_qk = FMHA_BF16, .dtype_v = FMHA_BF16, .dtype_o = FMHA_BF16,
     };
+    FmhaArgs args = {.struct_bytes = sizeof args, .q = t[0], .k = t[1], .v = t[2], .o = t[3]};
     FmhaPlan *plan;
-    if (plan_call(&call, NULL, &plan)) return fprintf(stderr, "%s\n", error()), 1;
+    if (make(NULL, &problem, NULL, &plan)) return fprintf(stderr, "%s\n", error()), 1;
     double times[TIMES];
     long at_once = burst ? burst : calls / TIMES;
     for (int k = 0; k < TIMES; ++k) {
@@ -74,7 +75,7 @@ int main(int count, char **words) {
       if (burst && download(last, &byte, 1)) return fprintf(stderr, "%s\n", error()), 1;
       double start = nanoseconds();
       for (long n = 0; n < at_once; ++n) {
-        if (run(plan, &call)) return fprintf(stderr, "%s\n", error()), 1;
+        if (run(plan, &args)) return fprintf(stderr, "%s\n", error()), 1;
       }
       times[k] = (nanoseconds() - start) / at_once;
     }

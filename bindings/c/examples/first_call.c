@@ -3,8 +3,7 @@
 //   cc first_call.c -o first_call $(pkg-config --cflags --libs fmha) -lm
 //   ./first_call            the best device there is; or `cpu`, `cuda`, `cuda:1`, `rocm`
 //
-// A program with tensors of its own puts their addresses into `data` and its stream into `call.stream`, and needs
-// no FmhaBuffer.
+// A program with tensors of its own puts their addresses and its stream into FmhaArgs, and needs no FmhaBuffer.
 
 #include <fmha.h>
 
@@ -45,14 +44,9 @@ static void fill(uint16_t *to, int count, uint32_t seed) {
 }
 
 // [1, ROWS, heads, DIM], the rows of a head side by side with the other heads'.
-static FmhaTensor tensor(FmhaBuffer *buffer, int heads) {
-  FmhaTensor tensor = {0};
-  tensor.data = fmha_buffer_data(buffer);
-  tensor.batch_stride = (int64_t)ROWS * heads * DIM;
-  tensor.seqlen_stride = (int64_t)heads * DIM;
-  tensor.head_stride = DIM;
-  tensor.dim_stride = 1;
-  return tensor;
+static FmhaStrides strides(int heads) {
+  FmhaStrides strides = {(int64_t)ROWS * heads * DIM, (int64_t)heads * DIM, DIM, 1};
+  return strides;
 }
 
 // The largest distance of `o` from attention written out in double.
@@ -85,36 +79,38 @@ int main(int count, char **words) {
   fill(k, K_ELEMS, 2);
   fill(v, K_ELEMS, 3);
 
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
-  options.backend = count > 1 ? words[1] : "auto";
-
+  const char *device = count > 1 ? words[1] : "auto";
   FmhaBuffer *buffers[4];
-  check(fmha_buffer(&options, sizeof q, &buffers[0]));
-  check(fmha_buffer(&options, sizeof k, &buffers[1]));
-  check(fmha_buffer(&options, sizeof v, &buffers[2]));
-  check(fmha_buffer(&options, sizeof o, &buffers[3]));
+  check(fmha_buffer(device, sizeof q, &buffers[0]));
+  check(fmha_buffer(device, sizeof k, &buffers[1]));
+  check(fmha_buffer(device, sizeof v, &buffers[2]));
+  check(fmha_buffer(device, sizeof o, &buffers[3]));
   check(fmha_upload(buffers[0], q, sizeof q));
   check(fmha_upload(buffers[1], k, sizeof k));
   check(fmha_upload(buffers[2], v, sizeof v));
 
-  FmhaCall call = {0};  // what is not set is off
-  call.struct_bytes = sizeof call;
-  call.batch = 1;
-  call.seqlen_q = call.seqlen_k = ROWS;
-  call.num_heads_q = HEADS;
-  call.num_heads_kv = KV;
-  call.head_dim_qk = call.head_dim_v = DIM;
-  call.q = tensor(buffers[0], HEADS);
-  call.k = tensor(buffers[1], KV);
-  call.v = tensor(buffers[2], KV);
-  call.o = tensor(buffers[3], HEADS);
-  call.mask = "b";  // causal, the last query sees the last key
-  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_BF16;
+  FmhaProblem problem = {0};  // what is not set is off
+  problem.struct_bytes = sizeof problem;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = ROWS;
+  problem.num_heads_q = HEADS;
+  problem.num_heads_kv = KV;
+  problem.head_dim_qk = problem.head_dim_v = DIM;
+  problem.q = problem.o = strides(HEADS);
+  problem.k = problem.v = strides(KV);
+  problem.mask = "b";  // causal, the last query sees the last key
+  problem.dtype_qk = problem.dtype_v = problem.dtype_o = FMHA_BF16;
+
+  FmhaArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.q = fmha_buffer_data(buffers[0]);
+  args.k = fmha_buffer_data(buffers[1]);
+  args.v = fmha_buffer_data(buffers[2]);
+  args.o = fmha_buffer_data(buffers[3]);
 
   FmhaPlan *plan;
-  check(fmha_plan(&call, &options, &plan));  // chooses a kernel, once for calls of this shape
-  check(fmha_run(plan, &call));              // queues it, as often as wanted
+  check(fmha_plan(device, &problem, NULL, &plan));  // chooses a kernel, once for each problem
+  check(fmha_run(plan, &args));                     // queues it, as often as wanted
   check(fmha_download(buffers[3], o, sizeof o));
   printf("%s\n", fmha_plan_text(plan));
 

@@ -49,11 +49,11 @@ float from_bf16(std::uint16_t x) {
 
 class Memory {
  public:
-  explicit Memory(const FmhaOptions &options) : options_(options) {}
+  explicit Memory(const char *device) : device_(device) {}
 
   Buffer bytes(std::uint64_t count) const {
     FmhaBuffer *made = nullptr;
-    check(fmha_buffer(&options_, count, &made));
+    check(fmha_buffer(device_, count, &made));
     return Buffer(made);
   }
 
@@ -66,7 +66,7 @@ class Memory {
   }
 
  private:
-  const FmhaOptions &options_;
+  const char *device_;
 };
 
 std::vector<float> values_of(const Buffer &buffer, std::size_t count) {
@@ -77,25 +77,21 @@ std::vector<float> values_of(const Buffer &buffer, std::size_t count) {
   return values;
 }
 
-// [1, kRows, kHeads, kDim].
-FmhaTensor tensor(const Buffer &buffer) {
-  return {fmha_buffer_data(buffer.get()), kRows * kHeads * kDim, kHeads * kDim, kDim, 1};
-}
+void *address(const Buffer &buffer) { return fmha_buffer_data(buffer.get()); }
 
-// A plan whose runs bring their scratch, and scratch for one of them at a time.
-struct Planned {
-  Plan plan;
-  Buffer workspace;
-};
-
-Planned planned(FmhaCall &call, const FmhaOptions &options, const Memory &memory) {
+// Plans a problem, and runs it with scratch for one run at a time. The plan could serve more streams at once.
+void run(const char *device, const FmhaProblem &problem, FmhaArgs args, const Memory &memory) {
+  FmhaOptions options{};
+  options.struct_bytes = sizeof options;
+  options.caller_workspace = 1;
   FmhaPlan *made = nullptr;
-  check(fmha_plan(&call, &options, &made));
-  Planned planned{Plan(made), nullptr};
-  call.workspace_bytes = fmha_plan_workspace_bytes(made);
-  if (call.workspace_bytes > 0) planned.workspace = memory.bytes(call.workspace_bytes);
-  call.workspace = fmha_buffer_data(planned.workspace.get());
-  return planned;
+  check(fmha_plan(device, &problem, &options, &made));
+  const Plan plan(made);
+  args.workspace_bytes = fmha_plan_workspace_bytes(made);
+  const Buffer workspace = args.workspace_bytes > 0 ? memory.bytes(args.workspace_bytes) : nullptr;
+  args.workspace = address(workspace);
+  check(fmha_run(made, &args));
+  std::printf("%s\n", fmha_plan_text(made));
 }
 
 // dQ, dK and dV in double, of a causal call.
@@ -128,12 +124,8 @@ std::vector<std::vector<double>> right_gradients(const std::vector<std::vector<f
   return grads;
 }
 
-int run(const char *backend) {
-  FmhaOptions options{};
-  options.struct_bytes = sizeof options;
-  options.backend = backend;
-  options.caller_workspace = 1;
-  const Memory memory(options);
+int compare(const char *device) {
+  const Memory memory(device);
 
   std::mt19937 generator(7);
   std::vector<std::vector<float>> in(4, std::vector<float>(kElems));  // Q, K, V, dO
@@ -144,41 +136,40 @@ int run(const char *backend) {
   const Buffer dout = memory.holding(in[3]), o = memory.bytes(2 * kElems), lse = memory.bytes(4 * kLseElems);
   const Buffer grads[3] = {memory.bytes(2 * kElems), memory.bytes(2 * kElems), memory.bytes(2 * kElems)};
 
-  FmhaCall call{};
-  call.struct_bytes = sizeof call;
-  call.batch = 1;
-  call.seqlen_q = call.seqlen_k = kRows;
-  call.num_heads_q = call.num_heads_kv = kHeads;
-  call.head_dim_qk = call.head_dim_v = kDim;
-  call.q = tensor(q);
-  call.k = tensor(k);
-  call.v = tensor(v);
-  call.o = tensor(o);
-  call.lse = static_cast<float *>(fmha_buffer_data(lse.get()));  // backward reads it
-  call.mask = "b";
-  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_BF16;
-
-  const Planned forward = planned(call, options, memory);
-  check(fmha_run(forward.plan.get(), &call));
+  const FmhaStrides dense = {kRows * kHeads * kDim, kHeads * kDim, kDim, 1};  // [1, kRows, kHeads, kDim]
+  FmhaProblem problem{};
+  problem.struct_bytes = sizeof problem;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = kRows;
+  problem.num_heads_q = problem.num_heads_kv = kHeads;
+  problem.head_dim_qk = problem.head_dim_v = kDim;
+  problem.q = problem.k = problem.v = problem.o = dense;
+  problem.write_lse = 1;  // backward reads it
+  problem.mask = "b";
+  problem.dtype_qk = problem.dtype_v = problem.dtype_o = FMHA_BF16;
+  FmhaArgs args{};
+  args.struct_bytes = sizeof args;
+  args.q = address(q);
+  args.k = address(k);
+  args.v = address(v);
+  args.o = address(o);
+  args.lse = static_cast<float *>(address(lse));
+  run(device, problem, args, memory);
 
   FmhaGradients gradients{};
   gradients.struct_bytes = sizeof gradients;
-  gradients.dout = tensor(dout);
-  gradients.dq = tensor(grads[0]);
-  gradients.dk = tensor(grads[1]);
-  gradients.dv = tensor(grads[2]);
+  gradients.dout = gradients.dq = gradients.dk = gradients.dv = dense;
   gradients.dtype_grad = FMHA_BF16;
-  FmhaCall back = call;
-  back.gradients = &gradients;
-  back.workspace = nullptr;
-  back.workspace_bytes = 0;
-  const Planned backward = planned(back, options, memory);
-  check(fmha_run(backward.plan.get(), &back));
+  problem.gradients = &gradients;
+  args.dout = address(dout);
+  args.dq = address(grads[0]);
+  args.dk = address(grads[1]);
+  args.dv = address(grads[2]);
+  run(device, problem, args, memory);
 
   const auto right = right_gradients(in);
   const char *const names[3] = {"dQ", "dK", "dV"};
   bool all_right = true;
-  std::printf("%s\n", fmha_plan_text(backward.plan.get()));
   for (int i = 0; i < 3; ++i) {
     const auto found = values_of(grads[i], kElems);
     double worst = 0, largest = 0;
@@ -199,7 +190,7 @@ int run(const char *backend) {
 
 int main(int count, char **words) {
   try {
-    return run(count > 1 ? words[1] : "auto");
+    return compare(count > 1 ? words[1] : "auto");
   } catch (const std::exception &error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

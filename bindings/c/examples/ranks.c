@@ -4,8 +4,8 @@
 //   ./ranks 0 2 127.0.0.1:29600 & ./ranks 1 2 127.0.0.1:29600; wait
 //
 // Arguments: rank, ranks, and where rank 0 listens (or file:PATH). A program on GPUs sets FmhaJoin.space to
-// FMHA_NCCL and nccl_comm to its own communicator, FmhaOptions.backend to "cuda", and its stream into
-// FmhaCall.stream.
+// FMHA_NCCL and nccl_comm to its own communicator, names the device "cuda", and puts its stream into
+// FmhaArgs.stream.
 
 #include <fmha.h>
 
@@ -58,14 +58,9 @@ static Rows own(Rows whole, const FmhaRun *runs, int64_t num_runs) {
   return made;
 }
 
-static FmhaTensor tensor(Rows rows) {
-  FmhaTensor tensor = {0};
-  tensor.data = rows.data;
-  tensor.batch_stride = (int64_t)rows.rows * rows.heads * DIM;
-  tensor.seqlen_stride = (int64_t)rows.heads * DIM;
-  tensor.head_stride = DIM;
-  tensor.dim_stride = 1;
-  return tensor;
+static FmhaStrides strides(Rows rows) {
+  FmhaStrides strides = {(int64_t)rows.rows * rows.heads * DIM, (int64_t)rows.heads * DIM, DIM, 1};
+  return strides;
 }
 
 // Q, K, V and dO; what is computed of them.
@@ -83,31 +78,47 @@ static Tensors with_results(Rows q, Rows k, Rows v, Rows dout) {
 static FmhaGradients gradients(const Tensors *t) {
   FmhaGradients gradients = {0};
   gradients.struct_bytes = sizeof gradients;
-  gradients.dout = tensor(t->dout);
-  gradients.dq = tensor(t->dq);
-  gradients.dk = tensor(t->dk);
-  gradients.dv = tensor(t->dv);
+  gradients.dout = gradients.dq = strides(t->q);
+  gradients.dk = gradients.dv = strides(t->k);
   gradients.dtype_grad = FMHA_F32;
   return gradients;
 }
 
-// The sizes are the whole's, the tensors those that are given.
-static FmhaCall call(const Tensors *t) {
-  FmhaCall call = {0};
-  call.struct_bytes = sizeof call;
-  call.batch = 1;
-  call.seqlen_q = call.seqlen_k = ROWS;
-  call.num_heads_q = HEADS;
-  call.num_heads_kv = KV;
-  call.head_dim_qk = call.head_dim_v = DIM;
-  call.q = tensor(t->q);
-  call.k = tensor(t->k);
-  call.v = tensor(t->v);
-  call.o = tensor(t->o);
-  call.lse = t->lse;
-  call.mask = "b";  // causal, over the whole sequence
-  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_F32;
-  return call;
+// The sizes are the whole's, the strides those of the tensors that are given.
+static FmhaProblem problem_of(const Tensors *t) {
+  FmhaProblem problem = {0};
+  problem.struct_bytes = sizeof problem;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = ROWS;
+  problem.num_heads_q = HEADS;
+  problem.num_heads_kv = KV;
+  problem.head_dim_qk = problem.head_dim_v = DIM;
+  problem.q = problem.o = strides(t->q);
+  problem.k = problem.v = strides(t->k);
+  problem.write_lse = 1;
+  problem.mask = "b";  // causal, over the whole sequence
+  problem.dtype_qk = problem.dtype_v = problem.dtype_o = FMHA_F32;
+  return problem;
+}
+
+static FmhaArgs forward_args(const Tensors *t) {
+  FmhaArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.q = t->q.data;
+  args.k = t->k.data;
+  args.v = t->v.data;
+  args.o = t->o.data;
+  args.lse = t->lse;
+  return args;
+}
+
+static FmhaArgs backward_args(const Tensors *t) {
+  FmhaArgs args = forward_args(t);
+  args.dout = t->dout.data;
+  args.dq = t->dq.data;
+  args.dk = t->dk.data;
+  args.dv = t->dv.data;
+  return args;
 }
 
 static double distance(Rows a, Rows b) {
@@ -137,9 +148,6 @@ int main(int count, char **words) {
   Tensors mine = with_results(own(whole.q, runs, num_runs), own(whole.k, runs, num_runs), own(whole.v, runs, num_runs),
                               own(whole.dout, runs, num_runs));
 
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
-  options.backend = "cpu";
   FmhaRanks ranks = {0};
   ranks.struct_bytes = sizeof ranks;
   ranks.own_rows_q = mine.q.rows;
@@ -147,25 +155,29 @@ int main(int count, char **words) {
   ranks.partition_q = ranks.partition_k = FMHA_ZIG_ZAG;
 
   FmhaDistPlan *forward, *backward;
-  FmhaCall part = call(&mine);
-  check(fmha_dist_plan(&part, &ranks, &options, group, &forward));  // by all ranks together, once
-  check(fmha_dist_run(forward, &part));                             // as often as wanted
+  FmhaProblem problem = problem_of(&mine);
+  FmhaArgs args = forward_args(&mine);
+  check(fmha_dist_plan("cpu", &problem, &ranks, NULL, group, &forward));  // by all ranks together, once
+  check(fmha_dist_run(forward, &args));                                   // as often as wanted
   if (join.rank == 0) printf("%s", fmha_dist_plan_text(forward));
   FmhaGradients part_gradients = gradients(&mine);
-  part.gradients = &part_gradients;
-  check(fmha_dist_plan(&part, &ranks, &options, group, &backward));
-  check(fmha_dist_run(backward, &part));
+  problem.gradients = &part_gradients;
+  args = backward_args(&mine);
+  check(fmha_dist_plan("cpu", &problem, &ranks, NULL, group, &backward));
+  check(fmha_dist_run(backward, &args));
 
   // One process that has all rows computes the reference.
   FmhaPlan *plan;
-  FmhaCall alone = call(&whole);
-  check(fmha_plan(&alone, &options, &plan));
-  check(fmha_run(plan, &alone));
+  problem = problem_of(&whole);
+  args = forward_args(&whole);
+  check(fmha_plan("cpu", &problem, NULL, &plan));
+  check(fmha_run(plan, &args));
   fmha_drop(plan);
   FmhaGradients whole_gradients = gradients(&whole);
-  alone.gradients = &whole_gradients;
-  check(fmha_plan(&alone, &options, &plan));
-  check(fmha_run(plan, &alone));
+  problem.gradients = &whole_gradients;
+  args = backward_args(&whole);
+  check(fmha_plan("cpu", &problem, NULL, &plan));
+  check(fmha_run(plan, &args));
   fmha_drop(plan);
 
   Rows results[4] = {mine.o, mine.dq, mine.dk, mine.dv}, wanted[4] = {whole.o, whole.dq, whole.dk, whole.dv};

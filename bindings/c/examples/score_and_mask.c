@@ -29,17 +29,6 @@ static void fill(float *to, int count, uint32_t seed) {
   }
 }
 
-// [1, ROWS, HEADS, DIM].
-static FmhaTensor tensor(float *data) {
-  FmhaTensor tensor = {0};
-  tensor.data = data;
-  tensor.batch_stride = ELEMS;
-  tensor.seqlen_stride = HEADS * DIM;
-  tensor.head_stride = DIM;
-  tensor.dim_stride = 1;
-  return tensor;
-}
-
 // The sum of all of O, in double, by slopes of which one is moved by `step`: O where `o` is not null.
 static double sum_of_o(const float *q, const float *k, const float *v, const int32_t *ids, const float *slopes,
                        int moved, double step, double *o) {
@@ -80,17 +69,18 @@ int main(void) {
 
   FmhaCaptured captured[3] = {{0}};
   captured[0].name = "slopes";
-  captured[0].data = slopes;
   captured[0].num_dims = 1;
   captured[0].shape[0] = HEADS;
   captured[0].strides[0] = 1;
   captured[1].name = "ids";
-  captured[1].data = ids;
   captured[1].num_dims = 1;
   captured[1].shape[0] = ROWS;
   captured[1].strides[0] = 1;
   captured[2].name = "cap";
-  captured[2].real = CAP;  // a number: another one compiles nothing
+  FmhaCapturedArgs captured_args[3] = {{0}};
+  captured_args[0].data = slopes;
+  captured_args[1].data = ids;
+  captured_args[2].real = CAP;  // a number: another one compiles nothing
 
   FmhaCode code = {0};
   code.struct_bytes = sizeof code;
@@ -99,41 +89,45 @@ int main(void) {
   code.captured = captured;
   code.num_captured = 3;
 
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
-  options.backend = "cpu";
-
-  FmhaCall call = {0};  // what is not set is off
-  call.struct_bytes = sizeof call;
-  call.batch = 1;
-  call.seqlen_q = call.seqlen_k = ROWS;
-  call.num_heads_q = call.num_heads_kv = HEADS;
-  call.head_dim_qk = call.head_dim_v = DIM;
-  call.q = tensor(q);
-  call.k = tensor(k);
-  call.v = tensor(v);
-  call.o = tensor(o);
-  call.lse = lse;
-  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_F32;
-  call.code = &code;
+  const FmhaStrides dense = {ELEMS, HEADS * DIM, DIM, 1};  // [1, ROWS, HEADS, DIM]
+  FmhaProblem problem = {0};                               // what is not set is off
+  problem.struct_bytes = sizeof problem;
+  problem.batch = 1;
+  problem.seqlen_q = problem.seqlen_k = ROWS;
+  problem.num_heads_q = problem.num_heads_kv = HEADS;
+  problem.head_dim_qk = problem.head_dim_v = DIM;
+  problem.q = problem.k = problem.v = problem.o = dense;
+  problem.write_lse = 1;
+  problem.dtype_qk = problem.dtype_v = problem.dtype_o = FMHA_F32;
+  problem.code = &code;
+  FmhaArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.o = o;
+  args.lse = lse;
+  args.captured = captured_args;
 
   FmhaPlan *plan;
-  check(fmha_plan(&call, &options, &plan));
-  check(fmha_run(plan, &call));
+  check(fmha_plan("cpu", &problem, NULL, &plan));
+  check(fmha_run(plan, &args));
   fmha_drop(plan);
 
   FmhaGradients gradients = {0};
   gradients.struct_bytes = sizeof gradients;
-  gradients.dout = tensor(dout);
-  gradients.dq = tensor(dq);
-  gradients.dk = tensor(dk);
-  gradients.dv = tensor(dv);
+  gradients.dout = gradients.dq = gradients.dk = gradients.dv = dense;
   gradients.dtype_grad = FMHA_F32;
-  call.gradients = &gradients;
-  captured[0].grad = dslopes;
+  problem.gradients = &gradients;
+  captured[0].write_grad = 1;
   captured[0].dtype_grad = FMHA_F32;
-  check(fmha_plan(&call, &options, &plan));
-  check(fmha_run(plan, &call));
+  args.dout = dout;
+  args.dq = dq;
+  args.dk = dk;
+  args.dv = dv;
+  captured_args[0].grad = dslopes;
+  check(fmha_plan("cpu", &problem, NULL, &plan));
+  check(fmha_run(plan, &args));
   fmha_drop(plan);
 
   double worst = 0, step = 1e-4;

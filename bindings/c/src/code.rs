@@ -1,25 +1,22 @@
-//! Scores and masks as code: texts are read once, at the plan; each run is held to them and brings its captures.
+//! Scores and masks as code: texts are read once, at the plan; each run brings its captures.
 
-use std::ffi::{CStr, CString, c_char};
-use std::fmt::Display;
+use std::ffi::{CString, c_char};
 
-use fmha::expr::{CaptureKind, Function, Number, Stored};
+use fmha::expr::{CaptureKind, Function, Number, Stored, Type};
 use fmha::{
     CapturedGrad, CapturedTensor, DType, DevSlice, DevSliceMut, ElemType, FwdProblem, ProblemError, ValidBwd,
 };
 
 use crate::Result;
-use crate::agree::differs;
-use crate::host::{c_str, dtype, none, size, struct_bytes, text};
+use crate::host::{c_str, dtype, flag, none, size, text};
 use crate::plan::Memory;
-use crate::structs::{FMHA_MAX_RANK, FmhaCall, FmhaCaptured, FmhaCode};
+use crate::structs::{FMHA_MAX_RANK, FmhaArgs, FmhaCaptured, FmhaCapturedArgs, FmhaCode};
 
-/// Memory that a call's [`FmhaCode`] points to.
+/// Texts and captures of a problem's [`FmhaCode`].
 #[derive(Clone, Debug)]
 pub(crate) struct PointedCode {
     score: Option<Function>,
     mask: Option<Function>,
-    texts: [Option<CString>; 2],
     captured: Vec<(CString, FmhaCaptured)>,
 }
 
@@ -27,11 +24,8 @@ impl PointedCode {
     /// # Safety
     /// Texts and names are null or C strings, `captured` is null or as many as the struct says.
     pub(crate) unsafe fn read(code: &FmhaCode) -> Result<Self> {
-        struct_bytes::<FmhaCode>(code.struct_bytes)?;
         // SAFETY: the caller keeps the contract of `read`.
         let (score, mask) = unsafe { (function("score", code.score)?, function("mask", code.mask)?) };
-        // SAFETY: the caller keeps the contract of `read`.
-        let texts = unsafe { [code.score, code.mask].map(|text| c_str(text).map(CStr::to_owned)) };
         let mut captured: Vec<(CString, FmhaCaptured)> = vec![];
         // SAFETY: the caller keeps the contract of `read`.
         for (at, given) in unsafe { listed(code)? }.iter().enumerate() {
@@ -44,7 +38,7 @@ impl PointedCode {
             }
             captured.push((name.to_owned(), *given));
         }
-        Ok(Self { score, mask, texts, captured })
+        Ok(Self { score, mask, captured })
     }
 
     /// A problem with the functions and the extents of what they capture.
@@ -53,8 +47,7 @@ impl PointedCode {
         for (name, given) in &self.captured {
             let name = name.to_string_lossy();
             none("reserved", given.reserved)?;
-            self.check(&name, given, is_backward)?;
-            if given.data.is_null() {
+            if !self.is_tensor(&name, given, is_backward)? {
                 continue;
             }
             let axes = usize::try_from(given.num_dims).ok().filter(|&axes| axes <= FMHA_MAX_RANK);
@@ -85,7 +78,7 @@ impl PointedCode {
 
     /// Which gradients a call wants.
     pub(crate) fn gradients(&self) -> Result<Vec<CapturedGrad>> {
-        let wanted = self.captured.iter().filter(|(_, given)| !given.grad.is_null());
+        let wanted = self.captured.iter().filter(|(_, given)| given.write_grad != 0);
         wanted
             .map(|(name, given)| {
                 let dtype = dtype("dtype_grad", given.dtype_grad)?;
@@ -94,40 +87,71 @@ impl PointedCode {
             .collect()
     }
 
+    /// Places of what a run brings, once the problem has its functions.
+    pub(crate) fn captures(&self, problem: &FwdProblem) -> Captures {
+        let place = |wanted: &str| {
+            self.captured
+                .iter()
+                .position(|(name, _)| name.to_bytes() == wanted.as_bytes())
+                .unwrap_or_default()
+        };
+        // Every name is read by a function, or the problem was refused.
+        let read = |(name, given): &(CString, FmhaCaptured)| {
+            let name = name.to_string_lossy().into_owned();
+            let kind =
+                self.functions().flat_map(Function::captures).find(|capture| capture.name == name)?.kind;
+            Some(Planned { name, kind, has_grad: given.write_grad != 0 })
+        };
+        Captures {
+            given: self.captured.iter().filter_map(read).collect(),
+            numbers: problem.code.numbers().into_iter().map(|(name, kind)| (place(name), kind)).collect(),
+        }
+    }
+
     fn functions(&self) -> impl Iterator<Item = &Function> {
         self.score.iter().chain(&self.mask)
     }
 
-    /// Holds what is given to what the functions read of it.
-    fn check(&self, name: &str, given: &FmhaCaptured, is_backward: bool) -> Result<()> {
+    /// Whether the functions read a tensor by this name, which it is held to.
+    fn is_tensor(&self, name: &str, given: &FmhaCaptured, is_backward: bool) -> Result<bool> {
         let mut captures = self.functions().flat_map(Function::captures);
         let Some(read) = captures.find(|capture| capture.name == name) else {
             return refused(format!("captured {name} is given, but no function reads it"));
         };
-        match (read.kind, given.data.is_null()) {
-            (CaptureKind::Number(kind), false) => {
-                return refused(format!("captured {name}.data is given, but the function reads {kind}"));
+        let is_tensor = matches!(read.kind, CaptureKind::Tensor { .. });
+        match (flag("write_grad", given.write_grad)?, given.dtype_grad) {
+            (false, 0) => {}
+            (false, dtype) => {
+                return refused(format!(
+                    "captured {name}.dtype_grad {dtype} goes with write_grad, which is 0"
+                ));
             }
-            (kind @ CaptureKind::Tensor { .. }, true) => {
-                return refused(format!("captured {name}.data is null, but the function reads {kind}"));
+            (true, _) if !is_tensor => {
+                return refused(format!("captured {name}.write_grad is 1, but a number has no gradient"));
             }
-            _ => {}
+            (true, _) if !is_backward => {
+                return refused(format!("captured {name}.write_grad is 1, but gradients is null"));
+            }
+            (true, _) => {}
         }
-        match (given.grad.is_null(), given.dtype_grad) {
-            (true, 0) => {}
-            (true, dtype) => {
-                return refused(format!("captured {name}.dtype_grad {dtype} goes with grad, which is null"));
-            }
-            (false, _) if given.data.is_null() => {
-                return refused(format!("captured {name}.grad is given, but a number has no gradient"));
-            }
-            (false, _) if !is_backward => {
-                return refused(format!("captured {name}.grad is given, but gradients is null"));
-            }
-            (false, _) => {}
-        }
-        Ok(())
+        Ok(is_tensor)
     }
+}
+
+/// What a run captures, in the order of [`FmhaCode`].
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Captures {
+    given: Vec<Planned>,
+    /// Place and type of each number, in the order of the problem's.
+    numbers: Vec<(usize, Type)>,
+}
+
+/// A name, and what the functions read by it.
+#[derive(Clone, Debug)]
+struct Planned {
+    name: String,
+    kind: CaptureKind,
+    has_grad: bool,
 }
 
 /// The function of a text.
@@ -164,96 +188,10 @@ fn refused<T>(text: String) -> Result<T> {
     Err(ProblemError::new("captured", text).into())
 }
 
-/// Refuses functions and captures that are not the planned ones; numbers and addresses may be others.
-///
-/// # Safety
-/// As [`PointedCode::read`].
-pub(crate) unsafe fn agree(given: Option<&FmhaCode>, planned: Option<&PointedCode>) -> Result<()> {
-    let (given, planned) = match (given, planned) {
-        (None, None) => return Ok(()),
-        (Some(given), Some(planned)) => (given, planned),
-        (given, _) => {
-            let (given, planned) = if given.is_some() { ("given", "null") } else { ("null", "given") };
-            return Err(differs("code", &given, &planned).into());
-        }
-    };
-    struct_bytes::<FmhaCode>(given.struct_bytes)?;
-    let functions = [&planned.score, &planned.mask];
-    for (at, (field, given)) in [("score", given.score), ("mask", given.mask)].into_iter().enumerate() {
-        // SAFETY: the caller keeps the contract of `agree`.
-        if unsafe { c_str(given) } == planned.texts[at].as_deref() {
-            continue;
-        }
-        // SAFETY: the caller keeps the contract of `agree`. Another spelling of the same function is the
-        // same.
-        let given = unsafe { function(field, given)? };
-        if given != *functions[at] {
-            let word = |function: &Option<Function>| {
-                function.as_ref().map_or_else(|| "null".to_owned(), |function| format!("`{function}`"))
-            };
-            return Err(differs(field, &word(&given), &word(functions[at])).into());
-        }
-    }
-    let count = planned.captured.len() as i64;
-    if given.num_captured != count {
-        return Err(differs("num_captured", &given.num_captured, &count).into());
-    }
-    // SAFETY: the caller keeps the contract of `agree`.
-    for ((name, planned), given) in planned.captured.iter().zip(unsafe { listed(given)? }) {
-        // SAFETY: the caller keeps the contract of `agree`.
-        unsafe { agree_captured(name, planned, given)? };
-    }
-    Ok(())
-}
-
-/// # Safety
-/// As [`PointedCode::read`].
-unsafe fn agree_captured(name: &CStr, planned: &FmhaCaptured, given: &FmhaCaptured) -> Result<()> {
-    let differs = |what: &str, given: &dyn Display, planned: &dyn Display| {
-        let text = format!("captured {}.{what} {given} is not the plan's {planned}", name.to_string_lossy());
-        Err(ProblemError::new("captured", text).into())
-    };
-    // SAFETY: the caller keeps the contract of `agree_captured`.
-    let given_name = unsafe { c_str(given.name) };
-    if given_name != Some(name) {
-        let given_name = given_name.map_or("null".into(), CStr::to_string_lossy);
-        return differs("name", &given_name, &name.to_string_lossy());
-    }
-    for (what, given, planned) in [
-        ("num_dims", given.num_dims, planned.num_dims),
-        ("dtype_grad", given.dtype_grad, planned.dtype_grad),
-        ("reserved", given.reserved, planned.reserved),
-    ] {
-        if given != planned {
-            return differs(what, &given, &planned);
-        }
-    }
-    for (what, given, planned) in
-        [("data", given.data, planned.data), ("grad", given.grad.cast_const(), planned.grad.cast_const())]
-    {
-        if given.is_null() != planned.is_null() {
-            let (given, planned) = if given.is_null() { ("null", "given") } else { ("given", "null") };
-            return differs(what, &given, &planned);
-        }
-    }
-    // A number has no axes.
-    let axes = if given.data.is_null() { 0 } else { usize::try_from(given.num_dims).unwrap_or(0) };
-    for axis in 0..axes.min(FMHA_MAX_RANK) {
-        for (what, given, planned) in [
-            ("shape", given.shape[axis], planned.shape[axis]),
-            ("strides", given.strides[axis], planned.strides[axis]),
-        ] {
-            if given != planned {
-                return differs(&format!("{what}[{axis}]"), &given, &planned);
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Arguments that a run captures, in the order of its problem.
 #[derive(Debug, Default)]
 pub(crate) struct CapturedArgs<'a> {
+    given: &'a [FmhaCapturedArgs],
     tensors: Vec<DevSlice<'a>>,
     numbers: Vec<Number>,
 }
@@ -269,52 +207,69 @@ impl<'a> CapturedArgs<'a> {
 }
 
 impl Memory {
-    /// Arguments that a call captures, once the call agrees with its plan.
+    /// Arguments that a run captures.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
-    pub(crate) unsafe fn captured<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> CapturedArgs<'a> {
-        let mut args = CapturedArgs::default();
-        // SAFETY: the caller keeps the contract of `captured`; its list was read when it was held to the
-        // plan's.
-        let Some(code) = (unsafe { call.code.as_ref() }) else { return args };
-        // SAFETY: the caller keeps the contract of `captured`; its list was read when it was held to the
-        // plan's.
-        let given = unsafe { listed(code) }.unwrap_or_default();
-        let tensors = given.iter().filter(|captured| !captured.data.is_null());
-        for (tensor, captured) in problem.code.captured.iter().zip(tensors) {
-            let Some(stored) = problem.code.stored(&tensor.name) else { continue };
-            let bytes = tensor.extent_elems().saturating_mul(stored.size_bytes());
-            // SAFETY: the caller keeps the contract of `captured`.
-            args.tensors.push(unsafe { self.read(captured.data.cast(), bytes, elem(stored)) });
+    pub(crate) unsafe fn captured<'a>(
+        self,
+        problem: &FwdProblem,
+        captures: &Captures,
+        args: &'a FmhaArgs,
+    ) -> Result<CapturedArgs<'a>, ProblemError> {
+        let refused = |text| Err(ProblemError::new("captured", text));
+        let count = captures.given.len();
+        match (count, args.captured.is_null()) {
+            (0, true) => return Ok(CapturedArgs::default()),
+            (0, false) => return refused("captured is given, but the problem is without it".to_owned()),
+            (_, true) => return refused(format!("captured is null, but the problem has {count}")),
+            _ => {}
         }
-        for (name, kind) in problem.code.numbers() {
-            let is_it = |captured: &&FmhaCaptured| {
-                // SAFETY: the caller keeps the contract of `captured`.
-                let given = unsafe { c_str(captured.name) };
-                given.is_some_and(|given| given.to_bytes() == name.as_bytes())
-            };
-            let Some(captured) = given.iter().find(is_it) else { continue };
-            args.numbers.push(match kind {
-                fmha::expr::Type::Float => Number::Float(captured.real),
-                _ => Number::Int(captured.integer),
-            });
+        // SAFETY: the caller promised as many as the problem has.
+        let given = unsafe { std::slice::from_raw_parts(args.captured, count) };
+        let mut tensors = vec![];
+        let mut wanted = problem.code.captured.iter();
+        for (Planned { name, kind, has_grad }, captured) in captures.given.iter().zip(given) {
+            none("reserved", captured.reserved)?;
+            match (kind, captured.data.is_null()) {
+                (CaptureKind::Number(_), true) => {}
+                (CaptureKind::Number(_), false) => {
+                    return refused(format!("captured {name}.data is given, but the function reads {kind}"));
+                }
+                (CaptureKind::Tensor { .. }, true) => {
+                    return refused(format!("captured {name}.data is null, but the function reads {kind}"));
+                }
+                (CaptureKind::Tensor { stored, .. }, false) => {
+                    let elems = wanted.next().map_or(0, CapturedTensor::extent_elems);
+                    let bytes = elems.saturating_mul(stored.size_bytes());
+                    // SAFETY: the caller keeps the contract of `captured`.
+                    tensors.push(unsafe { self.read(captured.data.cast(), bytes, elem(*stored)) });
+                }
+            }
+            if captured.grad.is_null() == *has_grad {
+                let (is, says) = if *has_grad { ("null", 1) } else { ("given", 0) };
+                return refused(format!("captured {name}.grad is {is}, but write_grad is {says}"));
+            }
         }
-        args
+        let number = |&(at, kind): &(usize, Type)| match kind {
+            Type::Float => Number::Float(given[at].real),
+            _ => Number::Int(given[at].integer),
+        };
+        Ok(CapturedArgs { given, tensors, numbers: captures.numbers.iter().map(number).collect() })
     }
 
     /// Outputs for the gradients of captured tensors.
     ///
     /// # Safety
     /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
-    pub(crate) unsafe fn dcaptured<'a>(self, problem: &ValidBwd, call: &FmhaCall) -> Vec<DevSliceMut<'a>> {
-        // SAFETY: the caller keeps the contract of `dcaptured`.
-        let Some(code) = (unsafe { call.code.as_ref() }) else { return vec![] };
-        // SAFETY: the caller keeps the contract of `dcaptured`.
-        let given = unsafe { listed(code) }.unwrap_or_default();
-        let wanted = given.iter().filter(|captured| !captured.grad.is_null());
+    pub(crate) unsafe fn dcaptured<'a>(
+        self,
+        problem: &ValidBwd,
+        args: &CapturedArgs<'_>,
+    ) -> Vec<DevSliceMut<'a>> {
+        let wanted = args.given.iter().filter(|captured| !captured.grad.is_null());
         let sizes = problem.dcaptured.iter().zip(problem.captured_elems());
-        let slice = |((grad, elems), captured): ((&CapturedGrad, u64), &FmhaCaptured)| {
+        let slice = |((grad, elems), captured): ((&CapturedGrad, u64), &FmhaCapturedArgs)| {
             let bytes = elems.saturating_mul(grad.dtype.size_bytes());
             // SAFETY: the caller keeps the contract of `dcaptured`.
             unsafe { self.write(captured.grad.cast(), bytes, grad.dtype) }

@@ -5,13 +5,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CStr;
-use std::ptr::null;
 
-use crate::host::{self, Choice, Pointed};
+use crate::host::{self, AnyPass, Choice, Given};
+use crate::tests::{new, with};
 use crate::{
-    FMHA_ADD_TO, FMHA_BF16, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_MXFP8_E4M3,
-    FMHA_NVFP4, FMHA_V_COL_MAJOR, FmhaBlockScales, FmhaCache, FmhaCall, FmhaCaptured, FmhaCode, FmhaCombine,
-    FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FMHA_ADD_TO, FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE,
+    FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16,
+    FMHA_F32, FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_MXFP8_E4M3, FMHA_NVFP4, FMHA_V_COL_MAJOR,
+    FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCode, FmhaCombineProblem, FmhaGradients, FmhaLists,
+    FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaStrides,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -53,25 +55,8 @@ impl Seen {
     }
 }
 
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-const NO_CACHE: FmhaCache = unsafe { std::mem::zeroed() };
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-const NO_COMBINE: FmhaCombine = unsafe { std::mem::zeroed() };
-// SAFETY: numbers and pointers, of which all bits may be 0: what `fmha.h` asks its caller to begin with.
-const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
-
-/// Given, and never followed: a problem says whether a tensor is there, not what it holds.
-fn there<T>() -> *mut T {
-    std::ptr::without_provenance_mut(256)
-}
-
-fn tensor(stride: i64) -> FmhaTensor {
-    FmhaTensor {
-        data: there(),
+fn strides(stride: i64) -> FmhaStrides {
+    FmhaStrides {
         batch_stride: stride * 8,
         seqlen_stride: stride * 4,
         head_stride: stride * 2,
@@ -79,20 +64,10 @@ fn tensor(stride: i64) -> FmhaTensor {
     }
 }
 
-/// A struct with some fields changed.
-macro_rules! with {
-    ($base:expr, $($($field:ident).+ = $value:expr),+) => {{
-        let mut changed = $base;
-        $(changed.$($field).+ = $value;)+
-        changed
-    }};
-}
-
-fn plain() -> FmhaCall {
-    let of = tensor(1);
+fn plain() -> FmhaProblem {
+    let of = strides(1);
     with!(
-        NO_CALL,
-        struct_bytes = size_of::<FmhaCall>() as u64,
+        new!(FmhaProblem),
         batch = 1,
         seqlen_q = 2,
         seqlen_k = 3,
@@ -110,41 +85,34 @@ fn plain() -> FmhaCall {
     )
 }
 
-/// Calls that differ from the plain one in a thing or two each.
-fn calls() -> Vec<FmhaCall> {
+/// Problems that differ from the plain one in a thing or two each.
+fn problems() -> Vec<FmhaProblem> {
     let base = plain();
-    let bias = tensor(1);
+    let biased = with!(base, bias = strides(1), bias_kind = FMHA_BIAS_ELEMENTWISE, dtype_bias = FMHA_F32);
+    let (one, each) = (FMHA_DESCALE_PER_TENSOR, FMHA_DESCALE_PER_KV_HEAD);
     vec![
         base,
         with!(base, batch = 7, seqlen_q = 7, seqlen_k = 7, num_heads_q = 7, num_heads_kv = 7),
         with!(base, head_dim_qk = 7, head_dim_v = 7),
-        with!(base, q = tensor(2), k = tensor(2), v = tensor(2), o = tensor(2), v_layout = FMHA_V_COL_MAJOR),
-        with!(base, cu_seqlens_q = there(), cu_seqlens_k = there(), seqused_q = there(), seqused_k = there()),
-        with!(base, page_size = 16, num_pages = 4, max_pages = 2, block_table = there(), seqused_k = there()),
-        with!(base, page_size = 32, num_pages = 4, max_pages = 2, block_table = there(), seqused_k = there()),
+        with!(base, q = strides(2), k = strides(2), v = strides(2), o = strides(2)),
+        with!(base, v_layout = FMHA_V_COL_MAJOR, packed_q = 1, packed_k = 1, seqused_q = 1, seqused_k = 1),
+        with!(base, page_size = 16, seqused_k = 1),
+        with!(base, page_size = 32, seqused_k = 1),
         with!(base, mask = c"t:1,2,3".as_ptr()),
         with!(base, mask = c"b:4,5".as_ptr()),
         with!(base, mask = c"g:6,7".as_ptr()),
         with!(base, mask = c"g:8,9".as_ptr()),
         with!(base, softmax_scale = &raw const HALF, softcap = &raw const HALF, p_drop = 0.5),
         with!(base, softmax_scale = &raw const QUARTER, softcap = &raw const QUARTER),
-        with!(base, bias = bias, dtype_bias = FMHA_F32),
-        with!(base, bias = with!(tensor(3), batch_stride = 0), dtype_bias = FMHA_F16),
-        with!(base, alibi_slopes = there(), sink = there()),
-        with!(base, alibi_slopes = there(), alibi_per_batch = 1),
-        with!(base, lse = there(), keep_mask = there()),
-        with!(base, row_max = there(), head_max = there(), key_sum = there()),
-        with!(
-            base,
-            dtype_qk = FMHA_E4M3FN,
-            dtype_v = FMHA_BF16,
-            dtype_o = FMHA_F32,
-            descale_q = there(),
-            descale_k = there(),
-            descale_v = there(),
-            scale_o = there()
-        ),
-        with!(base, descale_q = there(), descale_k = there(), descale_v = there(), descale_per_tensor = 1),
+        biased,
+        with!(biased, bias = with!(strides(3), batch_stride = 0), dtype_bias = FMHA_F16),
+        with!(base, bias_kind = FMHA_BIAS_ALIBI, sink = 1),
+        with!(base, bias_kind = FMHA_BIAS_ALIBI_PER_BATCH),
+        with!(base, write_lse = 1, write_keep_mask = 1),
+        with!(base, row_max = 1, head_max = 1, key_sum = 1),
+        with!(base, dtype_qk = FMHA_E4M3FN, dtype_v = FMHA_BF16, dtype_o = FMHA_F32, scale_o = 1),
+        with!(base, descale_q = each, descale_k = each, descale_v = each),
+        with!(base, descale_q = one, descale_k = one, descale_v = one),
     ]
 }
 
@@ -152,37 +120,27 @@ static HALF: f32 = 0.5;
 static QUARTER: f32 = 0.25;
 
 fn caches() -> Vec<FmhaCache> {
-    let base = with!(NO_CACHE, struct_bytes = size_of::<FmhaCache>() as u64);
-    let new = with!(base, seqlen_new = 1, k_new = tensor(1), v_new = tensor(1));
-    let turning = with!(
-        new,
-        max_pos = 9,
-        rotary_cos = there(),
-        rotary_sin = there(),
-        rotary_dim = 4,
-        dtype_rotary = FMHA_F16
-    );
+    let base = new!(FmhaCache);
+    let new = with!(base, seqlen_new = 1, k_new = strides(1), v_new = strides(1));
+    let turning = with!(new, max_pos = 9, rotary_dim = 4, dtype_rotary = FMHA_F16);
     vec![
         base,
         new,
-        with!(new, seqlen_new = 2, k_new = tensor(2), v_new = tensor(2), cu_seqlens_new = there()),
+        with!(new, seqlen_new = 2, k_new = strides(2), v_new = strides(2), packed_new = 1),
         turning,
         with!(turning, max_pos = 8, rotary_dim = 2, dtype_rotary = FMHA_F32, rotary_interleaved = 1),
-        with!(base, tree_mask = there(), dtype_cache = FMHA_E4M3FN, v_in_k = 1),
+        with!(base, tree_mask = 1, dtype_cache = FMHA_E4M3FN, v_in_k = 1),
         with!(base, dtype_cache = FMHA_E5M2),
     ]
 }
 
-// SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_LISTS: FmhaLists = unsafe { std::mem::zeroed() };
-
 fn lists() -> Vec<FmhaLists> {
-    let base = with!(NO_LISTS, struct_bytes = size_of::<FmhaLists>() as u64, topk = 3, indices = there());
+    let base = with!(new!(FmhaLists), topk = 3);
     let other = with!(base, topk = 4, batch_stride = 24, seqlen_stride = 12, head_stride = 4);
     vec![
         base,
-        with!(other, topk_length = there(), block = 16),
-        with!(base, topk_length = there(), length_per_token = 1, block = 32),
+        with!(other, length = FMHA_LENGTH_PER_SEQUENCE, block = 16),
+        with!(base, length = FMHA_LENGTH_PER_TOKEN, block = 32),
         with!(base, lse_without_sink = 1),
     ]
 }
@@ -202,32 +160,23 @@ fn parts() -> [FmhaPart; 2] {
     [of(1), of(2)]
 }
 
-// SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_CAPTURE: FmhaCaptured = unsafe { std::mem::zeroed() };
-// SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_CODE: FmhaCode = unsafe { std::mem::zeroed() };
-
-/// A tensor of one axis, one of none, and a number.
+/// A tensor of one axis, one of two, and a number.
 fn captured() -> [FmhaCaptured; 3] {
+    // SAFETY: numbers and pointers, of which all bits may be 0.
+    let none: FmhaCaptured = unsafe { std::mem::zeroed() };
     let slopes = with!(
-        NO_CAPTURE,
+        none,
         name = c"slopes".as_ptr(),
-        data = there(),
         shape = [4, 0, 0, 0, 0],
         strides = [1, 0, 0, 0, 0],
         num_dims = 1
     );
     let two = with!(slopes, name = c"ids".as_ptr(), shape = [2, 3, 0, 0, 0], strides = [3, 1, 0, 0, 0]);
-    [slopes, with!(two, num_dims = 2), with!(NO_CAPTURE, name = c"cap".as_ptr(), real = 2.0)]
+    [slopes, with!(two, num_dims = 2), with!(none, name = c"cap".as_ptr())]
 }
 
 fn codes(captured: &[FmhaCaptured]) -> Vec<FmhaCode> {
-    let base = with!(
-        NO_CODE,
-        struct_bytes = size_of::<FmhaCode>() as u64,
-        captured = captured.as_ptr(),
-        num_captured = captured.len() as i64
-    );
+    let base = with!(new!(FmhaCode), captured = captured.as_ptr(), num_captured = captured.len() as i64);
     vec![
         with!(
             base,
@@ -239,89 +188,79 @@ fn codes(captured: &[FmhaCaptured]) -> Vec<FmhaCode> {
     ]
 }
 
-// SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
-
 fn masks() -> Vec<FmhaMasks> {
-    let base = with!(NO_MASKS, struct_bytes = size_of::<FmhaMasks>() as u64);
+    let base = new!(FmhaMasks);
     let of = |stride, n| {
-        let at = tensor(stride);
-        let lists = with!(base, kv_num_blocks = at, kv_indices = at, max_blocks = n);
-        let full = with!(lists, full_kv_num_blocks = at, full_kv_indices = at, full_max_blocks = n);
+        let at = strides(stride);
+        let lists = with!(base, kv_num_blocks = at, kv_indices = at, max_blocks = n, partial = 1);
+        let full = with!(lists, full_kv_num_blocks = at, full_kv_indices = at, full_max_blocks = n, full = 1);
         let all = with!(full, intervals = at, mask_bits = at, endpoints = n, intervals_heads = n);
         with!(all, mask_bits_heads = n, lists_heads = n, block_q = n, block_k = n)
     };
     let shared = of(0, 2);
-    let one_list = with!(of(1, 1), kv_num_blocks = tensor(0), full_kv_indices = tensor(0));
-    vec![base, shared, of(3, 4), with!(one_list, kv_indices = tensor(2), full_kv_num_blocks = tensor(2))]
+    let one_list = with!(of(1, 1), kv_num_blocks = strides(0), full_kv_indices = strides(0));
+    vec![base, shared, of(3, 4), with!(one_list, kv_indices = strides(2), full_kv_num_blocks = strides(2))]
 }
 
-// SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_SCALES: FmhaBlockScales = unsafe { std::mem::zeroed() };
-
 fn block_scales() -> [FmhaBlockScales; 2] {
-    let base = with!(NO_SCALES, struct_bytes = size_of::<FmhaBlockScales>() as u64);
     let of = |stride, format| {
-        with!(base, q = tensor(stride), k = tensor(stride), v = tensor(stride), format = format)
+        let at = strides(stride);
+        with!(new!(FmhaBlockScales), q = at, k = at, v = at, format = format)
     };
     [of(1, FMHA_MXFP8_E4M3), of(2, FMHA_NVFP4)]
 }
 
 fn gradients_of_captured() -> [(&'static CStr, [FmhaCaptured; 1]); 2] {
     let [slopes, ..] = captured();
-    let slopes = with!(slopes, grad = there(), dtype_grad = FMHA_F32);
+    let slopes = with!(slopes, write_grad = 1, dtype_grad = FMHA_F32);
     let other = with!(slopes, name = c"by".as_ptr(), dtype_grad = FMHA_BF16);
     [(c"slopes: f32[_]; s + slopes[k]", [slopes]), (c"by: f32[_]; s + by[k]", [other])]
 }
 
 fn gradients() -> Vec<FmhaGradients> {
-    let of = tensor(1);
-    let base = with!(
-        NO_GRADIENTS,
-        struct_bytes = size_of::<FmhaGradients>() as u64,
-        dtype_grad = FMHA_F16,
-        dout = of,
-        dq = of,
-        dk = of,
-        dv = of
-    );
-    let other = tensor(2);
+    let of = strides(1);
+    let base = with!(new!(FmhaGradients), dtype_grad = FMHA_F16, dout = of, dq = of, dk = of, dv = of);
+    let other = strides(2);
     vec![
         base,
         with!(base, dout = other, dq = other, dk = other, dv = other, dtype_grad = FMHA_F32),
-        with!(base, dlse = there(), dsink = there(), dbias = of, dtype_dbias = FMHA_F16),
-        with!(base, dbias = other, dtype_dbias = FMHA_F32),
+        with!(base, has_dlse = 1, write_dsink = 1, write_dbias = 1, dbias = of, dtype_dbias = FMHA_F16),
+        with!(base, write_dbias = 1, dbias = other, dtype_dbias = FMHA_F32),
     ]
 }
 
 #[test]
 fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let mut seen = Seen::default();
-    let mut forward = |call: &FmhaCall| {
-        // SAFETY: host pointers are null or a static's; the others are not followed.
-        let pointed = unsafe { Pointed::read(call).unwrap() };
-        seen.add("forward", &pointed.forward(call).unwrap());
+    let mut add = |given: &FmhaProblem| {
+        // SAFETY: host pointers are null, a static's or this function's.
+        match unsafe { Given::read(given) }.unwrap().problem {
+            AnyPass::Forward(problem) => seen.add("forward", &problem),
+            AnyPass::Backward(problem) => seen.add("backward", &problem),
+        }
     };
-    calls().iter().for_each(&mut forward);
+    problems().iter().for_each(&mut add);
     let captured = captured();
-    codes(&captured).iter().for_each(|code| forward(&with!(plain(), code = code)));
-    masks().iter().for_each(|masks| forward(&with!(plain(), masks = masks)));
-    block_scales().iter().for_each(|scales| forward(&with!(plain(), block_scales = scales)));
-    caches().iter().for_each(|cache| forward(&with!(plain(), cache = cache)));
-    lists().iter().for_each(|lists| forward(&with!(plain(), lists = lists)));
-    parts().iter().for_each(|part| forward(&with!(plain(), part = part)));
-    let with_bias = with!(plain(), lse = there(), bias = tensor(1), dtype_bias = FMHA_F32, sink = there());
+    codes(&captured).iter().for_each(|code| add(&with!(plain(), code = code)));
+    masks().iter().for_each(|masks| add(&with!(plain(), masks = masks)));
+    block_scales().iter().for_each(|scales| add(&with!(plain(), block_scales = scales)));
+    caches().iter().for_each(|cache| add(&with!(plain(), cache = cache)));
+    lists().iter().for_each(|lists| add(&with!(plain(), lists = lists)));
+    parts().iter().for_each(|part| add(&with!(plain(), part = part)));
+    let biased = with!(
+        plain(),
+        write_lse = 1,
+        bias = strides(1),
+        bias_kind = FMHA_BIAS_ELEMENTWISE,
+        dtype_bias = FMHA_F32,
+        sink = 1
+    );
     for gradients in gradients() {
-        let call = with!(with_bias, gradients = &raw const gradients);
-        // SAFETY: host pointers are null or a static's; the others are not followed.
-        let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
-        seen.add("backward", &problem);
+        let problem = with!(biased, gradients = &raw const gradients);
+        add(&problem);
         for (score, captured) in gradients_of_captured() {
             let code = with!(codes(&captured)[1], score = score.as_ptr());
-            let call = with!(call, code = &raw const code);
-            // SAFETY: host pointers are null or a static's; the others are not followed.
-            let problem = unsafe { Pointed::read(&call).unwrap() }.backward(&call, &gradients).unwrap();
-            seen.add("backward", &problem);
+            add(&with!(problem, code = &raw const code));
         }
     }
     // The backward problem's forward part is read like any forward problem.
@@ -340,18 +279,16 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
 #[test]
 fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
     let mut seen = Seen::default();
-    let part = FmhaPartial { o: tensor(1), lse: null() };
     let base = with!(
-        NO_COMBINE,
-        struct_bytes = size_of::<FmhaCombine>() as u64,
+        new!(FmhaCombineProblem),
         num_parts = 1,
         batch = 1,
         seqlen_q = 1,
         num_heads_q = 1,
         head_dim_v = 1,
-        o = tensor(1)
+        part = strides(1),
+        o = strides(1)
     );
-    let other = FmhaPartial { o: tensor(2), lse: null() };
     let changed = with!(
         base,
         num_parts = 2,
@@ -359,16 +296,17 @@ fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
         seqlen_q = 2,
         num_heads_q = 2,
         head_dim_v = 2,
-        o = tensor(2),
-        lse = there(),
+        part = strides(2),
+        o = strides(2),
+        write_lse = 1,
         dtype_part = FMHA_F32,
         dtype_o = FMHA_F32,
         merge = FMHA_ADD_TO
     );
-    seen.add("combine", &host::combine(&base, &part).unwrap());
-    seen.add("combine", &host::combine(&changed, &other).unwrap());
+    seen.add("combine", &host::combine(&base).unwrap());
+    seen.add("combine", &host::combine(&changed).unwrap());
 
-    let base = with!(NO_OPTIONS, struct_bytes = size_of::<FmhaOptions>() as u64);
+    let base = new!(FmhaOptions);
     let changed = with!(
         base,
         kernel = c"simt".as_ptr(),

@@ -1,276 +1,222 @@
 //! Conversion of the C structs to problems: everything that lies in host memory is read here, at the plan.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockScales, BwdProblem,
-    CombineProblem, DType, Descale, Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists, KvLayout,
-    ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout, Rotary, RotaryPairs,
-    Shape, Strides, Totals, VLayout,
+    CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists,
+    KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout, Rotary,
+    RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
-use crate::code::PointedCode;
+use crate::code::{Captures, PointedCode};
 use crate::masks;
 use crate::structs::{
-    FMHA_ADD_TO, FMHA_BF16, FMHA_BY_LSE, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT,
-    FMHA_F16, FMHA_F32, FMHA_FAST, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2, FMHA_NVFP4, FMHA_SUM, FMHA_V_COL_MAJOR,
-    FMHA_V_ROW_MAJOR, FmhaBlockScales, FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaLists, FmhaMasks,
-    FmhaOptions, FmhaPart, FmhaPartial, FmhaTensor,
+    FMHA_ADD_TO, FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE,
+    FMHA_BIAS_NONE, FMHA_BY_LSE, FMHA_DESCALE_NONE, FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR,
+    FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_EXACT, FMHA_F16, FMHA_F32, FMHA_FAST,
+    FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_LENGTH_WHOLE, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2,
+    FMHA_NVFP4, FMHA_SUM, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR, FmhaArgs, FmhaBlockScales, FmhaCache,
+    FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaOptions, FmhaPart, FmhaPartial,
+    FmhaProblem, FmhaStrides,
 };
 
-/// Host memory that a call points to.
+/// What a plan is made of, read from C.
 #[derive(Clone, Debug)]
-pub(crate) struct Pointed {
-    pub(crate) mask: MaskSpec,
-    mask_text: Option<CString>,
-    pub(crate) softmax_scale: Option<f32>,
-    pub(crate) softcap: Option<f32>,
-    pub(crate) gradients: Option<FmhaGradients>,
-    pub(crate) cache: Option<FmhaCache>,
-    pub(crate) part: Option<FmhaPart>,
-    pub(crate) code: Option<PointedCode>,
-    pub(crate) lists: Option<FmhaLists>,
-    pub(crate) masks: Option<FmhaMasks>,
-    pub(crate) block_scales: Option<FmhaBlockScales>,
+pub(crate) struct Given {
+    pub(crate) problem: AnyPass,
+    pub(crate) captures: Captures,
 }
 
-impl Pointed {
+/// A forward or a backward problem.
+#[derive(Clone, Debug)]
+pub(crate) enum AnyPass {
+    Forward(FwdProblem),
+    Backward(BwdProblem),
+}
+
+/// A struct that another one points to, of the size that this library knows.
+///
+/// # Safety
+/// `at` is null or a struct of C, which begins with its size.
+pub(crate) unsafe fn pointed<'a, T>(at: *const T) -> Result<Option<&'a T>> {
+    if at.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller promised a struct that begins with its size.
+    struct_bytes::<T>(unsafe { *at.cast::<u64>() })?;
+    // SAFETY: a struct of that size.
+    Ok(unsafe { at.as_ref() })
+}
+
+impl Given {
     /// # Safety
-    /// `mask` is null or a C string, the other host pointers are null or point to what they say.
-    pub(crate) unsafe fn read(call: &FmhaCall) -> Result<Self> {
-        struct_bytes::<FmhaCall>(call.struct_bytes)?;
-        // SAFETY: the caller promised each of them.
-        let gradients = unsafe { call.gradients.as_ref() }.copied();
-        if let Some(gradients) = &gradients {
-            struct_bytes::<FmhaGradients>(gradients.struct_bytes)?;
+    /// Host pointers of `given` are null or point to what `fmha.h` says.
+    pub(crate) unsafe fn read(given: &FmhaProblem) -> Result<Self> {
+        struct_bytes::<FmhaProblem>(given.struct_bytes)?;
+        // SAFETY: the caller keeps the contract of `read`.
+        let (gradients, code) = unsafe { (pointed(given.gradients)?, pointed(given.code)?) };
+        // SAFETY: the caller keeps the contract of `read`.
+        let code = code.map(|code| unsafe { PointedCode::read(code) }).transpose()?;
+        // SAFETY: the caller keeps the contract of `read`.
+        let mut fwd = unsafe { forward(given)? };
+        let mut captures = Captures::default();
+        if let Some(code) = &code {
+            fwd = code.forward(fwd, gradients.is_some())?;
+            captures = code.captures(&fwd);
         }
-        // SAFETY: the caller promised each of them.
-        let cache = unsafe { call.cache.as_ref() }.copied();
-        if let Some(cache) = &cache {
-            struct_bytes::<FmhaCache>(cache.struct_bytes)?;
-        }
-        // SAFETY: the caller promised each of them.
-        let part = unsafe { call.part.as_ref() }.copied();
-        if let Some(part) = &part {
-            struct_bytes::<FmhaPart>(part.struct_bytes)?;
-        }
-        // SAFETY: the caller promised each of them.
-        let lists = unsafe { call.lists.as_ref() }.copied();
-        if let Some(lists) = &lists {
-            struct_bytes::<FmhaLists>(lists.struct_bytes)?;
-        }
-        // SAFETY: the caller promised each of them.
-        let code = unsafe { call.code.as_ref().map(|code| PointedCode::read(code)).transpose()? };
-        // SAFETY: the caller promised each of them.
-        let masks = unsafe { call.masks.as_ref() }.copied();
-        if let Some(masks) = &masks {
-            struct_bytes::<FmhaMasks>(masks.struct_bytes)?;
-        }
-        // SAFETY: the caller promised each of them.
-        let block_scales = unsafe { call.block_scales.as_ref() }.copied();
-        if let Some(scales) = &block_scales {
-            struct_bytes::<FmhaBlockScales>(scales.struct_bytes)?;
-        }
-        // SAFETY: the caller promised each of them.
-        let (mask, mask_text) = unsafe { (mask(call)?, c_str(call.mask).map(CStr::to_owned)) };
-        // SAFETY: the caller promised each of them.
-        let (softmax_scale, softcap) = unsafe { (call.softmax_scale.as_ref(), call.softcap.as_ref()) };
-        let (softmax_scale, softcap) = (softmax_scale.copied(), softcap.copied());
-        Ok(Self {
-            mask,
-            mask_text,
-            softmax_scale,
-            softcap,
-            gradients,
-            cache,
-            part,
-            code,
-            lists,
-            masks,
-            block_scales,
-        })
-    }
-
-    /// Whether a later call's mask is spelled as this one's was: it need not be read again then.
-    ///
-    /// # Safety
-    /// `mask` is null or a C string.
-    #[inline]
-    pub(crate) unsafe fn spells_mask_of(&self, call: &FmhaCall) -> bool {
-        // SAFETY: the caller keeps the contract of `spells_mask_of`.
-        unsafe { c_str(call.mask) == self.mask_text.as_deref() }
-    }
-
-    /// The forward problem of a call.
-    pub(crate) fn forward(&self, call: &FmhaCall) -> Result<FwdProblem> {
-        let dims = Dims {
-            batch: size("batch", call.batch)?,
-            seqlen_q: size("seqlen_q", call.seqlen_q)?,
-            seqlen_k: size("seqlen_k", call.seqlen_k)?,
-            num_heads_q: size("num_heads_q", call.num_heads_q)?,
-            num_heads_kv: size("num_heads_kv", call.num_heads_kv)?,
-            head_dim_qk: size("head_dim_qk", call.head_dim_qk)?,
-            head_dim_v: size("head_dim_v", call.head_dim_v)?,
-        };
-        seed(call)?;
-        none("reserved", call.reserved)?;
-        let dtype_qk = dtype("dtype_qk", call.dtype_qk)?;
-        let lists = self.lists.as_ref();
-        let (q_layout, kv_layout) = layouts(call, lists)?;
-        // Their numbers come with each run; that they go with the layouts is asked at once.
-        totals(call, self.cache.as_ref(), lists)?;
-        let base = FwdProblem::new(q_layout, kv_layout, dtype_qk, dims);
-        let per_tensor = flag("descale_per_tensor", call.descale_per_tensor)?;
-        let descale = |pointer: *const f32| match (pointer.is_null(), per_tensor) {
-            (true, _) => Descale::None,
-            (false, true) => Descale::PerTensor,
-            (false, false) => Descale::PerKvHead,
-        };
-        let problem = base
-            .clone()
-            .seqused_q(!call.seqused_q.is_null())
-            .seqused_k(!call.seqused_k.is_null() || has_no_sequences_but_begins(call, self.cache.as_ref()))
-            .dtype_v(dtype("dtype_v", call.dtype_v)?)
-            .dtype_o(dtype("dtype_o", call.dtype_o)?)
-            .strides_q(strides(&call.q))
-            .strides_k(strides(&call.k))
-            .strides_v(strides(&call.v))
-            .strides_o(strides(&call.o))
-            .v_layout(v_layout(call.v_layout)?)
-            .mask(self.mask)
-            .softmax_scale(self.softmax_scale)
-            .softcap(self.softcap)
-            .bias(bias(call)?)
-            .sink(!call.sink.is_null())
-            .p_drop(call.p_drop)
-            .descale_q(descale(call.descale_q))
-            .descale_k(descale(call.descale_k))
-            .descale_v(descale(call.descale_v))
-            .scale_o(!call.scale_o.is_null())
-            .write_lse(!call.lse.is_null())
-            .write_keep_mask(!call.keep_mask.is_null())
-            .row_max(!call.row_max.is_null())
-            .head_max(!call.head_max.is_null())
-            .key_sum(!call.key_sum.is_null())
-            .part(self.part.as_ref().map_or(Ok(Part::default()), part)?);
-        let problem = match &self.code {
-            None => problem,
-            Some(code) => code.forward(problem, self.gradients.is_some())?,
-        };
-        let problem = match &self.masks {
-            None => problem,
-            Some(masks) => masks::read(masks, problem, has_no_blocks(call))?,
-        };
-        let problem = problem.block_scales(self.block_scales.as_ref().map(block_scales).transpose()?);
-        let problem = match &self.cache {
-            None => problem,
-            Some(cache) => cached(&problem, cache)?,
-        };
-        match &self.lists {
-            None => Ok(problem),
-            Some(lists) => {
-                let lists = key_lists(&problem, lists)?;
-                Ok(problem.lists(lists))
+        let problem = match gradients {
+            None => AnyPass::Forward(fwd),
+            Some(gradients) => {
+                let dcaptured = code.as_ref().map_or(Ok(vec![]), PointedCode::gradients)?;
+                AnyPass::Backward(backward(given, gradients, fwd)?.dcaptured(dcaptured))
             }
-        }
-    }
-
-    /// The backward problem of a call with `gradients`.
-    pub(crate) fn backward(&self, call: &FmhaCall, gradients: &FmhaGradients) -> Result<BwdProblem> {
-        for (field, given) in
-            [("row_max", call.row_max), ("head_max", call.head_max), ("key_sum", call.key_sum)]
-        {
-            if !given.is_null() {
-                let text = format!("{field} is given beside gradients, but forward alone writes it");
-                return Err(ProblemError::new(field, text).into());
-            }
-        }
-        let fwd = self.forward(call)?;
-        if call.lse.is_null() && !has_no_rows(call) {
-            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
-        }
-        let no_bias = call.bias.data.is_null() && has_no_scores(call);
-        let dbias = if gradients.dbias.data.is_null() || no_bias {
-            if !has_no_scores(call) {
-                none_of("dtype_dbias", gradients.dtype_dbias, "dbias.data")?;
-            }
-            None
-        } else {
-            let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
-            let (bias, dbias) = (&call.bias, &gradients.dbias);
-            // A gradient of its own for each sequence or head would be written for the first alone.
-            for (axis, extent, of_bias, of_dbias) in [
-                ("batch_stride", call.batch, bias.batch_stride, dbias.batch_stride),
-                ("head_stride", call.num_heads_q, bias.head_stride, dbias.head_stride),
-            ] {
-                if extent > 1 && of_bias == 0 && of_dbias != 0 {
-                    let text = format!("dbias has {axis} {of_dbias}, but bias has 0, one for all {extent}");
-                    return Err(ProblemError::new("dbias", text).into());
-                }
-            }
-            Some(BiasGrad { dtype, strides: strides(&gradients.dbias) })
         };
-        Ok(BwdProblem::new(fwd)
-            .dtype_grad(dtype("dtype_grad", gradients.dtype_grad)?)
-            .strides_dout(strides(&gradients.dout))
-            .strides_dq(strides(&gradients.dq))
-            .strides_dk(strides(&gradients.dk))
-            .strides_dv(strides(&gradients.dv))
-            .dbias(dbias)
-            .write_dsink(!gradients.dsink.is_null())
-            .has_dlse(!gradients.dlse.is_null())
-            .dcaptured(self.code.as_ref().map_or(Ok(vec![]), PointedCode::gradients)?))
+        Ok(Self { problem, captures })
     }
 }
 
-/// The mask of a call.
+/// The forward problem, without its code.
+///
+/// # Safety
+/// As [`Given::read`].
+pub(crate) unsafe fn forward(given: &FmhaProblem) -> Result<FwdProblem> {
+    none("reserved", given.reserved)?;
+    let dims = Dims {
+        batch: size("batch", given.batch)?,
+        seqlen_q: size("seqlen_q", given.seqlen_q)?,
+        seqlen_k: size("seqlen_k", given.seqlen_k)?,
+        num_heads_q: size("num_heads_q", given.num_heads_q)?,
+        num_heads_kv: size("num_heads_kv", given.num_heads_kv)?,
+        head_dim_qk: size("head_dim_qk", given.head_dim_qk)?,
+        head_dim_v: size("head_dim_v", given.head_dim_v)?,
+    };
+    let (q_layout, kv_layout) = layouts(given)?;
+    // SAFETY: the caller keeps the contract of `forward`.
+    let (mask, scale, softcap) =
+        unsafe { (mask(given)?, given.softmax_scale.as_ref(), given.softcap.as_ref()) };
+    // SAFETY: the caller keeps the contract of `forward`.
+    let (cache, part) = unsafe { (pointed(given.cache)?, pointed(given.part)?) };
+    // SAFETY: the caller keeps the contract of `forward`.
+    let (lists, masks, scales) =
+        unsafe { (pointed(given.lists)?, pointed(given.masks)?, pointed(given.block_scales)?) };
+    let mut problem = FwdProblem::new(q_layout, kv_layout, dtype("dtype_qk", given.dtype_qk)?, dims)
+        .seqused_q(flag("seqused_q", given.seqused_q)?)
+        .seqused_k(flag("seqused_k", given.seqused_k)?)
+        .dtype_v(dtype("dtype_v", given.dtype_v)?)
+        .dtype_o(dtype("dtype_o", given.dtype_o)?)
+        .strides_q(strides(&given.q))
+        .strides_k(strides(&given.k))
+        .strides_v(strides(&given.v))
+        .strides_o(strides(&given.o))
+        .v_layout(v_layout(given.v_layout)?)
+        .mask(mask)
+        .softmax_scale(scale.copied())
+        .softcap(softcap.copied())
+        .bias(bias(given)?)
+        .sink(flag("sink", given.sink)?)
+        .p_drop(given.p_drop)
+        .descale_q(descale("descale_q", given.descale_q)?)
+        .descale_k(descale("descale_k", given.descale_k)?)
+        .descale_v(descale("descale_v", given.descale_v)?)
+        .scale_o(flag("scale_o", given.scale_o)?)
+        .write_lse(flag("write_lse", given.write_lse)?)
+        .write_keep_mask(flag("write_keep_mask", given.write_keep_mask)?)
+        .row_max(flag("row_max", given.row_max)?)
+        .head_max(flag("head_max", given.head_max)?)
+        .key_sum(flag("key_sum", given.key_sum)?)
+        .part(part.map_or(Ok(Part::default()), self::part)?)
+        .block_scales(scales.map(block_scales).transpose()?);
+    if let Some(masks) = masks {
+        problem = masks::read(masks, problem)?;
+    }
+    if let Some(cache) = cache {
+        problem = cached(problem, cache)?;
+    }
+    if let Some(lists) = lists {
+        let lists = key_lists(&problem, lists)?;
+        problem = problem.lists(lists);
+    }
+    Ok(problem)
+}
+
+/// The backward problem of a forward one.
+fn backward(given: &FmhaProblem, gradients: &FmhaGradients, fwd: FwdProblem) -> Result<BwdProblem> {
+    none("reserved", gradients.reserved)?;
+    for (field, wanted) in
+        [("row_max", given.row_max), ("head_max", given.head_max), ("key_sum", given.key_sum)]
+    {
+        if wanted != 0 {
+            let text = format!("{field} {wanted} is given beside gradients, but forward alone writes it");
+            return Err(ProblemError::new(field, text).into());
+        }
+    }
+    let dbias = if flag("write_dbias", gradients.write_dbias)? {
+        let dtype = dtype("dtype_dbias", gradients.dtype_dbias)?;
+        let (bias, dbias) = (&given.bias, &gradients.dbias);
+        // A gradient of its own for each sequence or head would be written for the first alone.
+        for (axis, extent, of_bias, of_dbias) in [
+            ("batch_stride", given.batch, bias.batch_stride, dbias.batch_stride),
+            ("head_stride", given.num_heads_q, bias.head_stride, dbias.head_stride),
+        ] {
+            if extent > 1 && of_bias == 0 && of_dbias != 0 {
+                let text = format!("dbias has {axis} {of_dbias}, but bias has 0, one for all {extent}");
+                return Err(ProblemError::new("dbias", text).into());
+            }
+        }
+        Some(BiasGrad { dtype, strides: strides(dbias) })
+    } else {
+        goes_with("dtype_dbias", gradients.dtype_dbias, "write_dbias, which is 0")?;
+        None
+    };
+    Ok(BwdProblem::new(fwd)
+        .dtype_grad(dtype("dtype_grad", gradients.dtype_grad)?)
+        .strides_dout(strides(&gradients.dout))
+        .strides_dq(strides(&gradients.dq))
+        .strides_dk(strides(&gradients.dk))
+        .strides_dv(strides(&gradients.dv))
+        .dbias(dbias)
+        .write_dsink(flag("write_dsink", gradients.write_dsink)?)
+        .has_dlse(flag("has_dlse", gradients.has_dlse)?))
+}
+
+/// The mask of a problem.
 ///
 /// # Safety
 /// `mask` is null or a C string.
-pub(crate) unsafe fn mask(call: &FmhaCall) -> Result<MaskSpec, ProblemError> {
+unsafe fn mask(given: &FmhaProblem) -> Result<MaskSpec, ProblemError> {
     // SAFETY: the caller keeps the contract of `mask`.
-    match unsafe { text("mask", call.mask)? } {
+    match unsafe { text("mask", given.mask)? } {
         None => Ok(MaskSpec::NONE),
         Some(mask) => mask.parse(),
     }
 }
 
 /// The problem with the cache's use by `FmhaCache`.
-fn cached(problem: &FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
+fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemError> {
     let seqlen_new = size("seqlen_new", cache.seqlen_new)?;
-    let packed = !cache.cu_seqlens_new.is_null();
+    let packed = flag("packed_new", cache.packed_new)?;
+    if packed && seqlen_new == 0 {
+        return Err(ProblemError::new("packed_new", "packed_new 1 goes with seqlen_new, which is 0"));
+    }
     let append = Append {
         layout: if packed { QLayout::Packed } else { QLayout::Batch },
         seqlen_new,
         k_new: strides(&cache.k_new),
         v_new: strides(&cache.v_new),
     };
-    for (field, given) in [
-        ("k_new.data", !cache.k_new.data.is_null()),
-        ("v_new.data", !cache.v_new.data.is_null()),
-        ("cu_seqlens_new", packed),
-    ] {
-        if given && seqlen_new == 0 {
-            return Err(ProblemError::new(field, format!("{field} is given, but seqlen_new is 0")));
-        }
-    }
-    let v_in_k = flag("v_in_k", cache.v_in_k)?;
-    if v_in_k && !cache.v_new.data.is_null() {
-        return Err(ProblemError::new("v_new.data", "v_new.data is given, but v_in_k is 1"));
-    }
     none("reserved", cache.reserved)?;
     let dtype_cache = match cache.dtype_cache {
         0 => None,
         code => Some(dtype("dtype_cache", code)?),
     };
     Ok(problem
-        .clone()
         .append((seqlen_new > 0).then_some(append))
         .rotary(rotary(cache)?)
-        .tree_mask(!cache.tree_mask.is_null())
+        .tree_mask(flag("tree_mask", cache.tree_mask)?)
         .dtype_cache(dtype_cache)
-        .v_in_k(v_in_k))
+        .v_in_k(flag("v_in_k", cache.v_in_k)?))
 }
 
 /// The scales by blocks of a call.
@@ -299,15 +245,11 @@ fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLists, Proble
             format!("block {block} beside addresses 1, which name single keys"),
         ));
     }
-    let per_token = flag("length_per_token", lists.length_per_token)?;
-    let length = match (lists.topk_length.is_null(), per_token) {
-        (true, true) if !has_no_tokens(problem) => {
-            let text = "length_per_token 1 goes with topk_length, which is null";
-            return Err(ProblemError::new("length_per_token", text));
-        }
-        (_, true) => ListLength::Token,
-        (true, false) => ListLength::Whole,
-        (false, false) => ListLength::Sequence,
+    let length = match lists.length {
+        FMHA_LENGTH_WHOLE => ListLength::Whole,
+        FMHA_LENGTH_PER_SEQUENCE => ListLength::Sequence,
+        FMHA_LENGTH_PER_TOKEN => ListLength::Token,
+        other => return Err(not_in("length", other, "FMHA_LENGTH_WHOLE ... FMHA_LENGTH_PER_TOKEN", 2)),
     };
     let entries = match (addresses, block) {
         (true, _) => ListEntries::Addresses,
@@ -321,11 +263,6 @@ fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLists, Proble
         .length(length)
         .strides(strides)
         .lse_without_sink(flag("lse_without_sink", lists.lse_without_sink)?))
-}
-
-/// Whether a problem's tensors of tokens may be null.
-fn has_no_tokens(problem: &FwdProblem) -> bool {
-    problem.dims.batch == 0 || problem.dims.seqlen_q == 0
 }
 
 /// Where a call stands in its whole.
@@ -360,80 +297,62 @@ fn rotary(cache: &FmhaCache) -> Result<Option<Rotary>, ProblemError> {
                 ));
             }
         }
-        for (field, table) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
-            if !table.is_null() {
-                return Err(ProblemError::new(field, format!("{field} is given, but rotary_dim is 0")));
-            }
-        }
         return Ok(None);
-    }
-    for (field, pointer) in [("rotary_cos", cache.rotary_cos), ("rotary_sin", cache.rotary_sin)] {
-        if pointer.is_null() && max_pos > 0 {
-            return Err(ProblemError::new(field, format!("{field} is null, but rotary_dim is {dim}")));
-        }
     }
     let pairs = if interleaved { RotaryPairs::Interleaved } else { RotaryPairs::Half };
     Ok(Some(Rotary { dim, pairs, max_pos, dtype: dtype("dtype_rotary", cache.dtype_rotary)? }))
 }
 
-/// The parts of a combine call, which all have the strides of the first.
+/// The problem of a combine call.
+pub(crate) fn combine(given: &FmhaCombineProblem) -> Result<CombineProblem> {
+    struct_bytes::<FmhaCombineProblem>(given.struct_bytes)?;
+    let num_parts = size("num_parts", given.num_parts)?;
+    let rows = Shape {
+        batch: size("batch", given.batch)?,
+        seq: size("seqlen_q", given.seqlen_q)?,
+        head: size("num_heads_q", given.num_heads_q)?,
+        dim: size("head_dim_v", given.head_dim_v)?,
+    };
+    let (dtype_part, dtype_o) = (dtype("dtype_part", given.dtype_part)?, dtype("dtype_o", given.dtype_o)?);
+    Ok(CombineProblem::new(num_parts, dtype_part, dtype_o, rows)
+        .strides_part(strides(&given.part))
+        .strides_o(strides(&given.o))
+        .write_lse(flag("write_lse", given.write_lse)?)
+        .merge(merge(given.merge)?))
+}
+
+/// The parts of a run.
 ///
 /// # Safety
 /// `parts` is null or `num_parts` of them in host memory.
-pub(crate) unsafe fn parts(call: &FmhaCombine) -> Result<&[FmhaPartial]> {
-    struct_bytes::<FmhaCombine>(call.struct_bytes)?;
-    let num_parts = size("num_parts", call.num_parts)?;
-    let by_lse = merge(call.merge)? == Merge::ByLse;
-    if num_parts == 0 && !by_lse {
+pub(crate) unsafe fn parts(args: &FmhaCombineArgs, num_parts: u32) -> Result<&[FmhaPartial]> {
+    if num_parts == 0 {
         return Ok(&[]);
     }
-    if call.parts.is_null() || num_parts == 0 {
-        let text = format!("parts is null or num_parts {num_parts} is 0");
-        return Err(ProblemError::new("num_parts", text).into());
+    if args.parts.is_null() {
+        let text = format!("parts is null, but num_parts is {num_parts}");
+        return Err(ProblemError::new("parts", text).into());
     }
     // SAFETY: the caller promised so many.
-    let parts = unsafe { std::slice::from_raw_parts(call.parts, num_parts as usize) };
-    for (i, part) in parts.iter().enumerate() {
-        crate::agree::strides(format_args!("parts[{i}].o"), &part.o, &parts[0].o, "that of parts[0].o")?;
-        if by_lse && part.lse.is_null() && !combines_no_rows(call) {
-            return Err(ProblemError::new("parts", format!("parts[{i}].lse is null")).into());
-        }
+    Ok(unsafe { std::slice::from_raw_parts(args.parts, num_parts as usize) })
+}
+
+/// The device of a name; null: the first of CUDA.
+///
+/// # Safety
+/// `name` is null or a C string.
+pub(crate) unsafe fn device(name: *const c_char) -> Result<Device> {
+    // SAFETY: the caller keeps the contract of `device`.
+    match unsafe { text("device", name)? } {
+        None => Backend::CUDA,
+        Some(name) => name.parse()?,
     }
-    Ok(parts)
+    .open()
 }
 
-/// Whether the parts have no rows: their LSE and that of their whole may then be null.
-pub(crate) fn combines_no_rows(call: &FmhaCombine) -> bool {
-    call.batch == 0 || call.seqlen_q == 0
-}
-
-/// The part that the others are held to. Of none, rows lie as those of O do.
-pub(crate) fn first_part(call: &FmhaCombine, parts: &[FmhaPartial]) -> FmhaPartial {
-    parts.first().copied().unwrap_or(FmhaPartial { o: call.o, lse: std::ptr::null() })
-}
-
-/// The problem of a combine call.
-pub(crate) fn combine(call: &FmhaCombine, first: &FmhaPartial) -> Result<CombineProblem> {
-    none("reserved", call.reserved)?;
-    let num_parts = size("num_parts", call.num_parts)?;
-    let rows = Shape {
-        batch: size("batch", call.batch)?,
-        seq: size("seqlen_q", call.seqlen_q)?,
-        head: size("num_heads_q", call.num_heads_q)?,
-        dim: size("head_dim_v", call.head_dim_v)?,
-    };
-    let (dtype_part, dtype_o) = (dtype("dtype_part", call.dtype_part)?, dtype("dtype_o", call.dtype_o)?);
-    Ok(CombineProblem::new(num_parts, dtype_part, dtype_o, rows)
-        .strides_part(strides(&first.o))
-        .strides_o(strides(&call.o))
-        .write_lse(!call.lse.is_null())
-        .merge(merge(call.merge)?))
-}
-
-/// Device, kernel, tile and promises that `FmhaOptions` asks for.
+/// Kernel, tile and promises that `FmhaOptions` asks for.
 #[derive(Debug, Default)]
 pub(crate) struct Choice {
-    pub(crate) backend: Option<Backend>,
     pub(crate) plan: PlanOptions,
     /// Whether each run brings its scratch.
     pub(crate) caller_workspace: bool,
@@ -448,10 +367,7 @@ impl Choice {
         struct_bytes::<FmhaOptions>(options.struct_bytes)?;
         none("reserved", options.reserved)?;
         // SAFETY: the caller promised C strings.
-        let (backend, kernel, tile) = unsafe {
-            (text("backend", options.backend)?, text("kernel", options.kernel)?, text("tile", options.tile)?)
-        };
-        let backend = backend.map(str::parse).transpose()?;
+        let (kernel, tile) = unsafe { (text("kernel", options.kernel)?, text("tile", options.tile)?) };
         let mut plan = PlanOptions::default()
             .tile(tile.map(tile_options).transpose()?.unwrap_or_default())
             .allow_fallback(flag("allow_fallback", options.allow_fallback)?)
@@ -462,7 +378,7 @@ impl Choice {
             .check_lengths(flag("check_lengths", options.check_lengths)?);
         plan.kernel = kernel.map(str::to_owned);
         let caller_workspace = flag("caller_workspace", options.caller_workspace)?;
-        Ok(Self { backend, plan, caller_workspace })
+        Ok(Self { plan, caller_workspace })
     }
 }
 
@@ -505,135 +421,89 @@ pub(crate) fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
     Err(ProblemError::new("struct_bytes", text))
 }
 
-/// Which layouts the pointers of a call mean.
-fn layouts(call: &FmhaCall, lists: Option<&FmhaLists>) -> Result<(QLayout, KvLayout), ProblemError> {
-    let q = if call.cu_seqlens_q.is_null() { QLayout::Batch } else { QLayout::Packed };
-    let page_size = size("page_size", call.page_size)?;
-    let kv = match (page_size, call.cu_seqlens_k.is_null()) {
-        (0, true) => KvLayout::Strided,
-        (0, false) => KvLayout::Packed,
-        (_, true) => KvLayout::Paged { page_size },
-        (_, false) => {
-            let text = format!("cu_seqlens_k is given, but page_size is {page_size}");
-            return Err(ProblemError::new("cu_seqlens_k", text));
+/// Layouts of a problem's rows.
+fn layouts(given: &FmhaProblem) -> Result<(QLayout, KvLayout), ProblemError> {
+    let (packed_q, packed_k) = (flag("packed_q", given.packed_q)?, flag("packed_k", given.packed_k)?);
+    let kv = match (size("page_size", given.page_size)?, packed_k) {
+        (0, false) => KvLayout::Strided,
+        (0, true) => KvLayout::Packed,
+        (page_size, false) => KvLayout::Paged { page_size },
+        (page_size, true) => {
+            let text = format!("packed_k 1 is given, but page_size is {page_size}");
+            return Err(ProblemError::new("packed_k", text));
         }
     };
-    // A table of no entries may be null, where no sequence has a key.
-    let addresses = lists.is_some_and(|lists| lists.addresses != 0);
-    let may_be_null =
-        page_size == 0 || addresses || call.batch == 0 || call.max_pages == 0 && call.seqlen_k == 0;
-    if addresses && !call.block_table.is_null() {
-        let text = "block_table is given, but indices are addresses: lists.addresses 1";
-        return Err(ProblemError::new("block_table", text));
-    }
-    let (is_null, paged) = (call.block_table.is_null(), page_size != 0);
-    if is_null && !may_be_null || !is_null && !paged {
-        let is = if call.block_table.is_null() { "null" } else { "given" };
-        let text = format!("block_table is {is}, but page_size is {page_size}");
-        return Err(ProblemError::new("block_table", text));
-    }
-    Ok((q, kv))
+    Ok((if packed_q { QLayout::Packed } else { QLayout::Batch }, kv))
 }
 
-/// Totals of a call: rows where the layout is packed, pages where it is paged.
+/// Totals of a run: rows where the layout is packed, pages where it is paged.
 #[inline]
-pub(crate) fn totals(
-    call: &FmhaCall,
-    cache: Option<&FmhaCache>,
-    lists: Option<&FmhaLists>,
-) -> Result<Totals, ProblemError> {
-    let numbers = call.total_q | call.total_k | call.num_pages | call.max_pages | call.page_size;
-    let pointers = [call.cu_seqlens_q, call.cu_seqlens_k, call.block_table];
-    if numbers == 0 && pointers.iter().all(|pointer| pointer.is_null()) && cache.is_none() {
-        return Ok(Totals::NONE);
-    }
-    given_totals(call, cache, lists)
-}
-
-fn given_totals(
-    call: &FmhaCall,
-    cache: Option<&FmhaCache>,
-    lists: Option<&FmhaLists>,
-) -> Result<Totals, ProblemError> {
-    let (q, kv) = layouts(call, lists)?;
-    let (total_new, packs_new) =
-        cache.map_or((0, false), |cache| (cache.total_new, !cache.cu_seqlens_new.is_null()));
-    let paged = matches!(kv, KvLayout::Paged { .. });
+pub(crate) fn totals(problem: &FwdProblem, args: &FmhaArgs) -> Result<Totals, ProblemError> {
     let of = |field, value, wanted, with: &str| match (size(field, value)?, wanted) {
         (value, true) => Ok(Some(value)),
         (0, false) => Ok(None),
-        (value, false) => Err(ProblemError::new(field, format!("{field} {value} goes with {with}"))),
+        (value, false) => {
+            Err(ProblemError::new(field, format!("{field} {value} goes with {with}, which is 0")))
+        }
     };
-    let (cu_q, cu_k) = ("cu_seqlens_q, which is null", "cu_seqlens_k, which is null");
-    of("max_pages", call.max_pages, paged, "page_size, which is 0")?;
+    let paged = problem.layout.kv.is_paged();
+    let packs_new = problem.cache.append.as_ref().is_some_and(|append| append.layout == QLayout::Packed);
+    of("max_pages", args.max_pages, paged, "page_size")?;
+    let (q, kv) = (problem.layout.q, problem.layout.kv);
     Ok(Totals {
-        total_q: of("total_q", call.total_q, q == QLayout::Packed, cu_q)?,
-        total_k: of("total_k", call.total_k, kv == KvLayout::Packed, cu_k)?,
-        num_pages: of("num_pages", call.num_pages, paged, "page_size, which is 0")?,
-        total_new: of("total_new", total_new, packs_new, "cu_seqlens_new, which is null")?,
+        total_q: of("total_q", args.total_q, q == QLayout::Packed, "packed_q")?,
+        total_k: of("total_k", args.total_k, kv == KvLayout::Packed, "packed_k")?,
+        num_pages: of("num_pages", args.num_pages, paged, "page_size")?,
+        total_new: of("total_new", args.total_new, packs_new, "packed_new")?,
     })
 }
 
-/// Whether new rows or angles begin at the length of each of no sequences: null is the address of no lengths.
-fn has_no_sequences_but_begins(call: &FmhaCall, cache: Option<&FmhaCache>) -> bool {
-    call.batch == 0 && cache.is_some_and(|cache| cache.seqlen_new > 0 || cache.rotary_dim > 0)
-}
-
-/// Whether no sequence has a query: LSE and its gradient then have no elements, and null is their address.
-pub(crate) fn has_no_rows(call: &FmhaCall) -> bool {
-    if call.cu_seqlens_q.is_null() { call.batch == 0 || call.seqlen_q == 0 } else { call.total_q == 0 }
-}
-
-/// Whether lists of blocks have no rows: null is their address then.
-pub(crate) fn has_no_blocks(call: &FmhaCall) -> bool {
-    call.batch == 0 || call.seqlen_q == 0
-}
-
-/// Whether no query has a key: the bias, its gradient and the keep mask then have no elements.
-pub(crate) fn has_no_scores(call: &FmhaCall) -> bool {
-    call.batch == 0 || call.seqlen_q == 0 || call.seqlen_k == 0
-}
-
 /// Strides of 0 over batch or head are a bias that is shared.
-fn bias(call: &FmhaCall) -> Result<Bias, ProblemError> {
-    let per_batch = flag("alibi_per_batch", call.alibi_per_batch)?;
-    let (elementwise, alibi) = (!call.bias.data.is_null(), !call.alibi_slopes.is_null());
-    // A batch of 0 has no slopes.
-    if per_batch && !alibi && call.batch > 0 {
-        let text = "alibi_per_batch 1 goes with alibi_slopes, which is null";
-        return Err(ProblemError::new("alibi_per_batch", text));
-    }
-    // A bias without elements may be null whatever its type: it adds to no score.
-    if !elementwise && !has_no_scores(call) {
-        none_of("dtype_bias", call.dtype_bias, "bias.data")?;
-    }
-    match (elementwise, alibi) {
-        (false, false) => Ok(Bias::None),
-        (false, true) => Ok(Bias::Alibi { per_batch }),
-        (true, false) => Ok(Bias::Elementwise(ElementwiseBias {
-            dtype: dtype("dtype_bias", call.dtype_bias)?,
-            broadcast: BiasBroadcast::of_axes(call.bias.batch_stride != 0, call.bias.head_stride != 0),
-            strides: strides(&call.bias),
-        })),
-        (true, true) => {
-            Err(ProblemError::new("alibi_slopes", "alibi_slopes and bias: 2 given, at most 1 is taken"))
+fn bias(given: &FmhaProblem) -> Result<Bias, ProblemError> {
+    let bias = match given.bias_kind {
+        FMHA_BIAS_NONE => Bias::None,
+        FMHA_BIAS_ELEMENTWISE => {
+            return Ok(Bias::Elementwise(ElementwiseBias {
+                dtype: dtype("dtype_bias", given.dtype_bias)?,
+                broadcast: BiasBroadcast::of_axes(given.bias.batch_stride != 0, given.bias.head_stride != 0),
+                strides: strides(&given.bias),
+            }));
         }
+        FMHA_BIAS_ALIBI => Bias::Alibi { per_batch: false },
+        FMHA_BIAS_ALIBI_PER_BATCH => Bias::Alibi { per_batch: true },
+        other => return Err(not_in("bias_kind", other, "FMHA_BIAS_NONE ... FMHA_BIAS_ALIBI_PER_BATCH", 3)),
+    };
+    goes_with("dtype_bias", given.dtype_bias, "bias_kind 1 (FMHA_BIAS_ELEMENTWISE)")?;
+    Ok(bias)
+}
+
+fn descale(field: &'static str, value: i32) -> Result<Descale, ProblemError> {
+    match value {
+        FMHA_DESCALE_NONE => Ok(Descale::None),
+        FMHA_DESCALE_PER_KV_HEAD => Ok(Descale::PerKvHead),
+        FMHA_DESCALE_PER_TENSOR => Ok(Descale::PerTensor),
+        _ => Err(not_in(field, value, "FMHA_DESCALE_NONE ... FMHA_DESCALE_PER_TENSOR", 2)),
     }
 }
 
-fn none_of(field: &'static str, value: i32, tensor: &str) -> Result<(), ProblemError> {
+fn not_in(field: &'static str, value: i32, names: &str, last: i32) -> ProblemError {
+    ProblemError::new(field, format!("{field} {value} is not in 0..={last} ({names})"))
+}
+
+pub(crate) fn goes_with(field: &'static str, value: impl Into<i64>, with: &str) -> Result<(), ProblemError> {
+    let value = value.into();
     if value == 0 {
         return Ok(());
     }
-    Err(ProblemError::new(field, format!("{field} {value} goes with {tensor}, which is null")))
+    Err(ProblemError::new(field, format!("{field} {value} goes with {with}")))
 }
 
-pub(crate) fn strides(tensor: &FmhaTensor) -> Strides {
+pub(crate) fn strides(given: &FmhaStrides) -> Strides {
     Strides {
-        batch: tensor.batch_stride,
-        seq: tensor.seqlen_stride,
-        head: tensor.head_stride,
-        dim: tensor.dim_stride,
+        batch: given.batch_stride,
+        seq: given.seqlen_stride,
+        head: given.head_stride,
+        dim: given.dim_stride,
     }
 }
 
@@ -642,9 +512,9 @@ pub(crate) fn size(field: &'static str, value: i64) -> Result<u32, ProblemError>
 }
 
 /// The dropout generator's position for a run, if the run has one.
-pub(crate) fn seed(call: &FmhaCall) -> Result<Option<DropoutSeed>, ProblemError> {
-    let at = DropoutSeed { seed: call.dropout_seed, offset: call.dropout_offset };
-    Ok(flag("dropout_seeded", call.dropout_seeded)?.then_some(at))
+pub(crate) fn seed(args: &FmhaArgs) -> Result<Option<DropoutSeed>, ProblemError> {
+    let at = DropoutSeed { seed: args.dropout_seed, offset: args.dropout_offset };
+    Ok(flag("dropout_seeded", args.dropout_seeded)?.then_some(at))
 }
 
 /// Room for later versions.
@@ -652,7 +522,7 @@ pub(crate) fn none(field: &'static str, value: i32) -> Result<(), ProblemError> 
     if value == 0 { Ok(()) } else { Err(ProblemError::new(field, format!("{field} {value} is not 0"))) }
 }
 
-fn flag(field: &'static str, value: i32) -> Result<bool, ProblemError> {
+pub(crate) fn flag(field: &'static str, value: i32) -> Result<bool, ProblemError> {
     match value {
         0 => Ok(false),
         1 => Ok(true),
@@ -676,10 +546,7 @@ fn merge(value: i32) -> Result<Merge, ProblemError> {
         FMHA_BY_LSE => Ok(Merge::ByLse),
         FMHA_SUM => Ok(Merge::Sum),
         FMHA_ADD_TO => Ok(Merge::AddTo),
-        _ => {
-            let text = format!("merge {value} is not in 0..=2 (FMHA_BY_LSE, FMHA_SUM, FMHA_ADD_TO)");
-            Err(ProblemError::new("merge", text))
-        }
+        _ => Err(not_in("merge", value, "FMHA_BY_LSE, FMHA_SUM, FMHA_ADD_TO", 2)),
     }
 }
 
@@ -704,8 +571,7 @@ pub(crate) fn dtype(field: &'static str, code: i32) -> Result<DType, ProblemErro
         FMHA_E5M2FNUZ => DType::E5m2Fnuz,
         FMHA_F32 => DType::F32,
         _ => {
-            let text = format!("{field} {code} is not in 0..=6 (FMHA_F16 ... FMHA_F32)");
-            return Err(ProblemError::new(field, text));
+            return Err(not_in(field, code, "FMHA_F16 ... FMHA_F32", 6));
         }
     })
 }

@@ -1,12 +1,11 @@
 //! The C ABI of `fmha`: attention forward and backward, combine, and attention over ranks, on the caller's pointers and
 //! stream.
 //!
-//! `fmha.h` is generated from this crate and committed. A call is a struct; a plan is made from one and
-//! runs with any that agrees with it, field by field. No panic crosses the boundary.
+//! `fmha.h` is generated from this crate and committed. A call is two structs: the problem, of which a plan is made,
+//! and the arguments of each run. No panic crosses the boundary.
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
 
-mod agree;
 mod code;
 #[cfg(test)]
 mod contract;
@@ -22,7 +21,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fmha::{Backend, DevBuffer, Device, Error, ProblemError};
+use fmha::{DevBuffer, Device, Error, ProblemError};
 
 use host::Choice;
 pub use plan::FmhaPlan;
@@ -31,11 +30,6 @@ pub use structs::*;
 
 /// Result of this library's functions, with the library's error by default.
 type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// The device of a call, opened once: its kernels stay loaded from plan to plan.
-fn open(choice: Option<&Backend>) -> Result<Device> {
-    choice.unwrap_or(&Backend::CUDA).clone().open()
-}
 
 thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
@@ -70,20 +64,21 @@ fn not_null<T>(field: &'static str, ptr: *const T) -> Result<()> {
 /// A plan of either sort, into `*plan`.
 ///
 /// # Safety
-/// As `fmha_plan`; `make` may read what `call` points to.
-unsafe fn make_plan<C>(
-    call: *const C,
+/// As `fmha_plan`; `make` may read what `problem` points to.
+unsafe fn make_plan<P>(
+    device: *const c_char,
+    problem: *const P,
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
-    make: unsafe fn(&Device, &C, &Choice) -> Result<FmhaPlan>,
+    make: impl FnOnce(&Device, &P, &Choice) -> Result<FmhaPlan>,
 ) -> c_int {
     guard(|| {
-        not_null("call", call)?;
+        not_null("problem", problem)?;
         not_null("plan", plan)?;
         // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         let made = unsafe {
             let choice = Choice::read(options)?;
-            make(&open(choice.backend.as_ref())?, &*call, &choice)?
+            make(&host::device(device)?, &*problem, &choice)?
         };
         // SAFETY: not null, and the caller keeps the rest of the contract of `make_plan`.
         unsafe { *plan = Box::into_raw(Box::new(made)) };
@@ -99,95 +94,98 @@ unsafe fn make_plan<C>(
 ///
 /// # Safety
 /// As `fmha_plan`; no memory of a device is read.
-pub unsafe fn check(call: &FmhaCall) -> Result<(), String> {
+pub unsafe fn check(problem: &FmhaProblem) -> Result<(), String> {
     // SAFETY: the caller keeps the contract of `check`.
-    unsafe { FmhaPlan::check(call) }.map_err(|error| error.to_string())
+    unsafe { FmhaPlan::check(problem) }.map_err(|error| error.to_string())
 }
 
 /// Checks a merge of partial results, as [`check`] does for attention.
 ///
 /// # Errors
 /// As [`check`].
-///
-/// # Safety
-/// As `fmha_plan_combine`.
-pub unsafe fn check_combine(call: &FmhaCombine) -> Result<(), String> {
-    // SAFETY: the caller keeps the contract of `check_combine`.
-    unsafe { FmhaPlan::check_combine(call) }.map_err(|error| error.to_string())
+pub fn check_combine(problem: &FmhaCombineProblem) -> Result<(), String> {
+    let checked = host::combine(problem).and_then(|problem| Ok(problem.validate()?));
+    checked.map(|_| ()).map_err(|error| error.to_string())
 }
 
 /// A run of a plan of either sort.
 ///
 /// # Safety
-/// As `fmha_run`; `run` may read and write what `call` points to.
-unsafe fn run_plan<C>(
+/// As `fmha_run`; `run` may read and write what `args` points to.
+unsafe fn run_plan<A>(
     plan: *const FmhaPlan,
-    call: *const C,
-    run: unsafe fn(&FmhaPlan, &C) -> Result<()>,
+    args: *const A,
+    run: unsafe fn(&FmhaPlan, &A) -> Result<()>,
 ) -> c_int {
     guard(|| {
         not_null("plan", plan)?;
-        not_null("call", call)?;
+        not_null("args", args)?;
         // SAFETY: not null, and the caller keeps the rest of the contract of `run_plan`.
-        unsafe { run(&*plan, &*call) }
+        unsafe { run(&*plan, &*args) }
     })
 }
 
 /// Chooses and compiles a kernel; may take seconds the first time. Nothing on the device is read.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`) with `*plan` untouched.
 ///
-/// The plan runs every call that agrees with this one: all fields but addresses, stream, workspace, dropout_seed
-/// and dropout_offset are what they were, and what was null stays null. It runs on one stream at a time, unless each
-/// run brings its own workspace.
+/// `device` is "cuda" (as null), "cuda:1", "rocm", "cpu" (whose addresses are host memory) or "auto". It is opened
+/// once, and its kernels stay loaded from plan to plan. The plan runs on one stream at a time, unless each run brings
+/// its own workspace.
 ///
 /// # Safety
-/// `call` is null or a call whose host pointers are null or point to what they say; `options` is null or
-/// options whose strings are null or C strings; `plan` is null or writable.
+/// `device` is null or a C string; `problem` is null or a problem whose pointers are null or point to what they
+/// say; `options` is null or options whose strings are null or C strings; `plan` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan(
-    call: *const FmhaCall,
+    device: *const c_char,
+    problem: *const FmhaProblem,
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
     // SAFETY: the caller keeps the contract of `fmha_plan`.
-    unsafe { make_plan(call, options, plan, FmhaPlan::new) }
+    unsafe {
+        make_plan(device, problem, options, plan, |device, problem, choice| {
+            FmhaPlan::new(device, problem, choice)
+        })
+    }
 }
 
-/// Queues the call on its stream and returns: on a device it neither allocates nor waits.
+/// Queues a run on its stream and returns: on a device it neither allocates nor waits.
 /// Returns 0, or not 0 (see `fmha_last_error`) with nothing launched, unless the driver itself failed.
-/// A field that is not the plan's is refused by its name, with both numbers.
+/// What the problem has and the arguments lack is refused by its name, and the other way round.
 ///
 /// # Safety
-/// `plan` is null or from `fmha_plan`; `call` is null or a call whose pointers are null or memory of the
-/// plan's backend as large as the call says, untouched by others until the work is done.
+/// `plan` is null or from `fmha_plan`; `args` is null or arguments whose pointers are null or memory of the
+/// plan's device as large as the problem says, untouched by others until the work is done.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, call: *const FmhaCall) -> c_int {
+pub unsafe extern "C" fn fmha_run(plan: *const FmhaPlan, args: *const FmhaArgs) -> c_int {
     // SAFETY: the caller keeps the contract of `fmha_run`.
-    unsafe { run_plan(plan, call, FmhaPlan::run) }
+    unsafe { run_plan(plan, args, FmhaPlan::run) }
 }
 
 /// Plans a merge of partial results; `fmha_plan` plans attention.
 ///
 /// # Safety
-/// As `fmha_plan`; `parts` is null or `num_parts` of them in host memory.
+/// As `fmha_plan`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_plan_combine(
-    call: *const FmhaCombine,
+    device: *const c_char,
+    problem: *const FmhaCombineProblem,
     options: *const FmhaOptions,
     plan: *mut *mut FmhaPlan,
 ) -> c_int {
     // SAFETY: the caller keeps the contract of `fmha_plan_combine`.
-    unsafe { make_plan(call, options, plan, FmhaPlan::combine) }
+    unsafe { make_plan(device, problem, options, plan, FmhaPlan::combine) }
 }
 
 /// Runs a merge of partial results; `fmha_run` runs attention.
 ///
 /// # Safety
-/// As `fmha_run`; `parts` is null or `num_parts` of them in host memory.
+/// As `fmha_run`; `parts` is null or as many as the problem's `num_parts` in host memory.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, call: *const FmhaCombine) -> c_int {
+pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, args: *const FmhaCombineArgs) -> c_int {
     // SAFETY: the caller keeps the contract of `fmha_run_combine`.
-    unsafe { run_plan(plan, call, FmhaPlan::run_combine) }
+    unsafe { run_plan(plan, args, FmhaPlan::run_combine) }
 }
 
 /// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
@@ -200,7 +198,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
-/// Bytes of FmhaCall.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
+/// Bytes of FmhaArgs.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
 /// or needs none, or is null. A plan of combine needs none.
 ///
 /// # Safety
@@ -226,28 +224,27 @@ pub unsafe extern "C" fn fmha_drop(plan: *mut FmhaPlan) {
     });
 }
 
-/// Memory of a backend, for callers who have none of their own.
+/// Memory of a device, for callers who have none of their own.
 pub struct FmhaBuffer {
     device: Device,
     memory: DevBuffer,
 }
 
-/// New memory of the backend that `options` name, aligned to 256 bytes; its contents mean nothing.
+/// New memory of a device, named as for `fmha_plan`, aligned to 256 bytes; its contents mean nothing.
 /// Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.
 ///
 /// # Safety
-/// As `fmha_plan`; `buffer` is null or writable.
+/// `device` is null or a C string; `buffer` is null or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_buffer(
-    options: *const FmhaOptions,
+    device: *const c_char,
     bytes: u64,
     buffer: *mut *mut FmhaBuffer,
 ) -> c_int {
     guard(|| {
         not_null("buffer", buffer)?;
         // SAFETY: the caller keeps the contract of `fmha_buffer`.
-        let choice = unsafe { Choice::read(options)? };
-        let device = open(choice.backend.as_ref())?;
+        let device = unsafe { host::device(device)? };
         let memory = device.memory().alloc(bytes)?;
         // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_buffer`.
         unsafe { *buffer = Box::into_raw(Box::new(FmhaBuffer { device, memory })) };
@@ -255,7 +252,7 @@ pub unsafe extern "C" fn fmha_buffer(
     })
 }
 
-/// The buffer's first byte, in the memory of its backend. Host code can read and write a CPU buffer through it.
+/// The buffer's first byte, in the memory of its device. Host code can read and write a CPU buffer through it.
 ///
 /// # Safety
 /// `buffer` is null (then so is the address) or from `fmha_buffer`.

@@ -1,20 +1,28 @@
-//! A plan behind the C pointer: made from one call's struct, run with others that agree with it.
+//! A plan behind the C pointer: made from a problem, run with arguments.
 
 use std::ffi::CString;
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, Descale, DevBuffer,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, DevBuffer,
     DevSlice, DevSliceMut, Device, Dims, ElemType, Extents, FwdArgs, FwdPlan, FwdProblem, ListLength,
-    MemorySpace, PartialResult, ProblemError, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd,
+    MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd,
     Workspace,
 };
 
 use crate::Result;
-use crate::agree;
-use crate::host::{self, Choice, Pointed, strides};
-use crate::structs::{FmhaCache, FmhaCall, FmhaCombine, FmhaGradients, FmhaPartial, FmhaTensor};
+use crate::code::Captures;
+use crate::host::{self, AnyPass, Choice, Given};
+use crate::structs::{FmhaArgs, FmhaCombineArgs, FmhaCombineProblem, FmhaProblem};
 
-/// A chosen and loaded kernel with its scratch memory, of the backend that it was planned on.
+/// Refuses arguments of which the problem is without `$what`.
+macro_rules! absent {
+    ($args:expr, $what:expr, $($field:ident),+) => {
+        $($crate::plan::unwanted(stringify!($field), $args.$field, $what)?;)+
+    };
+}
+pub(crate) use absent;
+
+/// A chosen and loaded kernel with its scratch memory, of the device that it was planned on.
 pub struct FmhaPlan {
     space: MemorySpace,
     planned: Box<Planned>,
@@ -26,73 +34,55 @@ pub struct FmhaPlan {
 enum Scratch {
     /// Scratch that the plan owns; `None`: the plan needs none.
     Own(Option<DevBuffer>),
-    /// Scratch that each call brings, of so many bytes.
+    /// Scratch that each run brings, of so many bytes.
     Callers { bytes: u64 },
 }
 
-/// The plan, and the struct that later ones are held to.
+/// The plan, and the places of what a run captures.
 enum Planned {
-    Forward { plan: FwdPlan, call: FmhaCall, pointed: Pointed },
-    Backward { plan: BwdPlan, call: FmhaCall, pointed: Pointed },
-    Combine { plan: CombinePlan, call: FmhaCombine, first: FmhaPartial },
+    Forward(FwdPlan, Captures),
+    Backward(BwdPlan, Captures),
+    Combine(CombinePlan),
 }
 
 impl FmhaPlan {
     /// # Safety
-    /// The host pointers of `call` are null or point to what `fmha.h` says.
-    pub(crate) unsafe fn new(device: &Device, call: &FmhaCall, choice: &Choice) -> Result<Self> {
+    /// The host pointers of `problem` are null or point to what `fmha.h` says.
+    pub(crate) unsafe fn new(device: &Device, problem: &FmhaProblem, choice: &Choice) -> Result<Self> {
         // SAFETY: the caller keeps the contract of `new`.
-        let pointed = unsafe { Pointed::read(call)? };
-        let (planned, scratch, text) = match &pointed.gradients {
-            None => {
-                let plan = device.plan_fwd(&pointed.forward(call)?.validate()?, &choice.plan)?;
+        let Given { problem, captures } = unsafe { Given::read(problem)? };
+        let (planned, scratch, text) = match problem {
+            AnyPass::Forward(problem) => {
+                let plan = device.plan_fwd(&problem.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
-                (Planned::Forward { plan, call: *call, pointed }, scratch, text)
+                (Planned::Forward(plan, captures), scratch, text)
             }
-            Some(gradients) => {
-                let problem = pointed.backward(call, gradients)?;
+            AnyPass::Backward(problem) => {
                 let plan = device.plan_bwd(&problem.validate()?, &choice.plan)?;
                 let (scratch, text) = (plan.workspace(), plan.to_string());
-                (Planned::Backward { plan, call: *call, pointed }, scratch, text)
+                (Planned::Backward(plan, captures), scratch, text)
             }
         };
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    /// Checks a call as [`Self::new`] does, for every device and without making a plan.
+    /// Checks a problem as [`Self::new`] does, for every device and without making a plan.
     ///
     /// # Safety
     /// As [`Self::new`].
-    pub(crate) unsafe fn check(call: &FmhaCall) -> Result<()> {
+    pub(crate) unsafe fn check(problem: &FmhaProblem) -> Result<()> {
         // SAFETY: the caller keeps the contract of `check`.
-        let pointed = unsafe { Pointed::read(call)? };
-        match &pointed.gradients {
-            None => pointed.forward(call)?.validate().map(|_| ())?,
-            Some(gradients) => pointed.backward(call, gradients)?.validate().map(|_| ())?,
+        match unsafe { Given::read(problem)? }.problem {
+            AnyPass::Forward(problem) => problem.validate().map(|_| ())?,
+            AnyPass::Backward(problem) => problem.validate().map(|_| ())?,
         }
         Ok(())
     }
 
-    /// Checks a call as [`Self::combine`] does, for every device and without making a plan.
-    ///
-    /// # Safety
-    /// As [`Self::combine`].
-    pub(crate) unsafe fn check_combine(call: &FmhaCombine) -> Result<()> {
-        // SAFETY: the caller keeps the contract of `check_combine`.
-        let first = host::first_part(call, unsafe { host::parts(call)? });
-        host::combine(call, &first)?.validate()?;
-        Ok(())
-    }
-
-    /// # Safety
-    /// `parts` is null or as many as `num_parts` says.
-    pub(crate) unsafe fn combine(device: &Device, call: &FmhaCombine, choice: &Choice) -> Result<Self> {
-        // SAFETY: the caller keeps the contract of `combine`.
-        let first = host::first_part(call, unsafe { host::parts(call)? });
-        let plan = device.plan_combine(&host::combine(call, &first)?.validate()?, &choice.plan)?;
+    pub(crate) fn combine(device: &Device, problem: &FmhaCombineProblem, choice: &Choice) -> Result<Self> {
+        let plan = device.plan_combine(&host::combine(problem)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
-        let planned = Planned::Combine { plan, call: *call, first };
-        Self::with(device, planned, (scratch, choice.caller_workspace), text)
+        Self::with(device, Planned::Combine(plan), (scratch, choice.caller_workspace), text)
     }
 
     fn with(
@@ -109,7 +99,7 @@ impl FmhaPlan {
         Ok(Self { space, planned: Box::new(planned), scratch, text })
     }
 
-    /// Bytes that each call has to bring.
+    /// Bytes that each run has to bring.
     pub(crate) fn workspace_bytes(&self) -> u64 {
         match self.scratch {
             Scratch::Own(_) => 0,
@@ -117,13 +107,13 @@ impl FmhaPlan {
         }
     }
 
-    /// The scratch of a run of `call`: whether it is large enough is for the backend to say.
+    /// The scratch of a run: whether it is large enough is for the backend to say.
     ///
     /// # Safety
     /// As [`Self::run`].
     #[inline]
-    unsafe fn workspace(&self, memory: Memory, call: &FmhaCall) -> Result<Option<DevSliceMut<'_>>> {
-        let (given, bytes) = (call.workspace, call.workspace_bytes);
+    unsafe fn workspace(&self, memory: Memory, args: &FmhaArgs) -> Result<Option<DevSliceMut<'_>>> {
+        let (given, bytes) = (args.workspace, args.workspace_bytes);
         let refused = |field, text| Err(ProblemError::new(field, text).into());
         match &self.scratch {
             _ if given.is_null() && bytes > 0 => refused(
@@ -156,126 +146,173 @@ impl FmhaPlan {
     }
 
     /// # Safety
-    /// Every pointer of `call` that is not null is memory of the plan's backend, as large as `fmha.h` says,
-    /// and nobody else touches it until the work is done; its stream is null or one of the plan's device that
-    /// lives until then; host pointers are as for [`Self::new`].
-    pub(crate) unsafe fn run(&self, call: &FmhaCall) -> Result<()> {
-        let memory = Memory(self.space);
-        match &*self.planned {
-            Planned::Forward { plan, call: planned, pointed } => {
-                // SAFETY: the caller keeps the contract of `run`.
-                unsafe { agree::call(planned, pointed, call)? };
-                // SAFETY: the caller keeps the contract of `run`.
-                unsafe { self.run_forward(plan, call) }
+    /// Every pointer of `args` that is not null is memory of the plan's device, as large as `fmha.h` says of the
+    /// problem, and nobody else touches it until the work is done; its stream is null or one of the plan's device
+    /// that lives until then; `captured` is null or host memory with as many as the problem has.
+    pub(crate) unsafe fn run(&self, args: &FmhaArgs) -> Result<()> {
+        host::struct_bytes::<FmhaArgs>(args.struct_bytes)?;
+        host::none("reserved", args.reserved)?;
+        // SAFETY: the caller keeps the contract of `run`.
+        unsafe {
+            match &*self.planned {
+                Planned::Forward(plan, captures) => self.forward(plan, captures, args),
+                Planned::Backward(plan, captures) => self.backward(plan, captures, args),
+                Planned::Combine(_) => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
             }
-            Planned::Backward { plan, call: planned, pointed } => {
-                // SAFETY: the caller keeps the contract of `run`.
-                unsafe { agree::call(planned, pointed, call)? };
-                // SAFETY: the caller keeps the contract of `run`; a call that agrees has gradients.
-                let Some(gradients) = (unsafe { call.gradients.as_ref() }) else {
-                    return Err(ProblemError::new("gradients", "gradients is null").into());
-                };
-                // SAFETY: the caller keeps the contract of `run`.
-                let captured = unsafe { memory.captured(plan.problem().fwd(), call) };
-                // SAFETY: the caller keeps the contract of `run`.
-                let mut args = unsafe {
-                    let workspace = self.workspace(memory, call)?;
-                    memory.backward(plan, call, gradients, workspace)?
-                };
-                args.score.captured = captured.tensors();
-                args.score.numbers = captured.numbers();
-                // SAFETY: the caller keeps the contract of `run`.
-                let lists = unsafe { call.lists.as_ref() };
-                let totals = host::totals(call, None, lists)?;
-                // SAFETY: the caller keeps the contract of `run`.
-                args.masks = unsafe { memory.masks(plan.problem().fwd(), call, totals)? };
-                // SAFETY: the caller keeps the contract of `run`.
-                args.dcaptured = unsafe { memory.dcaptured(plan.problem(), call) };
-                // SAFETY: the caller keeps the contract of `run`.
-                unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
-            }
-            Planned::Combine { .. } => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
         }
     }
 
     /// # Safety
     /// As [`Self::run`].
     #[inline]
-    unsafe fn run_forward(&self, plan: &FwdPlan, call: &FmhaCall) -> Result<()> {
+    unsafe fn forward(&self, plan: &FwdPlan, captures: &Captures, given: &FmhaArgs) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
-        // SAFETY: the caller keeps the contract of `run_forward`.
-        let (cache, lists) = unsafe { (call.cache.as_ref(), call.lists.as_ref()) };
-        let totals = host::totals(call, cache, lists)?;
+        absent!(given, "gradients", dout, dq, dk, dv, dbias, dlse, dsink);
+        let totals = host::totals(problem, given)?;
         let extents = problem.extents(totals);
-        // SAFETY: the caller keeps the contract of `run_forward`.
-        let (q, k, v, o) = unsafe { memory.tensors(problem, call, &extents)? };
-        // SAFETY: the caller keeps the contract of `run_forward`.
-        let captured = unsafe { memory.captured(problem, call) };
+        // SAFETY: the caller keeps the contract of `forward`.
+        let captured = unsafe { memory.captured(problem, captures, given)? };
+        // SAFETY: the caller keeps the contract of `forward`.
+        let (q, k, v, o) = unsafe { memory.tensors(problem, given, &extents)? };
         // Field by field: to move all of the arguments once takes as long as to make them.
         let mut args = FwdArgs::new(q, k, v, o);
-        // SAFETY: the caller keeps the contract of `run_forward`.
+        let lse_bytes = extents.lse_elems * 4;
+        // SAFETY: the caller keeps the contract of `forward`.
         unsafe {
-            if let Some(cache) = cache {
-                args.cache = memory.cache(problem, cache, totals)?;
-            }
-            args.lse = memory.write_if(problem.write_lse, call.lse.cast(), extents.lse_elems * 4, DType::F32);
+            memory.cache(problem, given, totals, &mut args.cache)?;
+            args.lse = memory.write_if("lse", problem.write_lse, given.lse, lse_bytes, DType::F32)?;
             args.keep_mask = memory.write_if(
+                "keep_mask",
                 problem.dropout.write_keep_mask,
-                call.keep_mask,
+                given.keep_mask,
                 problem.keep_mask_bytes(),
                 ElemType::Bytes,
-            );
+            )?;
             let outputs = problem.outputs;
-            for (to, wanted, at, elems) in [
-                (&mut args.row_max, outputs.row_max, call.row_max, extents.lse_elems),
-                (&mut args.head_max, outputs.head_max, call.head_max, problem.dims.num_heads_q.into()),
-                (&mut args.key_sum, outputs.key_sum, call.key_sum, problem.key_sum_elems()),
+            for (to, name, wanted, at, elems) in [
+                (&mut args.row_max, "row_max", outputs.row_max, given.row_max, extents.lse_elems),
+                (
+                    &mut args.head_max,
+                    "head_max",
+                    outputs.head_max,
+                    given.head_max,
+                    problem.dims.num_heads_q.into(),
+                ),
+                (&mut args.key_sum, "key_sum", outputs.key_sum, given.key_sum, problem.key_sum_elems()),
             ] {
-                *to = memory.write_if(wanted, at.cast(), elems * 4, DType::F32);
+                *to = memory.write_if(name, wanted, at, elems * 4, DType::F32)?;
             }
-            args.scale_o = memory.optional(call.scale_o.cast(), 4, DType::F32);
-            args.seq = memory.seq(problem, call, cache, totals)?;
-            args.score = memory.score(problem, call)?;
-            memory.block_scales(problem, call, &extents, &mut args.score)?;
+            args.scale_o = memory.read_if("scale_o", problem.scales.scale_o, given.scale_o, 4, DType::F32)?;
+            args.seq = memory.seq(problem, given, totals)?;
+            args.score = memory.score(problem, given)?;
+            memory.block_scales(problem, given, &extents, &mut args.score)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
-            args.masks = memory.masks(problem, call, totals)?;
-            args.workspace = self.workspace(memory, call)?;
+            args.masks = memory.masks(problem, given, totals)?;
+            args.workspace = self.workspace(memory, given)?;
         }
-        // SAFETY: the caller keeps the contract of `run_forward`.
-        unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
+        // SAFETY: the caller keeps the contract of `forward`.
+        unsafe { plan.run_on_raw(&mut args, given.stream as u64) }
     }
 
     /// # Safety
     /// As [`Self::run`].
-    pub(crate) unsafe fn run_combine(&self, call: &FmhaCombine) -> Result<()> {
-        let Planned::Combine { plan, call: planned, first } = &*self.planned else {
+    unsafe fn backward(&self, plan: &BwdPlan, captures: &Captures, given: &FmhaArgs) -> Result<()> {
+        let (problem, memory) = (plan.problem(), Memory(self.space));
+        let fwd = problem.fwd();
+        absent!(given, "it", row_max, head_max, key_sum);
+        let totals = host::totals(fwd, given)?;
+        let extents = fwd.extents(totals);
+        let lse_bytes = extents.lse_elems * 4;
+        // SAFETY: the caller keeps the contract of `backward`.
+        unsafe {
+            let captured = memory.captured(fwd, captures, given)?;
+            let (strides, types) = (&fwd.strides, fwd.dtypes);
+            let input = |name, at, strides, shape, dtype| memory.input(name, at, (strides, shape), dtype);
+            let grad =
+                |name, at, strides, shape| memory.output(name, at, (strides, shape), problem.dtype_grad);
+            let mut args = BwdArgs::new(
+                [
+                    input("q", given.q, strides.q, extents.q, types.qk)?,
+                    input("k", given.k, strides.k, extents.k, types.qk)?,
+                    input("v", given.v, strides.v, extents.v, types.v)?,
+                ],
+                [
+                    input("o", given.o, strides.o, extents.o, types.o)?,
+                    memory.needed("lse", given.lse, lse_bytes, DType::F32)?,
+                    input("dout", given.dout, problem.dout, extents.o, types.o)?,
+                ],
+                [
+                    grad("dq", given.dq, problem.dq, extents.q)?,
+                    grad("dk", given.dk, problem.dk, extents.k)?,
+                    grad("dv", given.dv, problem.dv, extents.v)?,
+                ],
+            );
+            args.dlse = memory.read_if("dlse", problem.has_dlse, given.dlse, lse_bytes, DType::F32)?;
+            args.dbias = match (problem.dbias, fwd.score.bias) {
+                (Some(wanted), fmha::Bias::Elementwise(bias)) => {
+                    let shape = fwd.shape_bias(bias.broadcast);
+                    Some(memory.output("dbias", given.dbias, (wanted.strides, shape), wanted.dtype)?)
+                }
+                _ => {
+                    absent!(given, "it", dbias);
+                    None
+                }
+            };
+            let sinks = u64::from(fwd.dims.num_heads_q) * 4;
+            args.dsink = memory.write_if("dsink", problem.write_dsink, given.dsink, sinks, DType::F32)?;
+            // Outputs of the forward pass may stay among the arguments, and are left alone.
+            if !fwd.dropout.write_keep_mask {
+                absent!(given, "it", keep_mask);
+            }
+            if !fwd.scales.scale_o {
+                absent!(given, "it", scale_o);
+            }
+            memory.cache(fwd, given, totals, &mut CacheArgs::default())?;
+            args.seq = memory.seq(fwd, given, totals)?;
+            args.score = memory.score(fwd, given)?;
+            memory.block_scales(fwd, given, &extents, &mut args.score)?;
+            args.score.captured = captured.tensors();
+            args.score.numbers = captured.numbers();
+            args.masks = memory.masks(fwd, given, totals)?;
+            args.dcaptured = memory.dcaptured(problem, &captured);
+            args.workspace = self.workspace(memory, given)?;
+            plan.run_on_raw(&mut args, given.stream as u64)
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::run`].
+    pub(crate) unsafe fn run_combine(&self, given: &FmhaCombineArgs) -> Result<()> {
+        let Planned::Combine(plan) = &*self.planned else {
             return wrong_kind("fmha_run_combine", "attention", "fmha_run");
         };
+        host::struct_bytes::<FmhaCombineArgs>(given.struct_bytes)?;
+        let (problem, memory) = (plan.problem(), Memory(self.space));
         // SAFETY: the caller keeps the contract of `run_combine`.
-        let parts = unsafe { host::parts(call)? };
-        agree::combine(planned, first, call, &host::first_part(call, parts))?;
-        let memory = Memory(self.space);
-        let problem = plan.problem();
+        let parts = unsafe { host::parts(given, problem.num_parts)? };
         let lse_bytes = problem.lse_elems() * 4;
         // Parts that are added have no LSE that anybody reads.
         let part_lse_bytes = if problem.adds() { 0 } else { lse_bytes };
         let mut inputs = Vec::with_capacity(parts.len());
-        for part in parts {
+        let of_parts = (problem.part, problem.shape());
+        for (i, part) in parts.iter().enumerate() {
+            let of = |error: ProblemError| ProblemError::new("parts", format!("parts[{i}].{error}"));
             // SAFETY: the caller keeps the contract of `run_combine`.
             let (o, lse) = unsafe {
-                let o = memory.input("parts.o", &part.o, problem.shape(), problem.dtype_part)?;
-                (o, memory.read(part.lse.cast(), part_lse_bytes, DType::F32))
+                (
+                    memory.input("o", part.o, of_parts, problem.dtype_part).map_err(of)?,
+                    memory.needed("lse", part.lse, part_lse_bytes, DType::F32).map_err(of)?,
+                )
             };
             inputs.push(PartialResult { o, lse });
         }
         // SAFETY: the caller keeps the contract of `run_combine`.
-        let mut args = unsafe {
-            CombineArgs::new(&inputs, memory.output("o", &call.o, problem.shape(), problem.dtype_o)?)
-                .lse(memory.write_if(problem.write_lse, call.lse.cast(), lse_bytes, DType::F32))
-        };
-        // SAFETY: the caller keeps the contract of `run_combine`.
-        unsafe { plan.run_on_raw(&mut args, call.stream as u64) }
+        unsafe {
+            let o = memory.output("o", given.o, (problem.o, problem.shape()), problem.dtype_o)?;
+            let lse = memory.write_if("lse", problem.write_lse, given.lse, lse_bytes, DType::F32)?;
+            plan.run_on_raw(&mut CombineArgs::new(&inputs, o).lse(lse), given.stream as u64)
+        }
     }
 }
 
@@ -306,94 +343,34 @@ impl Memory {
     unsafe fn tensors<'a>(
         self,
         problem: &ValidFwd,
-        call: &FmhaCall,
+        args: &FmhaArgs,
         extents: &Extents,
-    ) -> Result<(DevSlice<'a>, CacheSlice<'a>, CacheSlice<'a>, DevSliceMut<'a>)> {
-        if let Some(scales) = &problem.block_scales {
-            let [q, k, v] = scales.stored(extents, problem.layout.v);
-            let elem = scales.format.elem();
-            // SAFETY: the caller keeps the contract of `tensors`.
-            return unsafe {
-                let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
-                let k = self.coded("k", &call.k, k, elem)?.into();
-                let v = self.coded("v", &call.v, v, elem)?.into();
-                Ok((self.coded("q", &call.q, q, elem)?, k, v, o))
-            };
-        }
-        let (stored_k, stored_v) = (problem.stored_k(), problem.stored_v());
+    ) -> Result<(DevSlice<'a>, CacheSlice<'a>, CacheSlice<'a>, DevSliceMut<'a>), ProblemError> {
+        let strides = &problem.strides;
         // SAFETY: the caller keeps the contract of `tensors`.
         unsafe {
-            let q = self.input("q", &call.q, extents.q, problem.dtypes.qk)?;
-            let o = self.output("o", &call.o, extents.o, problem.dtypes.o)?;
-            let k: CacheSlice<'a> = match problem.cache.append {
-                Some(_) => self.output("k", &call.k, extents.k, stored_k)?.into(),
-                None => self.input("k", &call.k, extents.k, stored_k)?.into(),
+            let o = self.output("o", args.o, (strides.o, extents.o), problem.dtypes.o)?;
+            if let Some(scales) = &problem.block_scales {
+                let [q, k, v] = scales.stored(extents, problem.layout.v);
+                let elem = scales.format.elem();
+                let q = self.coded("q", args.q.cast(), (strides.q, q), elem)?;
+                let k = self.coded("k", args.k.cast(), (strides.k, k), elem)?.into();
+                let v = self.coded("v", args.v.cast(), (strides.v, v), elem)?.into();
+                return Ok((q, k, v, o));
+            }
+            let q = self.input("q", args.q, (strides.q, extents.q), problem.dtypes.qk)?;
+            let cached = |name, at, of, dtype| {
+                Ok::<CacheSlice<'a>, ProblemError>(match problem.cache.append {
+                    Some(_) => self.output(name, at, of, dtype)?.into(),
+                    None => self.input(name, at, of, dtype)?.into(),
+                })
             };
-            let v: CacheSlice<'a> = match problem.cache.append {
-                _ if problem.cache.v_in_k => CacheSlice::InK,
-                Some(_) => self.output("v", &call.v, extents.v, stored_v)?.into(),
-                None => self.input("v", &call.v, extents.v, stored_v)?.into(),
-            };
-            Ok((q, k, v, o))
-        }
-    }
-
-    /// # Safety
-    /// As [`FmhaPlan::run`].
-    unsafe fn backward<'a>(
-        self,
-        plan: &BwdPlan,
-        call: &FmhaCall,
-        gradients: &FmhaGradients,
-        workspace: Option<DevSliceMut<'a>>,
-    ) -> Result<BwdArgs<'a>> {
-        let problem = plan.problem();
-        let fwd = problem.fwd();
-        // SAFETY: the caller keeps the contract of `run_forward`.
-        let totals = host::totals(call, None, unsafe { call.lists.as_ref() })?;
-        let extents = fwd.extents(totals);
-        let lse_bytes = extents.lse_elems * 4;
-        if call.lse.is_null() && lse_bytes > 0 {
-            return Err(ProblemError::new("lse", "lse is null, but gradients are wanted of it").into());
-        }
-        // SAFETY: the caller keeps the contract of `backward`.
-        unsafe {
-            let grad = |name, tensor, shape| self.output(name, tensor, shape, problem.dtype_grad);
-            let dbias = match (problem.dbias, fwd.score.bias) {
-                (Some(wanted), fmha::Bias::Elementwise(bias)) => {
-                    let shape = fwd.shape_bias(bias.broadcast);
-                    Some(self.output("dbias", &gradients.dbias, shape, wanted.dtype)?)
-                }
-                _ => None,
-            };
-            Ok(BwdArgs::new(
-                [
-                    self.input("q", &call.q, extents.q, fwd.dtypes.qk)?,
-                    self.input("k", &call.k, extents.k, fwd.dtypes.qk)?,
-                    self.input("v", &call.v, extents.v, fwd.dtypes.v)?,
-                ],
-                [
-                    self.input("o", &call.o, extents.o, fwd.dtypes.o)?,
-                    self.read(call.lse.cast(), lse_bytes, DType::F32),
-                    self.input("dout", &gradients.dout, extents.o, fwd.dtypes.o)?,
-                ],
-                [
-                    grad("dq", &gradients.dq, extents.q)?,
-                    grad("dk", &gradients.dk, extents.k)?,
-                    grad("dv", &gradients.dv, extents.v)?,
-                ],
-            )
-            .dlse(self.read_if(problem.has_dlse, gradients.dlse.cast(), lse_bytes, DType::F32))
-            .dbias(dbias)
-            .dsink(self.write_if(
-                problem.write_dsink,
-                gradients.dsink.cast(),
-                u64::from(fwd.dims.num_heads_q) * 4,
-                DType::F32,
-            ))
-            .seq(self.seq(fwd, call, None, totals)?)
-            .score(self.score(fwd, call)?)
-            .workspace(workspace))
+            let k = cached("k", args.k, (strides.k, extents.k), problem.stored_k())?;
+            if problem.cache.v_in_k {
+                absent!(args, "it: v_in_k 1", v);
+                return Ok((q, k, CacheSlice::InK, o));
+            }
+            Ok((q, k, cached("v", args.v, (strides.v, extents.v), problem.stored_v())?, o))
         }
     }
 
@@ -402,31 +379,37 @@ impl Memory {
     unsafe fn cache<'a>(
         self,
         problem: &FwdProblem,
-        cache: &FmhaCache,
+        given: &FmhaArgs,
         totals: Totals,
-    ) -> Result<CacheArgs<'a>> {
-        let mut args = CacheArgs::default();
+        args: &mut CacheArgs<'a>,
+    ) -> Result<(), ProblemError> {
         // SAFETY: the caller keeps the contract of `cache`.
         unsafe {
             if let Some(append) = &problem.cache.append {
                 let (k, v) = problem.shapes_new(append, totals);
-                args.k_new = Some(self.input("k_new", &cache.k_new, k, problem.dtypes.qk)?);
-                if !problem.cache.v_in_k {
-                    args.v_new = Some(self.input("v_new", &cache.v_new, v, problem.dtypes.v)?);
+                args.k_new = Some(self.input("k_new", given.k_new, (append.k_new, k), problem.dtypes.qk)?);
+                if problem.cache.v_in_k {
+                    absent!(given, "it: v_in_k 1", v_new);
+                } else {
+                    args.v_new =
+                        Some(self.input("v_new", given.v_new, (append.v_new, v), problem.dtypes.v)?);
                 }
+            } else {
+                absent!(given, "seqlen_new", k_new, v_new);
             }
-            if let Some(rotary) = &problem.cache.rotary {
-                let bytes = rotary.table_elems() * rotary.dtype.size_bytes();
-                args.cos = self.read_if(true, cache.rotary_cos.cast(), bytes, rotary.dtype);
-                args.sin = self.read_if(true, cache.rotary_sin.cast(), bytes, rotary.dtype);
-            }
+            let rotary = problem.cache.rotary;
+            let (bytes, dtype) = rotary.map_or((0, DType::F32), |rotary| {
+                (rotary.table_elems() * rotary.dtype.size_bytes(), rotary.dtype)
+            });
+            args.cos = self.read_if("rotary_cos", rotary.is_some(), given.rotary_cos, bytes, dtype)?;
+            args.sin = self.read_if("rotary_sin", rotary.is_some(), given.rotary_sin, bytes, dtype)?;
             let dims = problem.dims;
             let rows = totals.total_q.map_or(u64::from(dims.batch) * u64::from(dims.seqlen_q), u64::from);
             let bytes = rows.saturating_mul(u64::from(problem.tree_mask_words()) * 4);
             args.tree_mask =
-                self.read_if(problem.cache.tree_mask, cache.tree_mask.cast(), bytes, ElemType::U32);
+                self.read_if("tree_mask", problem.cache.tree_mask, given.tree_mask, bytes, ElemType::U32)?;
         }
-        Ok(args)
+        Ok(())
     }
 
     /// # Safety
@@ -435,49 +418,39 @@ impl Memory {
     unsafe fn seq<'a>(
         self,
         problem: &FwdProblem,
-        call: &FmhaCall,
-        cache: Option<&FmhaCache>,
+        given: &FmhaArgs,
         totals: Totals,
     ) -> Result<SeqArgs<'a>, ProblemError> {
         let used = u64::from(problem.dims.batch) * 4;
         // `totals` has read it: in range, and 0 where there are no pages.
-        let max_pages = call.max_pages as u32;
+        let max_pages = given.max_pages as u32;
         let entries = u64::from(problem.dims.batch) * u64::from(max_pages);
+        let layout = &problem.layout;
+        let packs_new = problem.cache.append.as_ref().is_some_and(|append| append.layout == QLayout::Packed);
         let mut args = SeqArgs::default();
         args.totals = totals;
         // SAFETY: the caller keeps the contract of `seq`.
-        unsafe {
-            args.block_table = self
-                .read_if(
-                    problem.layout.kv.is_paged() && !problem.lists_addresses(),
-                    call.block_table.cast(),
-                    entries.saturating_mul(4),
-                    ElemType::I32,
-                )
-                .map(|pages| BlockTable { pages, max_pages });
-            args.cu_seqlens_q = self.optional(call.cu_seqlens_q.cast(), used + 4, ElemType::I32);
-            args.cu_seqlens_k = self.optional(call.cu_seqlens_k.cast(), used + 4, ElemType::I32);
-            args.seqused_q =
-                self.read_if(problem.layout.seqused_q, call.seqused_q.cast(), used, ElemType::I32);
-            args.seqused_k =
-                self.read_if(problem.layout.seqused_k, call.seqused_k.cast(), used, ElemType::I32);
-            if let (Some(lists), Some(given)) = (&problem.lists, call.lists.as_ref()) {
-                let elems = lists.strides.extent(lists.shape(problem, totals)).unwrap_or(u64::MAX);
-                let bytes = elems.saturating_mul(4);
-                if given.indices.is_null() && bytes > 0 {
-                    let text = format!("indices is null, but {bytes} bytes are needed");
-                    return Err(ProblemError::new("indices", text));
-                }
-                args.indices = Some(self.read(given.indices.cast(), bytes, ElemType::I32));
-                args.topk_length = self.read_if(
-                    lists.length != ListLength::Whole,
-                    given.topk_length.cast(),
-                    lists.length_elems(problem, totals).saturating_mul(4),
-                    ElemType::I32,
-                );
-            }
-            args.cu_seqlens_new =
-                cache.and_then(|cache| self.optional(cache.cu_seqlens_new.cast(), used + 4, ElemType::I32));
+        let numbers = |name, wanted, at: *const i32, bytes| unsafe {
+            self.read_if(name, wanted, at, bytes, ElemType::I32)
+        };
+        let has_table = layout.kv.is_paged() && !problem.lists_addresses();
+        args.block_table = numbers("block_table", has_table, given.block_table, entries.saturating_mul(4))?
+            .map(|pages| BlockTable { pages, max_pages });
+        args.cu_seqlens_q =
+            numbers("cu_seqlens_q", layout.q == QLayout::Packed, given.cu_seqlens_q, used + 4)?;
+        args.cu_seqlens_k =
+            numbers("cu_seqlens_k", layout.kv == fmha::KvLayout::Packed, given.cu_seqlens_k, used + 4)?;
+        args.cu_seqlens_new = numbers("cu_seqlens_new", packs_new, given.cu_seqlens_new, used + 4)?;
+        args.seqused_q = numbers("seqused_q", layout.seqused_q, given.seqused_q, used)?;
+        args.seqused_k = numbers("seqused_k", layout.seqused_k, given.seqused_k, used)?;
+        if let Some(lists) = &problem.lists {
+            let elems = lists.strides.extent(lists.shape(problem, totals)).unwrap_or(u64::MAX);
+            args.indices = numbers("indices", true, given.indices, elems.saturating_mul(4))?;
+            let bytes = lists.length_elems(problem, totals).saturating_mul(4);
+            let has_length = lists.length != ListLength::Whole;
+            args.topk_length = numbers("topk_length", has_length, given.topk_length, bytes)?;
+        } else {
+            absent!(given, "lists", indices, topk_length);
         }
         Ok(args)
     }
@@ -485,70 +458,46 @@ impl Memory {
     /// # Safety
     /// As [`FmhaPlan::run`].
     #[inline]
-    pub(crate) unsafe fn score<'a>(self, problem: &FwdProblem, call: &FmhaCall) -> Result<ScoreArgs<'a>> {
+    pub(crate) unsafe fn score<'a>(
+        self,
+        problem: &FwdProblem,
+        given: &FmhaArgs,
+    ) -> Result<ScoreArgs<'a>, ProblemError> {
         let Dims { batch, num_heads_q, num_heads_kv, .. } = problem.dims;
         let heads = u64::from(num_heads_q) * 4;
-        let slopes = if call.alibi_per_batch == 0 { heads } else { heads * u64::from(batch) };
-        // SAFETY: the caller keeps the contract of `score`.
-        let descale = |kind: Descale, at: *const f32| unsafe {
-            self.read_if(
-                kind != Descale::None,
-                at.cast(),
-                kind.num_elems(batch, num_heads_kv) * 4,
-                DType::F32,
-            )
-        };
         let mut args = ScoreArgs::default();
-        args.dropout = host::seed(call)?;
+        args.dropout = host::seed(given)?;
         // SAFETY: the caller keeps the contract of `score`.
         unsafe {
-            let bias = match problem.score.bias {
+            args.bias = match problem.score.bias {
                 fmha::Bias::Elementwise(bias) => {
-                    Some(self.input("bias", &call.bias, problem.shape_bias(bias.broadcast), bias.dtype)?)
+                    let shape = problem.shape_bias(bias.broadcast);
+                    Some(self.input("bias", given.bias, (bias.strides, shape), bias.dtype)?)
                 }
-                _ => None,
+                _ => {
+                    absent!(given, "it", bias);
+                    None
+                }
             };
-            args.bias = bias;
-            let has_slopes = matches!(problem.score.bias, fmha::Bias::Alibi { .. });
-            args.alibi_slopes = self.read_if(has_slopes, call.alibi_slopes.cast(), slopes, DType::F32);
-            args.sink = self.optional(call.sink.cast(), heads, DType::F32);
+            let (has_slopes, slopes) = match problem.score.bias {
+                fmha::Bias::Alibi { per_batch: true } => (true, heads * u64::from(batch)),
+                fmha::Bias::Alibi { per_batch: false } => (true, heads),
+                _ => (false, 0),
+            };
+            args.alibi_slopes =
+                self.read_if("alibi_slopes", has_slopes, given.alibi_slopes, slopes, DType::F32)?;
+            args.sink = self.read_if("sink", problem.score.sink, given.sink, heads, DType::F32)?;
+            let scales = &problem.scales;
+            for (to, name, kind, at) in [
+                (&mut args.descale_q, "descale_q", scales.descale_q, given.descale_q),
+                (&mut args.descale_k, "descale_k", scales.descale_k, given.descale_k),
+                (&mut args.descale_v, "descale_v", scales.descale_v, given.descale_v),
+            ] {
+                let bytes = kind.num_elems(batch, num_heads_kv) * 4;
+                *to = self.read_if(name, kind != fmha::Descale::None, at, bytes, DType::F32)?;
+            }
         }
-        args.descale_q = descale(problem.scales.descale_q, call.descale_q);
-        args.descale_k = descale(problem.scales.descale_k, call.descale_k);
-        args.descale_v = descale(problem.scales.descale_v, call.descale_v);
         Ok(args)
-    }
-
-    /// # Safety
-    /// As [`FmhaPlan::run`].
-    #[inline]
-    unsafe fn input<'a>(
-        self,
-        name: &'static str,
-        tensor: &FmhaTensor,
-        shape: Shape,
-        dtype: DType,
-    ) -> Result<DevSlice<'a>, ProblemError> {
-        let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
-        // SAFETY: the caller keeps the contract of `input`.
-        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, dtype) })
-    }
-
-    /// A tensor of bytes that this type names.
-    ///
-    /// # Safety
-    /// As [`FmhaPlan::run`].
-    unsafe fn coded<'a>(
-        self,
-        name: &'static str,
-        tensor: &FmhaTensor,
-        shape: Shape,
-        elem: ElemType,
-    ) -> Result<DevSlice<'a>, ProblemError> {
-        // Any type of one byte.
-        let bytes = bytes(name, tensor, strides(tensor), shape, DType::E4m3Fn)?;
-        // SAFETY: the caller keeps the contract of `coded`.
-        Ok(unsafe { self.read(tensor.data.cast_const().cast(), bytes, elem) })
     }
 
     /// Adds the scales of blocks to a run's operands.
@@ -558,21 +507,23 @@ impl Memory {
     unsafe fn block_scales(
         self,
         problem: &FwdProblem,
-        call: &FmhaCall,
+        given: &FmhaArgs,
         extents: &Extents,
         args: &mut ScoreArgs<'_>,
-    ) -> Result<()> {
-        // SAFETY: the caller keeps the contract of `block_scales`.
-        let (Some(scales), Some(given)) = (&problem.block_scales, unsafe { call.block_scales.as_ref() })
-        else {
+    ) -> Result<(), ProblemError> {
+        let Some(scales) = &problem.block_scales else {
+            absent!(given, "block_scales", block_scale_q, block_scale_k, block_scale_v);
             return Ok(());
         };
         let ([q, k, v], elem) = (scales.shapes(extents), scales.format.scale_elem());
         // SAFETY: the caller keeps the contract of `block_scales`.
         unsafe {
-            args.block_scale_q = Some(self.coded("block_scale_q", &given.q, q, elem)?);
-            args.block_scale_k = Some(self.coded("block_scale_k", &given.k, k, elem)?);
-            args.block_scale_v = Some(self.coded("block_scale_v", &given.v, v, elem)?);
+            args.block_scale_q =
+                Some(self.coded("block_scale_q", given.block_scale_q, (scales.q, q), elem)?);
+            args.block_scale_k =
+                Some(self.coded("block_scale_k", given.block_scale_k, (scales.k, k), elem)?);
+            args.block_scale_v =
+                Some(self.coded("block_scale_v", given.block_scale_v, (scales.v, v), elem)?);
         }
         Ok(())
     }
@@ -580,56 +531,107 @@ impl Memory {
     /// # Safety
     /// As [`FmhaPlan::run`].
     #[inline]
-    unsafe fn output<'a>(
+    pub(crate) unsafe fn input<'a, T>(
         self,
         name: &'static str,
-        tensor: &FmhaTensor,
-        shape: Shape,
+        at: *const T,
+        (strides, shape): (Strides, Shape),
+        dtype: DType,
+    ) -> Result<DevSlice<'a>, ProblemError> {
+        // SAFETY: the caller keeps the contract of `input`.
+        unsafe { self.needed(name, at, ValidFwd::extent_bytes(strides, shape, dtype), dtype) }
+    }
+
+    /// A tensor of bytes that this type names.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn coded<'a>(
+        self,
+        name: &'static str,
+        at: *const u8,
+        (strides, shape): (Strides, Shape),
+        elem: ElemType,
+    ) -> Result<DevSlice<'a>, ProblemError> {
+        let bytes = strides.extent(shape).unwrap_or(u64::MAX);
+        // SAFETY: the caller keeps the contract of `coded`.
+        unsafe { self.needed(name, at, bytes, elem) }
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    #[inline]
+    pub(crate) unsafe fn output<'a, T>(
+        self,
+        name: &'static str,
+        at: *mut T,
+        (strides, shape): (Strides, Shape),
         dtype: DType,
     ) -> Result<DevSliceMut<'a>, ProblemError> {
-        let bytes = bytes(name, tensor, strides(tensor), shape, dtype)?;
+        let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
+        present(name, at, bytes)?;
         // SAFETY: the caller keeps the contract of `output`.
-        Ok(unsafe { self.write(tensor.data.cast(), bytes, dtype) })
+        Ok(unsafe { self.write(at.cast(), bytes, dtype) })
     }
 
+    /// An operand that the problem has.
+    ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn optional<'a>(
+    #[inline]
+    pub(crate) unsafe fn needed<'a, T>(
         self,
-        pointer: *const u8,
+        name: &'static str,
+        at: *const T,
         bytes: u64,
         elem: impl Into<ElemType>,
-    ) -> Option<DevSlice<'a>> {
-        // SAFETY: the caller keeps the contract of `optional`.
-        (!pointer.is_null()).then(|| unsafe { self.read(pointer, bytes, elem) })
+    ) -> Result<DevSlice<'a>, ProblemError> {
+        present(name, at, bytes)?;
+        // SAFETY: the caller keeps the contract of `needed`.
+        Ok(unsafe { self.read(at.cast(), bytes, elem) })
     }
 
+    /// An operand that the problem has or is without.
+    ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    unsafe fn read_if<'a>(
+    #[inline]
+    pub(crate) unsafe fn read_if<'a, T>(
         self,
+        name: &'static str,
         wanted: bool,
-        pointer: *const u8,
+        at: *const T,
         bytes: u64,
         elem: impl Into<ElemType>,
-    ) -> Option<DevSlice<'a>> {
-        // SAFETY: the caller keeps the contract of `read_if`. A null pointer comes with 0
-        // bytes, since the plan refuses any other.
-        wanted.then(|| unsafe { self.read(pointer, bytes, elem) })
+    ) -> Result<Option<DevSlice<'a>>, ProblemError> {
+        if wanted {
+            // SAFETY: the caller keeps the contract of `read_if`.
+            return Ok(Some(unsafe { self.needed(name, at, bytes, elem)? }));
+        }
+        unwanted(name, at, "it")?;
+        Ok(None)
     }
 
+    /// An output that the problem has or is without.
+    ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    pub(crate) unsafe fn write_if<'a>(
+    #[inline]
+    pub(crate) unsafe fn write_if<'a, T>(
         self,
+        name: &'static str,
         wanted: bool,
-        pointer: *mut u8,
+        at: *mut T,
         bytes: u64,
         elem: impl Into<ElemType>,
-    ) -> Option<DevSliceMut<'a>> {
-        // SAFETY: the caller keeps the contract of `write_if`. A null pointer comes with 0
-        // bytes, since the plan refuses any other.
-        wanted.then(|| unsafe { self.write(pointer, bytes, elem) })
+    ) -> Result<Option<DevSliceMut<'a>>, ProblemError> {
+        if wanted {
+            present(name, at, bytes)?;
+            // SAFETY: the caller keeps the contract of `write_if`.
+            return Ok(Some(unsafe { self.write(at.cast(), bytes, elem) }));
+        }
+        unwanted(name, at, "it")?;
+        Ok(None)
     }
 
     /// # Safety
@@ -659,19 +661,20 @@ impl Memory {
     }
 }
 
-/// Bytes that a tensor spans, or a refusal of a missing tensor.
+/// Refuses null for an operand that has elements.
 #[inline]
-pub(crate) fn bytes(
-    name: &'static str,
-    tensor: &FmhaTensor,
-    strides: Strides,
-    shape: Shape,
-    dtype: DType,
-) -> Result<u64, ProblemError> {
-    let bytes = ValidFwd::extent_bytes(strides, shape, dtype);
-    if tensor.data.is_null() && bytes > 0 {
-        let text = format!("{name}.data is null, but {bytes} bytes are needed");
-        return Err(ProblemError::new(name, text));
+pub(crate) fn present<T>(name: &'static str, at: *const T, bytes: u64) -> Result<(), ProblemError> {
+    if !at.is_null() || bytes == 0 {
+        return Ok(());
     }
-    Ok(bytes)
+    Err(ProblemError::new(name, format!("{name} is null, but {bytes} bytes are needed")))
+}
+
+/// Refuses an argument that the problem is without.
+#[inline]
+pub(crate) fn unwanted<T>(name: &'static str, at: *const T, without: &str) -> Result<(), ProblemError> {
+    if at.is_null() {
+        return Ok(());
+    }
+    Err(ProblemError::new(name, format!("{name} is given, but the problem is without {without}")))
 }

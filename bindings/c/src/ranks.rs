@@ -7,14 +7,13 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fmha::{BwdArgs, DType, DevSlice, DevSliceMut, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
+use fmha::{BwdArgs, DType, Device, Error, FwdArgs, FwdProblem, ProblemError, Stream};
 use fmha_dist::{BwdPlan, FwdPlan, Group, MAX_RANKS, Nccl, Partition, Rendezvous};
 
-use crate::agree;
 use crate::guard_text;
-use crate::host::{self, Pointed, size, struct_bytes, text};
-use crate::plan::Memory;
-use crate::structs::{FmhaCall, FmhaOptions, FmhaTensor};
+use crate::host::{self, goes_with, none, size, struct_bytes, text};
+use crate::plan::{Memory, absent, present};
+use crate::structs::{FmhaArgs, FmhaOptions, FmhaProblem};
 use local::{Local, built};
 
 /// Ranks of processes that compute on host memory.
@@ -96,6 +95,10 @@ pub struct FmhaRanks {
     pub runs_k: *const FmhaRun,
     /// Number of runs_k; else 0.
     pub num_runs_k: i64,
+    /// Host memory: with packed_q the first row of each sequence of the whole, i32 [batch + 1]; else null.
+    pub cu_seqlens_q: *const i32,
+    /// Host memory: with packed_k the same of K and V; else null.
+    pub cu_seqlens_k: *const i32,
     /// Host memory: "gather", "ring", "mixed", "ulysses" or "decode"; null: what the model of kernels and links finds
     /// fastest.
     pub scheme: *const c_char,
@@ -118,20 +121,14 @@ pub struct FmhaDistPlan {
     ready: Mutex<Ready>,
     group: Arc<dyn Group>,
     device: Device,
-    call: FmhaCall,
-    pointed: Pointed,
+    /// Type of the gradients, and whether that of the sinks is wanted.
+    gradients: Option<(DType, bool)>,
     /// Problem of a device with this rank's queries alone. It gives the sizes of the score's operands.
     own: FwdProblem,
     /// Bytes of Q, K, V and O here, of LSE, and of dQ, dK and dV.
     bytes: Sizes,
     text: CString,
 }
-
-// SAFETY: its structs' pointers are compared with null, and never followed after the plan is made.
-unsafe impl Send for FmhaDistPlan {}
-// SAFETY: its structs' pointers are compared with null, and never followed after the plan is made; what runs
-// is behind a mutex.
-unsafe impl Sync for FmhaDistPlan {}
 
 enum Ready {
     Forward(FwdPlan),
@@ -328,19 +325,18 @@ pub unsafe extern "C" fn fmha_dist_rows(
     })
 }
 
-/// Plans a call over the ranks of `group`, which all plan it together. `call` has the sizes of the whole: those
-/// of one device that had all rows; its tensors are this rank's rows, contiguous: Q and O [batch, own rows,
-/// num_heads_q, head_dim], K and V likewise, LSE [batch, num_heads_q, own rows]; packed, the batch is no axis,
-/// and cu_seqlens_q and cu_seqlens_k are host memory, read here. A bias is [.., own queries, all keys]. What has
-/// no elements may be null: a rank without queries takes LSE and a bias as the other ranks have them. Paged,
-/// appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
+/// Plans a call over the ranks of `group`, which all plan it together. `problem` has the sizes of the whole: those
+/// of one device that had all rows; its strides are those of this rank's rows, contiguous: Q and O [batch, own rows,
+/// num_heads_q, head_dim], K and V likewise; packed, the batch is no axis. A bias is [.., own queries, all keys].
+/// Paged, appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 ///
 /// # Safety
 /// As `fmha_plan`; `ranks` is null or as the struct says; `group` is null or from `fmha_dist_join`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fmha_dist_plan(
-    call: *const FmhaCall,
+    device: *const c_char,
+    problem: *const FmhaProblem,
     ranks: *const FmhaRanks,
     options: *const FmhaOptions,
     group: *const FmhaGroup,
@@ -352,7 +348,7 @@ pub unsafe extern "C" fn fmha_dist_plan(
         let group = unsafe { group.as_ref() }.ok_or_else(|| null("group"))?;
         // SAFETY: the caller keeps the contract of `fmha_dist_plan`.
         let made = unsafe {
-            let local = Local::read(call.as_ref(), ranks.as_ref(), options, &*group.group);
+            let local = Local::read(device, problem.as_ref(), ranks.as_ref(), options, &*group.group);
             if plan.is_null() { Err(refused("plan", null("plan"))) } else { local }
         };
         // The other ranks wait for this one, so they get the error.
@@ -367,19 +363,20 @@ pub unsafe extern "C" fn fmha_dist_plan(
     })
 }
 
-/// Runs a plan, on every rank; `call` is what was planned but for addresses, stream, dropout_seed and
-/// dropout_offset, which the ranks have alike. On a device it is queued on the stream; on the host it is done
-/// when this returns. Returns 0, or not 0 (see `fmha_last_error`) on every rank: no output is then a result.
+/// Runs a plan, on every rank, whose dropout_seed and dropout_offset are alike. The arguments are this rank's rows
+/// and take neither lengths nor scratch: LSE [batch, num_heads_q, own rows], packed [num_heads_q, own rows]. On a
+/// device it is queued on the stream; on the host it is done when this returns. Returns 0, or not 0 (see
+/// `fmha_last_error`) on every rank: no output is then a result.
 ///
 /// # Safety
-/// `plan` is null or from `fmha_dist_plan`; `call` is null or as for `fmha_run`, its tensors as large as the plan's.
+/// `plan` is null or from `fmha_dist_plan`; `args` is null or as for `fmha_run`, its tensors as large as the plan's.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, call: *const FmhaCall) -> c_int {
+pub unsafe extern "C" fn fmha_dist_run(plan: *const FmhaDistPlan, args: *const FmhaArgs) -> c_int {
     guard_text(|| {
         // SAFETY: the caller keeps the contract of `fmha_dist_run`.
         let plan = unsafe { plan.as_ref() }.ok_or("plan is null")?;
         // SAFETY: the caller keeps the contract of `fmha_dist_run`.
-        unsafe { plan.run(call.as_ref()) }
+        unsafe { plan.run(args.as_ref()) }
     })
 }
 
@@ -412,113 +409,105 @@ pub unsafe extern "C" fn fmha_dist_drop(plan: *mut FmhaDistPlan) {
 impl FmhaDistPlan {
     /// # Safety
     /// As [`fmha_dist_run`].
-    unsafe fn run(&self, call: Option<&FmhaCall>) -> Text<()> {
+    unsafe fn run(&self, given: Option<&FmhaArgs>) -> Text<()> {
         let told =
             |error: Error| self.group.fail(fmha_dist::Error::of(self.group.rank(), &error)).to_string();
-        // SAFETY: the caller keeps the contract of `run`.
-        let checked =
-            call.ok_or_else(|| refused("call", "call is null".to_owned())).and_then(|call| unsafe {
-                agree::call_of_rows(&self.call, &self.pointed, call, self.own.dims.seqlen_q > 0)?;
-                Ok(call)
-            });
-        let call = checked.map_err(told)?;
+        let given = given.ok_or_else(|| refused("args", "args is null".to_owned()));
+        let given = given.and_then(|given| self.takes(given).map(|()| given)).map_err(told)?;
         let (memory, dtypes) = (Memory::of(&self.device), self.own.dtypes);
         // SAFETY: the caller promised a stream of the device that lives until the work is done.
-        let stream = unsafe { Stream::from_raw(&self.device, call.stream as u64) };
+        let stream = unsafe { Stream::from_raw(&self.device, given.stream as u64) };
+        let Sizes { qkv, o, lse, grads } = self.bytes;
         // SAFETY: the caller keeps the contract of `run`.
-        let inputs = unsafe {
-            let [q, k, v] = self.bytes.qkv;
-            (|| {
-                Ok::<_, Error>((
-                    [
-                        slice(memory, "q", &call.q, (q, dtypes.qk))?,
-                        slice(memory, "k", &call.k, (k, dtypes.qk))?,
-                        slice(memory, "v", &call.v, (v, dtypes.v))?,
-                    ],
-                    memory.score(&self.own, call)?,
-                ))
-            })()
+        let inputs = || unsafe {
+            Ok::<_, Error>((
+                memory.needed("q", given.q, qkv[0], dtypes.qk)?,
+                memory.needed("k", given.k, qkv[1], dtypes.qk)?,
+                memory.needed("v", given.v, qkv[2], dtypes.v)?,
+                memory.score(&self.own, given)?,
+            ))
         };
-        let ([q, k, v], score) = inputs.map_err(told)?;
+        // SAFETY: the caller keeps the contract of `run`.
+        let written = |name, at: *mut c_void, (bytes, dtype)| unsafe {
+            present(name, at, bytes)?;
+            Ok::<_, Error>(memory.write(at.cast(), bytes, dtype))
+        };
+        let (q, k, v, score) = inputs().map_err(told)?;
         let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
-        let Sizes { o, lse, grads, .. } = self.bytes;
-        match &mut *ready {
-            Ready::Forward(plan) => {
+        match (&mut *ready, self.gradients) {
+            (Ready::Forward(plan), _) => {
                 // SAFETY: the caller keeps the contract of `run`.
-                let out = unsafe { slice_mut(memory, "o", &call.o, (o, dtypes.o)) }.map_err(told)?;
-                let mut args = FwdArgs::new(q, k, v, out);
-                // SAFETY: the caller keeps the contract of `run`.
-                args.lse = unsafe { memory.write_if(!call.lse.is_null(), call.lse.cast(), lse, DType::F32) };
+                let made = || unsafe {
+                    let mut args = FwdArgs::new(q, k, v, written("o", given.o, (o, dtypes.o))?);
+                    args.lse = memory.write_if("lse", self.own.write_lse, given.lse, lse, DType::F32)?;
+                    Ok(args)
+                };
+                let mut args = made().map_err(told)?;
                 args.score = score;
                 plan.run(&mut args, &stream)
             }
-            Ready::Backward(plan) => {
-                // SAFETY: the caller keeps the contract of `run`; a call that agrees has gradients.
-                let args = unsafe {
-                    (|| {
-                        let gradients = call.gradients.as_ref();
-                        let gradients =
-                            gradients.ok_or_else(|| refused("gradients", "gradients is null".to_owned()))?;
-                        let sinks = 4 * u64::from(self.own.dims.num_heads_q);
-                        let grad = host::dtype("dtype_grad", gradients.dtype_grad)?;
-                        Ok(BwdArgs::new(
-                            [q, k, v],
-                            [
-                                slice(memory, "o", &call.o, (o, dtypes.o))?,
-                                memory.read(call.lse.cast(), lse, DType::F32),
-                                slice(memory, "dout", &gradients.dout, (o, dtypes.o))?,
-                            ],
-                            [
-                                slice_mut(memory, "dq", &gradients.dq, (grads[0], grad))?,
-                                slice_mut(memory, "dk", &gradients.dk, (grads[1], grad))?,
-                                slice_mut(memory, "dv", &gradients.dv, (grads[2], grad))?,
-                            ],
-                        )
-                        .dsink(memory.write_if(
-                            !gradients.dsink.is_null(),
-                            gradients.dsink.cast(),
-                            sinks,
-                            DType::F32,
-                        ))
-                        .score(score))
-                    })()
+            (Ready::Backward(plan), gradients) => {
+                let (grad, write_dsink) = gradients.unwrap_or((dtypes.qk, false));
+                let sinks = 4 * u64::from(self.own.dims.num_heads_q);
+                // SAFETY: the caller keeps the contract of `run`.
+                let made = || unsafe {
+                    Ok(BwdArgs::new(
+                        [q, k, v],
+                        [
+                            memory.needed("o", given.o, o, dtypes.o)?,
+                            memory.needed("lse", given.lse, lse, DType::F32)?,
+                            memory.needed("dout", given.dout, o, dtypes.o)?,
+                        ],
+                        [
+                            written("dq", given.dq, (grads[0], grad))?,
+                            written("dk", given.dk, (grads[1], grad))?,
+                            written("dv", given.dv, (grads[2], grad))?,
+                        ],
+                    )
+                    .dsink(memory.write_if("dsink", write_dsink, given.dsink, sinks, DType::F32)?)
+                    .score(score))
                 };
-                plan.run(&mut args.map_err(told)?, &stream)
+                plan.run(&mut made().map_err(told)?, &stream)
             }
         }
         .map_err(|error| error.to_string())
     }
-}
 
-/// # Safety
-/// As [`fmha_dist_run`].
-unsafe fn slice<'a>(
-    memory: Memory,
-    name: &'static str,
-    tensor: &FmhaTensor,
-    (bytes, elem): (u64, DType),
-) -> crate::Result<DevSlice<'a>> {
-    there(name, tensor, bytes)?;
-    // SAFETY: the caller keeps the contract of `slice`.
-    Ok(unsafe { memory.read(tensor.data.cast_const().cast(), bytes, elem) })
-}
-
-/// # Safety
-/// As [`fmha_dist_run`].
-unsafe fn slice_mut<'a>(
-    memory: Memory,
-    name: &'static str,
-    tensor: &FmhaTensor,
-    (bytes, elem): (u64, DType),
-) -> crate::Result<DevSliceMut<'a>> {
-    there(name, tensor, bytes)?;
-    // SAFETY: the caller keeps the contract of `slice_mut`.
-    Ok(unsafe { memory.write(tensor.data.cast(), bytes, elem) })
-}
-
-fn there(name: &'static str, tensor: &FmhaTensor, bytes: u64) -> crate::Result<()> {
-    if !tensor.data.is_null() || bytes == 0 {
-        return Ok(());
+    /// Refuses arguments that no plan over ranks has.
+    fn takes(&self, given: &FmhaArgs) -> crate::Result<()> {
+        struct_bytes::<FmhaArgs>(given.struct_bytes)?;
+        none("reserved", given.reserved)?;
+        absent!(
+            given,
+            "it: a plan over ranks has its lengths",
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k
+        );
+        absent!(given, "it", block_table, keep_mask, row_max, head_max, key_sum, scale_o, dbias, dlse);
+        absent!(given, "it", k_new, v_new, cu_seqlens_new, rotary_cos, rotary_sin, tree_mask);
+        absent!(given, "it", indices, topk_length, intervals, mask_bits, kv_num_blocks, kv_indices);
+        absent!(given, "it", full_kv_num_blocks, full_kv_indices, captured);
+        absent!(given, "it", block_scale_q, block_scale_k, block_scale_v);
+        absent!(given, "it: a plan over ranks has scratch of its own", workspace);
+        if self.gradients.is_none() {
+            absent!(given, "gradients", dout, dq, dk, dv, dsink);
+        }
+        for (field, value) in [
+            ("total_q", given.total_q),
+            ("total_k", given.total_k),
+            ("total_new", given.total_new),
+            ("num_pages", given.num_pages),
+            ("max_pages", given.max_pages),
+        ] {
+            goes_with(field, value, "a plan of one device: a plan over ranks has its lengths")?;
+        }
+        if given.workspace_bytes > 0 {
+            let bytes = given.workspace_bytes;
+            let text = format!("workspace_bytes {bytes} goes with workspace, which is null");
+            return Err(refused("workspace_bytes", text));
+        }
+        Ok(())
     }
-    Err(refused(name, format!("{name}.data is null, but {bytes} bytes are needed")))
 }

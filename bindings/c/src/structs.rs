@@ -1,5 +1,4 @@
-//! The C structs, as `fmha.h` has them. Nothing here is trusted: `host.rs` reads them, `agree.rs` holds a
-//! run to its plan.
+//! The C structs, as `fmha.h` has them. Nothing here is trusted: `host.rs` reads problems, `plan.rs` arguments.
 
 use std::ffi::{c_char, c_void};
 
@@ -42,14 +41,34 @@ pub const FMHA_MXFP8_E5M2: i32 = 2;
 /// Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
 pub const FMHA_NVFP4: i32 = 3;
 
-/// A tensor. Strides are in elements and may differ from any contiguous order; 0 is legal for an input's
+/// No bias.
+pub const FMHA_BIAS_NONE: i32 = 0;
+/// A bias [batch, num_heads_q, seqlen_q, seqlen_k] of numbers.
+pub const FMHA_BIAS_ELEMENTWISE: i32 = 1;
+/// ALiBi with slopes [num_heads_q].
+pub const FMHA_BIAS_ALIBI: i32 = 2;
+/// ALiBi with slopes [batch, num_heads_q].
+pub const FMHA_BIAS_ALIBI_PER_BATCH: i32 = 3;
+
+/// No factor: 1.
+pub const FMHA_DESCALE_NONE: i32 = 0;
+/// A factor for each sequence and kv head, f32 [batch, num_heads_kv].
+pub const FMHA_DESCALE_PER_KV_HEAD: i32 = 1;
+/// One factor, f32 [1].
+pub const FMHA_DESCALE_PER_TENSOR: i32 = 2;
+
+/// Every list has topk entries.
+pub const FMHA_LENGTH_WHOLE: i32 = 0;
+/// A length for each sequence, i32 [batch].
+pub const FMHA_LENGTH_PER_SEQUENCE: i32 = 1;
+/// A length for each token, i32 [batch, seqlen_q], packed [total_q].
+pub const FMHA_LENGTH_PER_TOKEN: i32 = 2;
+
+/// Strides of a tensor, in elements. They may differ from any contiguous order; 0 is legal for an input's
 /// batch and head.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct FmhaTensor {
-    /// The tensor's first element, in the memory of the plan's backend. Null: not given (an optional tensor), or
-    /// a tensor of 0 elements.
-    pub data: *mut c_void,
+pub struct FmhaStrides {
     /// Stride from sequence to sequence; packed: not used.
     pub batch_stride: i64,
     /// Stride from row to row.
@@ -60,31 +79,35 @@ pub struct FmhaTensor {
     pub dim_stride: i64,
 }
 
-/// The gradients of a call, for backward.
+/// The gradients of a call, for backward. Set everything to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaGradients {
     /// sizeof(FmhaGradients).
     pub struct_bytes: u64,
-    /// Read: gradient of O, shape and type of O.
-    pub dout: FmhaTensor,
-    /// Written: gradient of Q, shape of Q.
-    pub dq: FmhaTensor,
-    /// Written: gradient of K, shape of K.
-    pub dk: FmhaTensor,
-    /// Written: gradient of V, shape of V, row-major whatever V's layout.
-    pub dv: FmhaTensor,
-    /// Written: gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0,
-    /// of which this has stride 0 too; data null: not wanted.
-    pub dbias: FmhaTensor,
-    /// Read: gradient of LSE, f32, shape of LSE; null: none.
-    pub dlse: *const f32,
-    /// Written: gradient of the sinks, f32 [num_heads_q]; null: not wanted.
-    pub dsink: *mut f32,
+    /// Gradient of O, shape and type of O.
+    pub dout: FmhaStrides,
+    /// Gradient of Q, shape of Q.
+    pub dq: FmhaStrides,
+    /// Gradient of K, shape of K.
+    pub dk: FmhaStrides,
+    /// Gradient of V, shape of V, row-major whatever V's layout.
+    pub dv: FmhaStrides,
+    /// Gradient of the bias, of its shape, and summed over the axes along which the bias has stride 0, of which
+    /// this has stride 0 too.
+    pub dbias: FmhaStrides,
     /// Type of dq, dk and dv: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_grad: i32,
     /// Type of dbias: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_dbias: i32,
+    /// 1: dbias is written; else 0.
+    pub write_dbias: i32,
+    /// 1: dsink is written; else 0.
+    pub write_dsink: i32,
+    /// 1: LSE has a gradient, which is read; else 0.
+    pub has_dlse: i32,
+    /// 0.
+    pub reserved: i32,
 }
 
 /// Use of a KV cache beside reading it: append, rotary embedding, quantised types, tree mask. Set everything
@@ -97,23 +120,16 @@ pub struct FmhaCache {
     /// New rows of a sequence, written to K and V at rows seqused_k[b] .. before attention sees them; packed: of
     /// the longest; 0: none.
     pub seqlen_new: i64,
-    /// Packed: new rows of all sequences together; else 0. May change from run to run.
-    pub total_new: i64,
     /// Rows of rotary_cos and rotary_sin; 0: nothing turns.
     pub max_pos: i64,
     /// New keys [batch, seqlen_new, num_heads_kv, head_dim_qk]; packed [total_new, num_heads_kv, head_dim_qk].
-    pub k_new: FmhaTensor,
-    /// New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; data null with v_in_k.
-    pub v_new: FmhaTensor,
-    /// i32 [batch + 1], first row of each sequence of k_new and v_new, which are packed then; null: they are not.
-    pub cu_seqlens_new: *const i32,
-    /// Cosines [max_pos, rotary_dim / 2]; null: nothing turns.
-    pub rotary_cos: *const c_void,
-    /// Sines of the rotary embedding, as rotary_cos.
-    pub rotary_sin: *const c_void,
-    /// u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word n / 32
-    /// shows a query the n-th of the last seqlen_q keys, in place of the mask "b"; null: none.
-    pub tree_mask: *const u32,
+    pub k_new: FmhaStrides,
+    /// New values [batch, seqlen_new, num_heads_kv, head_dim_v], or packed; none with v_in_k.
+    pub v_new: FmhaStrides,
+    /// 1: new rows are packed, and begin where FmhaArgs.cu_seqlens_new says; else 0.
+    pub packed_new: i32,
+    /// 1: a tree mask in place of the mask "b"; else 0.
+    pub tree_mask: i32,
     /// Leading elements of Q's and k_new's rows that turn: even, at most head_dim_qk; 0: none.
     pub rotary_dim: i32,
     /// 1: elements 2i and 2i + 1 turn together; 0: i and i + rotary_dim / 2.
@@ -122,7 +138,7 @@ pub struct FmhaCache {
     pub dtype_rotary: i32,
     /// FP8 type that K and V are stored in beside a 16-bit Q: FMHA_E4M3FN, ...; 0: their own.
     pub dtype_cache: i32,
-    /// 1: V is the first head_dim_v elements of K's rows, and v.data is not used; else 0.
+    /// 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
     pub v_in_k: i32,
     /// 0.
     pub reserved: i32,
@@ -162,21 +178,15 @@ pub struct FmhaLists {
     pub struct_bytes: u64,
     /// Entries of a list.
     pub topk: i64,
-    /// i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the sequence.
-    /// Absent: an entry below 0, or at or past seqlen_k.
-    pub indices: *const i32,
-    /// Elements from sequence to sequence; packed: not used.
+    /// Elements of the indices from sequence to sequence; packed: not used.
     pub batch_stride: i64,
     /// From token to token.
     pub seqlen_stride: i64,
     /// From kv head to kv head; 0: one list for all.
     pub head_stride: i64,
-    /// i32 [batch], or with length_per_token [batch, seqlen_q], packed [total_q]: entries in use of each list, those
-    /// past them never read; null: topk.
-    pub topk_length: *const i32,
-    /// 1: topk_length has a number for each token; else 0.
-    pub length_per_token: i32,
-    /// 1: entries are addresses page * page_size + offset of K's and V's pages, and block_table is null; else 0.
+    /// FMHA_LENGTH_WHOLE, FMHA_LENGTH_PER_SEQUENCE or FMHA_LENGTH_PER_TOKEN.
+    pub length: i32,
+    /// 1: entries are addresses page * page_size + offset of K's and V's pages, and there is no block_table; else 0.
     pub addresses: i32,
     /// Keys of an entry: entry e stands for keys e * block up to (e + 1) * block; 0 or 1: for one.
     pub block: i32,
@@ -187,30 +197,23 @@ pub struct FmhaLists {
 /// Most axes of a captured tensor.
 pub const FMHA_MAX_RANK: usize = 5;
 
-/// A tensor or a number that a score or a mask captures. What its elements are, and which number is read, is
-/// said where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]".
+/// A tensor or a number that a score or a mask captures. Which of both it is, and what its elements are, is said
+/// where the text declares the name: "slopes: f32[_]; cap: float; s + cap * slopes[h]". A number has a name alone.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCaptured {
     /// Host memory: the name in the texts.
     pub name: *const c_char,
-    /// A tensor's first element, in the memory of the plan's backend; null: a number.
-    pub data: *const c_void,
     /// A tensor's extents, of which the first num_dims count: 1 or more each.
     pub shape: [i64; FMHA_MAX_RANK],
     /// Elements from an index of an axis to the next: 0 or more each.
     pub strides: [i64; FMHA_MAX_RANK],
-    /// Backward, written: the gradient of a tensor of floats, dense, of its shape, 0 where no score read it;
-    /// null: not wanted.
-    pub grad: *mut c_void,
-    /// The number that the text declares an int. May change from run to run.
-    pub integer: i64,
-    /// The number that the text declares a float. May change from run to run.
-    pub real: f32,
     /// A tensor's axes: 0 to FMHA_MAX_RANK.
     pub num_dims: i32,
-    /// Type of grad: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
+    /// Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_grad: i32,
+    /// Backward: 1: the gradient of a tensor of floats is written; else 0.
+    pub write_grad: i32,
     /// 0.
     pub reserved: i32,
 }
@@ -226,7 +229,7 @@ pub struct FmhaCode {
     pub struct_bytes: u64,
     /// Host memory: what a scaled score becomes, before soft-cap and bias: "s + 0.5 * (k - q)"; null: itself.
     pub score: *const c_char,
-    /// Host memory: which pairs are seen, besides what FmhaCall.mask hides: "k <= q or k < 4"; null: all.
+    /// Host memory: which pairs are seen, besides what FmhaProblem.mask hides: "k <= q or k < 4"; null: all.
     pub mask: *const c_char,
     /// Host memory: num_captured of them, each once; null of none. A name that no text reads is refused.
     pub captured: *const FmhaCaptured,
@@ -234,9 +237,9 @@ pub struct FmhaCode {
     pub num_captured: i64,
 }
 
-/// Masks as data: which keys a query sees besides those that FmhaCall.mask and a mask as code hide. Tensors
-/// are i32, bits u32, in the memory of the plan's backend. A batch_stride of 0 is one mask for all sequences;
-/// packed intervals and bits have no batch axis. Set everything to 0 first, then what is wanted.
+/// Masks as data: which keys a query sees besides those that FmhaProblem.mask and a mask as code hide. A
+/// batch_stride of 0 is one mask for all sequences; packed intervals and bits have no batch axis. Set everything
+/// to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaMasks {
@@ -245,21 +248,20 @@ pub struct FmhaMasks {
     /// Endpoints F [batch or 1, heads, endpoints, seqlen_q], packed [heads, endpoints, total_q]:
     /// seqlen_stride is from query to query, dim_stride from endpoint to endpoint. With E(-1) = 0 and E(m) =
     /// min(max(F(m), E(m - 1)), seqlen_k) a query sees key j iff E(2p) <= j < E(2p + 1) for some p.
-    pub intervals: FmhaTensor,
+    pub intervals: FmhaStrides,
     /// Words [batch or 1, heads, seqlen_q, ceil(seqlen_k / 32)], packed [heads, total_q, ceil(seqlen_k /
     /// 32)]: bit j % 32 of word j / 32, from the least, is 1 where key j is seen.
-    pub mask_bits: FmhaTensor,
+    pub mask_bits: FmhaStrides,
     /// Counts [batch or 1, heads, ceil(seqlen_q / block_q)] of the list whose blocks the other masks cut;
-    /// seqlen_stride is from block to block. data null: no such list.
-    pub kv_num_blocks: FmhaTensor,
+    /// seqlen_stride is from block to block.
+    pub kv_num_blocks: FmhaStrides,
     /// Indices [batch or 1, heads, ceil(seqlen_q / block_q), max_blocks] of blocks of keys; dim_stride is
     /// from index to index. Those past the count are not read.
-    pub kv_indices: FmhaTensor,
-    /// Counts of the list whose blocks are seen as a whole, within lengths and FmhaCall.mask; data null: no
-    /// such list.
-    pub full_kv_num_blocks: FmhaTensor,
+    pub kv_indices: FmhaStrides,
+    /// Counts of the list whose blocks are seen as a whole, within lengths and FmhaProblem.mask.
+    pub full_kv_num_blocks: FmhaStrides,
     /// Indices of that list, [.., full_max_blocks].
-    pub full_kv_indices: FmhaTensor,
+    pub full_kv_indices: FmhaStrides,
     /// Endpoints of a query, an even number; 0: no intervals.
     pub endpoints: i64,
     /// Heads of the intervals: 1, num_heads_kv or num_heads_q; 0 where there are none.
@@ -276,6 +278,10 @@ pub struct FmhaMasks {
     pub max_blocks: i64,
     /// Indices that a row of full_kv_indices has room for.
     pub full_max_blocks: i64,
+    /// 1: there are kv_num_blocks and kv_indices; else 0.
+    pub partial: i32,
+    /// 1: there are full_kv_num_blocks and full_kv_indices; else 0.
+    pub full: i32,
 }
 
 /// Scales by blocks of Q, K and V, which are stored in this format then; dtype_qk and dtype_v are the type of their
@@ -288,23 +294,23 @@ pub struct FmhaBlockScales {
     pub struct_bytes: u64,
     /// Q's scales [batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)], packed as Q: a byte each, as are all
     /// scales.
-    pub q: FmhaTensor,
+    pub q: FmhaStrides,
     /// K's scales [batch, seqlen_k, num_heads_kv, ceil(head_dim_qk / block)], paged as K.
-    pub k: FmhaTensor,
+    pub k: FmhaStrides,
     /// V's scales [batch, ceil(seqlen_k / block), num_heads_kv, head_dim_v], paged [num_pages, page_size / block, ..].
-    pub v: FmhaTensor,
+    pub v: FmhaStrides,
     /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
     pub format: i32,
     /// 0.
     pub reserved: i32,
 }
 
-/// One call. Set everything to 0 first, then what is wanted: a null pointer is an option that is off.
-/// Pointers are to memory of the plan's backend, unless they are said to be host memory.
+/// All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
+/// which nobody reads after the plan is made.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct FmhaCall {
-    /// sizeof(FmhaCall): a library of another version refuses the call.
+pub struct FmhaProblem {
+    /// sizeof(FmhaProblem): a library of another version refuses the problem.
     pub struct_bytes: u64,
     /// Sequences.
     pub batch: i64,
@@ -320,98 +326,42 @@ pub struct FmhaCall {
     pub head_dim_qk: i64,
     /// Elements of a row of V and O.
     pub head_dim_v: i64,
-    /// Packed: rows of Q and O, all sequences together; else 0. May change from run to run, as may total_k,
-    /// num_pages and max_pages.
-    pub total_q: i64,
-    /// Packed: rows of K and V, all sequences together; else 0.
-    pub total_k: i64,
     /// Rows of a page; 0: K and V are not paged.
     pub page_size: i64,
-    /// Paged: pages of K and V, used or not; else 0.
-    pub num_pages: i64,
-    /// Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
-    pub max_pages: i64,
     /// Q [batch, seqlen_q, num_heads_q, head_dim_qk]; packed [total_q, num_heads_q, head_dim_qk].
-    pub q: FmhaTensor,
+    pub q: FmhaStrides,
     /// K [batch, seqlen_k, num_heads_kv, head_dim_qk]; packed [total_k, num_heads_kv, head_dim_qk]; paged
     /// [num_pages, page_size, num_heads_kv, head_dim_qk], batch_stride from page to page.
-    pub k: FmhaTensor,
+    pub k: FmhaStrides,
     /// V [batch, seqlen_k, num_heads_kv, head_dim_v]; packed and paged as K.
-    pub v: FmhaTensor,
-    /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed: written; backward reads it.
-    pub o: FmhaTensor,
+    pub v: FmhaStrides,
+    /// O [batch, seqlen_q, num_heads_q, head_dim_v], or packed.
+    pub o: FmhaStrides,
     /// Bias [batch, num_heads_q, seqlen_q, seqlen_k], added to the scores: seqlen_stride is from query to
     /// query, dim_stride (1) from key to key. A batch_stride of 0 is one bias for all sequences,
-    /// a head_stride of 0 one for all heads. data null: none.
-    pub bias: FmhaTensor,
-    /// LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]: written; null: not wanted.
-    /// Backward reads it and needs it.
-    pub lse: *mut f32,
-    /// The dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes; null: not wanted.
-    pub keep_mask: *mut u8,
-    /// Each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
-    /// that are seen, without the sink; -inf for a row that sees none. Forward, written; null: not wanted.
-    pub row_max: *mut f32,
-    /// The greatest of each head's row maxima, f32 [num_heads_q]: written unless batch is 0; null: not wanted.
-    pub head_max: *mut f32,
-    /// Each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q, seqlen_k],
-    /// 0 for a key beyond its sequence: written; null: not wanted.
-    pub key_sum: *mut f32,
-    /// i32 [batch + 1], first row of each sequence of Q and O, which are packed then; null: they are not.
-    pub cu_seqlens_q: *const i32,
-    /// i32 [batch + 1], for K and V as cu_seqlens_q for Q.
-    pub cu_seqlens_k: *const i32,
-    /// i32 [batch], queries in use of each sequence; null: all.
-    pub seqused_q: *const i32,
-    /// i32 [batch], keys in use of each sequence; null: all.
-    pub seqused_k: *const i32,
-    /// Paged: i32 [batch, max_pages], the pages of each sequence; else null.
-    pub block_table: *const i32,
-    /// ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with alibi_per_batch; null: none.
-    pub alibi_slopes: *const f32,
-    /// Sinks, f32 [num_heads_q], in the softmax's denominator; null: none.
-    pub sink: *const f32,
-    /// FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with descale_per_tensor; null: 1.
-    pub descale_q: *const f32,
-    /// FP8 K's factor, of the same shape as descale_q; null: 1.
-    pub descale_k: *const f32,
-    /// FP8 V's factor, of the same shape as descale_q; null: 1.
-    pub descale_v: *const f32,
-    /// FP8 O is multiplied by it before it is rounded, f32 [1]; null: 1.
-    pub scale_o: *const f32,
-    /// Host memory: "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
+    /// a head_stride of 0 one for all heads. Read with FMHA_BIAS_ELEMENTWISE.
+    pub bias: FmhaStrides,
+    /// "0" (none), "t", "b" (causal, top-left or bottom-right), "b:left,right" (window; -1:
     /// unbounded), "g:y,x" (generic coordinates); null: none.
     pub mask: *const c_char,
-    /// Host memory: multiplies Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
+    /// Factor of Q K^T; null: 1 / sqrt(head_dim_qk). 0 is 0.
     pub softmax_scale: *const f32,
-    /// Host memory: softcap * tanh(score / softcap); null: none.
+    /// Bound of the scores, softcap * tanh(score / softcap); null: none.
     pub softcap: *const f32,
-    /// CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
-    pub stream: *mut c_void,
-    /// Host memory: null: forward; else backward.
+    /// Null: forward; else backward.
     pub gradients: *const FmhaGradients,
-    /// Host memory: null: the cache is read, and nothing else happens to it.
+    /// Null: the cache is read, and nothing else happens to it.
     pub cache: *const FmhaCache,
-    /// Host memory: null: the call is whole.
+    /// Null: the call is whole.
     pub part: *const FmhaPart,
-    /// Host memory: null: no score and no mask as code.
+    /// Null: no score and no mask as code.
     pub code: *const FmhaCode,
-    /// Host memory: null: every query sees the keys of its sequence that the mask shows.
+    /// Null: every query sees the keys of its sequence that the mask shows.
     pub lists: *const FmhaLists,
-    /// Host memory: null: no mask as data.
+    /// Null: no mask as data.
     pub masks: *const FmhaMasks,
-    /// Host memory: null: Q, K and V have no scales by blocks.
+    /// Null: Q, K and V have no scales by blocks.
     pub block_scales: *const FmhaBlockScales,
-    /// Scratch of the run, in the memory of the plan's backend and aligned to 256 bytes, where the plan was made with
-    /// caller_workspace; else null. Its contents mean nothing, before and after; no other run uses it until the work
-    /// is done. May change from run to run.
-    pub workspace: *mut c_void,
-    /// Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
-    pub workspace_bytes: u64,
-    /// Key of the dropout generator, where dropout_seeded is 1. May change from run to run.
-    pub dropout_seed: u64,
-    /// Last word of its counter. May change from run to run.
-    pub dropout_offset: u64,
     /// Probability that an element of P is dropped.
     pub p_drop: f32,
     /// Type of Q and K: FMHA_F16, ...
@@ -424,32 +374,194 @@ pub struct FmhaCall {
     pub dtype_bias: i32,
     /// FMHA_V_ROW_MAJOR or FMHA_V_COL_MAJOR.
     pub v_layout: i32,
-    /// 1: alibi_slopes have a batch axis; else 0.
-    pub alibi_per_batch: i32,
-    /// 1: descales are one number each; else 0.
-    pub descale_per_tensor: i32,
+    /// FMHA_BIAS_NONE, FMHA_BIAS_ELEMENTWISE, FMHA_BIAS_ALIBI or FMHA_BIAS_ALIBI_PER_BATCH.
+    pub bias_kind: i32,
+    /// 1: Q and O are packed, and sequences begin where cu_seqlens_q says; else 0.
+    pub packed_q: i32,
+    /// 1: K and V are packed, and sequences begin where cu_seqlens_k says; else 0.
+    pub packed_k: i32,
+    /// 1: seqused_q says how many queries of each sequence are in use; 0: all.
+    pub seqused_q: i32,
+    /// 1: seqused_k says how many keys of each sequence are in use; 0: all.
+    pub seqused_k: i32,
+    /// 1: each query head has a sink; else 0.
+    pub sink: i32,
+    /// Factor of FP8 Q: FMHA_DESCALE_NONE, FMHA_DESCALE_PER_KV_HEAD or FMHA_DESCALE_PER_TENSOR.
+    pub descale_q: i32,
+    /// Factor of FP8 K, as descale_q.
+    pub descale_k: i32,
+    /// Factor of FP8 V, as descale_q.
+    pub descale_v: i32,
+    /// 1: FP8 O is multiplied by scale_o before it is rounded; else 0.
+    pub scale_o: i32,
+    /// 1: LSE is written; else 0. Backward reads LSE whatever this says.
+    pub write_lse: i32,
+    /// 1: the keep mask of dropout is written; else 0.
+    pub write_keep_mask: i32,
+    /// Forward: 1: row_max is written; else 0.
+    pub row_max: i32,
+    /// Forward: 1: head_max is written; else 0.
+    pub head_max: i32,
+    /// Forward: 1: key_sum is written; else 0.
+    pub key_sum: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// A captured tensor or number of a run.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCapturedArgs {
+    /// A tensor's first element; null: a number.
+    pub data: *const c_void,
+    /// Written: the gradient, dense, of the tensor's shape, 0 where no score read it; null without write_grad.
+    pub grad: *mut c_void,
+    /// The number that the text declares an int.
+    pub integer: i64,
+    /// The number that the text declares a float.
+    pub real: f32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// What a run brings: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
+/// everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
+/// elements. Addresses are those of a first element, in the memory of the plan's device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaArgs {
+    /// sizeof(FmhaArgs): a library of another version refuses the run.
+    pub struct_bytes: u64,
+    /// CUDA: a CUstream of the device's primary context; HIP: a hipStream_t; null: the default stream.
+    pub stream: *mut c_void,
+    /// Read: Q.
+    pub q: *const c_void,
+    /// Read: K; with new rows written too.
+    pub k: *mut c_void,
+    /// Read: V; with new rows written too. Null with v_in_k.
+    pub v: *mut c_void,
+    /// Written: O; backward reads it.
+    pub o: *mut c_void,
+    /// Read: the bias.
+    pub bias: *const c_void,
+    /// Written: LSE, f32 [batch, num_heads_q, seqlen_q], packed [num_heads_q, total_q]. Backward reads it.
+    pub lse: *mut f32,
+    /// Written: the dropout keep mask, [batch, num_heads_q, seqlen_q, seqlen_k] bytes. Backward leaves it alone.
+    pub keep_mask: *mut u8,
+    /// Written: each row's greatest score, f32, shape of LSE: after scale, function, soft-cap and bias, of the keys
+    /// that are seen, without the sink; -inf for a row that sees none.
+    pub row_max: *mut f32,
+    /// Written unless batch is 0: the greatest of each head's row maxima, f32 [num_heads_q].
+    pub head_max: *mut f32,
+    /// Written: each key's sum over the queries of its probability before dropout, f32 [batch, num_heads_q,
+    /// seqlen_k], 0 for a key beyond its sequence.
+    pub key_sum: *mut f32,
+    /// Read: i32 [batch + 1], first row of each sequence of packed Q and O.
+    pub cu_seqlens_q: *const i32,
+    /// Read: i32 [batch + 1], for K and V as cu_seqlens_q for Q.
+    pub cu_seqlens_k: *const i32,
+    /// Read: i32 [batch], queries in use of each sequence.
+    pub seqused_q: *const i32,
+    /// Read: i32 [batch], keys in use of each sequence.
+    pub seqused_k: *const i32,
+    /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
+    pub block_table: *const i32,
+    /// Read: ALiBi slopes, f32 [num_heads_q], or [batch, num_heads_q] with FMHA_BIAS_ALIBI_PER_BATCH.
+    pub alibi_slopes: *const f32,
+    /// Read: sinks, f32 [num_heads_q], in the softmax's denominator.
+    pub sink: *const f32,
+    /// Read: FP8 Q's factor, f32 [batch, num_heads_kv], or [1] with FMHA_DESCALE_PER_TENSOR.
+    pub descale_q: *const f32,
+    /// Read: FP8 K's factor, as descale_q.
+    pub descale_k: *const f32,
+    /// Read: FP8 V's factor, as descale_q.
+    pub descale_v: *const f32,
+    /// Read: factor of FP8 O, f32 [1]. Backward leaves it alone.
+    pub scale_o: *const f32,
+    /// Read: gradient of O.
+    pub dout: *const c_void,
+    /// Written: gradient of Q.
+    pub dq: *mut c_void,
+    /// Written: gradient of K.
+    pub dk: *mut c_void,
+    /// Written: gradient of V.
+    pub dv: *mut c_void,
+    /// Written: gradient of the bias.
+    pub dbias: *mut c_void,
+    /// Read: gradient of LSE, f32, shape of LSE.
+    pub dlse: *const f32,
+    /// Written: gradient of the sinks, f32 [num_heads_q].
+    pub dsink: *mut f32,
+    /// Read: new keys.
+    pub k_new: *const c_void,
+    /// Read: new values.
+    pub v_new: *const c_void,
+    /// Read: i32 [batch + 1], first row of each sequence of packed k_new and v_new.
+    pub cu_seqlens_new: *const i32,
+    /// Read: cosines [max_pos, rotary_dim / 2].
+    pub rotary_cos: *const c_void,
+    /// Read: sines of the rotary embedding, as rotary_cos.
+    pub rotary_sin: *const c_void,
+    /// Read: u32 [batch, seqlen_q, ceil(seqlen_q / 32)], packed [total_q, ceil(seqlen_q / 32)]: bit n % 32 of word
+    /// n / 32 shows a query the n-th of the last seqlen_q keys.
+    pub tree_mask: *const u32,
+    /// Read: i32 [batch, seqlen_q, num_heads_kv, topk], packed [total_q, num_heads_kv, topk]: positions in the
+    /// sequence. Absent: an entry below 0, or at or past seqlen_k.
+    pub indices: *const i32,
+    /// Read: entries in use of each list, those past them never read.
+    pub topk_length: *const i32,
+    /// Read: endpoints of the intervals, i32.
+    pub intervals: *const i32,
+    /// Read: words of the mask as bits.
+    pub mask_bits: *const u32,
+    /// Read: counts of the blocks that other masks cut.
+    pub kv_num_blocks: *const i32,
+    /// Read: indices of those blocks.
+    pub kv_indices: *const i32,
+    /// Read: counts of the blocks that are seen as a whole.
+    pub full_kv_num_blocks: *const i32,
+    /// Read: indices of those blocks.
+    pub full_kv_indices: *const i32,
+    /// Read: Q's scales by blocks.
+    pub block_scale_q: *const u8,
+    /// Read: K's scales by blocks.
+    pub block_scale_k: *const u8,
+    /// Read: V's scales by blocks.
+    pub block_scale_v: *const u8,
+    /// Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
+    pub captured: *const FmhaCapturedArgs,
+    /// Packed: rows of Q and O, all sequences together; else 0.
+    pub total_q: i64,
+    /// Packed: rows of K and V, all sequences together; else 0.
+    pub total_k: i64,
+    /// Packed: new rows of all sequences together; else 0.
+    pub total_new: i64,
+    /// Paged: pages of K and V, used or not; else 0.
+    pub num_pages: i64,
+    /// Paged: entries of a row of block_table, times page_size at least seqlen_k; else 0.
+    pub max_pages: i64,
+    /// Scratch of the run, aligned to 256 bytes, where the plan was made with caller_workspace; else null. Its
+    /// contents mean nothing, before and after; no other run uses it until the work is done.
+    pub workspace: *mut c_void,
+    /// Bytes at workspace: at least fmha_plan_workspace_bytes of the plan. 0 where workspace is null.
+    pub workspace_bytes: u64,
+    /// Key of the dropout generator, where dropout_seeded is 1.
+    pub dropout_seed: u64,
+    /// Last word of its counter.
+    pub dropout_offset: u64,
     /// 1: dropout_seed and dropout_offset say where the generator stands, as every run with p_drop above 0
-    /// has it; else 0. May change from run to run.
+    /// has it; else 0.
     pub dropout_seeded: i32,
     /// 0.
     pub reserved: i32,
 }
 
-/// One partial result.
+/// All that a plan of a merge is made of: partial results over the same rows, merged by their LSE, or added. Packed
+/// rows are a batch of 1. Set everything to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct FmhaPartial {
-    /// O of this part [batch, seqlen_q, num_heads_q, head_dim_v].
-    pub o: FmhaTensor,
-    /// LSE of this part, f32 [batch, num_heads_q, seqlen_q]; not read, and may be null, where parts are added.
-    pub lse: *const f32,
-}
-
-/// A combine call: partial results over the same rows, merged by their LSE, or added. Packed rows are a batch of 1.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct FmhaCombine {
-    /// sizeof(FmhaCombine).
+pub struct FmhaCombineProblem {
+    /// sizeof(FmhaCombineProblem).
     pub struct_bytes: u64,
     /// Number of parts, at least 1 with FMHA_BY_LSE. With 0 parts FMHA_SUM sets O to 0, and FMHA_ADD_TO keeps O.
     pub num_parts: i64,
@@ -461,22 +573,44 @@ pub struct FmhaCombine {
     pub num_heads_q: i64,
     /// Elements of a row.
     pub head_dim_v: i64,
-    /// Host memory: num_parts of them, all with the same strides; null of none.
-    pub parts: *const FmhaPartial,
-    /// The combined O: written; with FMHA_ADD_TO read first.
-    pub o: FmhaTensor,
-    /// The combined LSE, f32 [batch, num_heads_q, seqlen_q]: written; null: not wanted, as where parts are added.
-    pub lse: *mut f32,
-    /// Stream of the call, as in FmhaCall.
-    pub stream: *mut c_void,
+    /// O of every part [batch, seqlen_q, num_heads_q, head_dim_v].
+    pub part: FmhaStrides,
+    /// The combined O, of the same shape.
+    pub o: FmhaStrides,
     /// Type of the parts: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_part: i32,
     /// Type of the combined O: FMHA_F32, FMHA_F16 or FMHA_BF16.
     pub dtype_o: i32,
     /// Way in which parts are merged: FMHA_BY_LSE, FMHA_SUM or FMHA_ADD_TO.
     pub merge: i32,
-    /// 0.
-    pub reserved: i32,
+    /// 1: the combined LSE is written; else 0, as where parts are added.
+    pub write_lse: i32,
+}
+
+/// One partial result.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaPartial {
+    /// O of this part.
+    pub o: *const c_void,
+    /// LSE of this part, f32 [batch, num_heads_q, seqlen_q]; not read, and may be null, where parts are added.
+    pub lse: *const f32,
+}
+
+/// What a run of a merge brings. Addresses are those of a first element, in the memory of the plan's device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaCombineArgs {
+    /// sizeof(FmhaCombineArgs).
+    pub struct_bytes: u64,
+    /// Stream of the run, as in FmhaArgs.
+    pub stream: *mut c_void,
+    /// Host memory: num_parts of them; null of none.
+    pub parts: *const FmhaPartial,
+    /// The combined O: written; with FMHA_ADD_TO read first.
+    pub o: *mut c_void,
+    /// Written: the combined LSE, f32 [batch, num_heads_q, seqlen_q].
+    pub lse: *mut f32,
 }
 
 /// How to choose a kernel. Null instead of it, and 0 in every field, is the default.
@@ -485,8 +619,6 @@ pub struct FmhaCombine {
 pub struct FmhaOptions {
     /// sizeof(FmhaOptions).
     pub struct_bytes: u64,
-    /// "cuda" (default), "cuda:1", "rocm", "cpu" (pointers are host memory), "auto". Null: "cuda".
-    pub backend: *const c_char,
     /// Name of the kernel to use, or to be refused; null: the backend's choice.
     pub kernel: *const c_char,
     /// The kernel's tile, honoured or refused: "block_m=128,stages=3"; null: the kernel's own.
@@ -502,7 +634,7 @@ pub struct FmhaOptions {
     /// 1: each run reads the lengths back, waits for them, and refuses offsets that decrease or leave
     /// their tensor. 0: such offsets give wrong outputs, and touch nothing outside the tensors.
     pub check_lengths: i32,
-    /// 1: the plan allocates no scratch, and each run brings its own in FmhaCall.workspace; runs of one plan may then
+    /// 1: the plan allocates no scratch, and each run brings its own in FmhaArgs.workspace; runs of one plan may then
     /// overlap in time. 0: the plan has scratch of its own, and runs on one stream at a time.
     pub caller_workspace: i32,
     /// 1: a query row's bits depend on that row and the keys that it sees alone, in training, prefill and decoding, or

@@ -249,10 +249,10 @@ fn what_python_spells_of_the_structs_has_the_headers_fields_in_their_order() {
     let header = std::fs::read_to_string(root.join("fmha.h")).unwrap();
     let adapter = std::fs::read_to_string(root.join("../../bench/ours.py")).unwrap();
     let ranks = std::fs::read_to_string(root.join("../python/fmha/_c.py")).unwrap();
-    let ours = ["FmhaTensor", "FmhaGradients", "FmhaCache", "FmhaPart", "FmhaCall", "FmhaOptions"];
-    let python =
-        ["FmhaTensor", "FmhaGradients", "FmhaCall", "FmhaOptions", "FmhaJoin", "FmhaRun", "FmhaRanks"];
-    let all = ours.map(|name| (name, &adapter)).into_iter().chain(python.map(|name| (name, &ranks)));
+    let both = ["FmhaStrides", "FmhaGradients", "FmhaProblem", "FmhaArgs", "FmhaOptions"];
+    let ours = both.into_iter().chain(["FmhaCache", "FmhaPart", "FmhaLists"]);
+    let python = both.into_iter().chain(["FmhaJoin", "FmhaRun", "FmhaRanks"]);
+    let all = ours.map(|name| (name, &adapter)).chain(python.map(|name| (name, &ranks)));
     for (name, adapter) in all {
         let body =
             header.split(&format!("typedef struct {name} {{")).nth(1).unwrap().split('}').next().unwrap();

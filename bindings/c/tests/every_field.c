@@ -1,6 +1,6 @@
-// The C ABI as a C program meets it, on the CPU's backend. Each field of each struct is changed between
-// the plan and the run, one at a time: the run must say its name and the number, and write nothing.
-// Which fields have been tried is counted in bytes, so that a field that is added and not tried is found.
+// The C ABI as a C program meets it, on the CPU's backend. Each field of each struct is made wrong, one at a time: the
+// plan or the run must say its name and the value, and write nothing. Which fields have been tried is counted in bytes,
+// so that a field that is added and not tried is found.
 
 #include "../fmha.h"
 
@@ -24,7 +24,9 @@ static int tried = 0;
     }                                          \
   } while (0)
 
-typedef enum Kind { INT64, UINT64, INT32, FLOAT, POINTER, TEXT, HOST_FLOAT, STRUCT, FREE } Kind;
+// SIZE is a number that is not negative, CODE one of a few, MORE a number that a run may not raise, POINTER an address
+// that is there or not; FREE may be anything.
+typedef enum Kind { SIZE, BYTES, STRIDE, CODE, MORE, PROBABILITY, NUMBER, POINTER, TEXT, FREE } Kind;
 
 typedef struct Field {
   const char *name;  // as the error says it
@@ -33,188 +35,269 @@ typedef struct Field {
 } Field;
 
 #define FIELD(type, field, kind) {#field, offsetof(type, field), sizeof(((type *)0)->field), kind}
-#define TENSOR(type, field)                                                                       \
-  {#field ".data", offsetof(type, field.data), sizeof(void *), FREE},                             \
-      {#field ".batch_stride", offsetof(type, field.batch_stride), sizeof(int64_t), INT64},       \
-      {#field ".seqlen_stride", offsetof(type, field.seqlen_stride), sizeof(int64_t), INT64},     \
-      {#field ".head_stride", offsetof(type, field.head_stride), sizeof(int64_t), INT64},         \
-      {#field ".dim_stride", offsetof(type, field.dim_stride), sizeof(int64_t), INT64}
+#define STRIDES(type, field, kind) {#field, offsetof(type, field), sizeof(FmhaStrides), kind}
+#define COUNT(fields) (sizeof(fields) / sizeof *(fields))
 
-static const Field CALL[] = {
-    FIELD(FmhaCall, struct_bytes, UINT64),
-    FIELD(FmhaCall, batch, INT64),
-    FIELD(FmhaCall, seqlen_q, INT64),
-    FIELD(FmhaCall, seqlen_k, INT64),
-    FIELD(FmhaCall, num_heads_q, INT64),
-    FIELD(FmhaCall, num_heads_kv, INT64),
-    FIELD(FmhaCall, head_dim_qk, INT64),
-    FIELD(FmhaCall, head_dim_v, INT64),
-    FIELD(FmhaCall, total_q, INT64),
-    FIELD(FmhaCall, total_k, INT64),
-    FIELD(FmhaCall, page_size, INT64),
-    FIELD(FmhaCall, num_pages, INT64),
-    FIELD(FmhaCall, max_pages, INT64),
-    TENSOR(FmhaCall, q),
-    TENSOR(FmhaCall, k),
-    TENSOR(FmhaCall, v),
-    TENSOR(FmhaCall, o),
-    TENSOR(FmhaCall, bias),
-    FIELD(FmhaCall, lse, POINTER),
-    FIELD(FmhaCall, keep_mask, POINTER),
-    FIELD(FmhaCall, row_max, POINTER),
-    FIELD(FmhaCall, head_max, POINTER),
-    FIELD(FmhaCall, key_sum, POINTER),
-    FIELD(FmhaCall, cu_seqlens_q, POINTER),
-    FIELD(FmhaCall, cu_seqlens_k, POINTER),
-    FIELD(FmhaCall, seqused_q, POINTER),
-    FIELD(FmhaCall, seqused_k, POINTER),
-    FIELD(FmhaCall, block_table, POINTER),
-    FIELD(FmhaCall, alibi_slopes, POINTER),
-    FIELD(FmhaCall, sink, POINTER),
-    FIELD(FmhaCall, descale_q, POINTER),
-    FIELD(FmhaCall, descale_k, POINTER),
-    FIELD(FmhaCall, descale_v, POINTER),
-    FIELD(FmhaCall, scale_o, POINTER),
-    FIELD(FmhaCall, mask, TEXT),
-    FIELD(FmhaCall, softmax_scale, HOST_FLOAT),
-    FIELD(FmhaCall, softcap, HOST_FLOAT),
-    FIELD(FmhaCall, stream, FREE),
-    FIELD(FmhaCall, gradients, STRUCT),
-    FIELD(FmhaCall, cache, STRUCT),
-    FIELD(FmhaCall, part, STRUCT),
-    FIELD(FmhaCall, code, STRUCT),
-    FIELD(FmhaCall, lists, STRUCT),
-    FIELD(FmhaCall, masks, STRUCT),
-    FIELD(FmhaCall, block_scales, STRUCT),
-    FIELD(FmhaCall, workspace, FREE),
-    FIELD(FmhaCall, workspace_bytes, FREE),
-    FIELD(FmhaCall, dropout_seed, FREE),
-    FIELD(FmhaCall, dropout_offset, FREE),
-    FIELD(FmhaCall, dropout_seeded, FREE),
-    FIELD(FmhaCall, p_drop, FLOAT),
-    FIELD(FmhaCall, dtype_qk, INT32),
-    FIELD(FmhaCall, dtype_v, INT32),
-    FIELD(FmhaCall, dtype_o, INT32),
-    FIELD(FmhaCall, dtype_bias, INT32),
-    FIELD(FmhaCall, v_layout, INT32),
-    FIELD(FmhaCall, alibi_per_batch, INT32),
-    FIELD(FmhaCall, descale_per_tensor, INT32),
-    FIELD(FmhaCall, reserved, INT32),
+static const Field PROBLEM[] = {
+    FIELD(FmhaProblem, struct_bytes, BYTES),
+    FIELD(FmhaProblem, batch, SIZE),
+    FIELD(FmhaProblem, seqlen_q, SIZE),
+    FIELD(FmhaProblem, seqlen_k, SIZE),
+    FIELD(FmhaProblem, num_heads_q, SIZE),
+    FIELD(FmhaProblem, num_heads_kv, SIZE),
+    FIELD(FmhaProblem, head_dim_qk, SIZE),
+    FIELD(FmhaProblem, head_dim_v, SIZE),
+    FIELD(FmhaProblem, page_size, SIZE),
+    STRIDES(FmhaProblem, q, STRIDE),
+    STRIDES(FmhaProblem, k, STRIDE),
+    STRIDES(FmhaProblem, v, STRIDE),
+    STRIDES(FmhaProblem, o, STRIDE),
+    STRIDES(FmhaProblem, bias, STRIDE),
+    FIELD(FmhaProblem, mask, TEXT),
+    FIELD(FmhaProblem, softmax_scale, NUMBER),
+    FIELD(FmhaProblem, softcap, NUMBER),
+    // Structs of their own, with tables of their own.
+    FIELD(FmhaProblem, gradients, FREE),
+    FIELD(FmhaProblem, cache, FREE),
+    FIELD(FmhaProblem, part, FREE),
+    FIELD(FmhaProblem, code, FREE),
+    FIELD(FmhaProblem, lists, FREE),
+    FIELD(FmhaProblem, masks, FREE),
+    FIELD(FmhaProblem, block_scales, FREE),
+    FIELD(FmhaProblem, p_drop, PROBABILITY),
+    FIELD(FmhaProblem, dtype_qk, CODE),
+    FIELD(FmhaProblem, dtype_v, CODE),
+    FIELD(FmhaProblem, dtype_o, CODE),
+    FIELD(FmhaProblem, dtype_bias, CODE),
+    FIELD(FmhaProblem, v_layout, CODE),
+    FIELD(FmhaProblem, bias_kind, CODE),
+    FIELD(FmhaProblem, packed_q, CODE),
+    FIELD(FmhaProblem, packed_k, CODE),
+    FIELD(FmhaProblem, seqused_q, CODE),
+    FIELD(FmhaProblem, seqused_k, CODE),
+    FIELD(FmhaProblem, sink, CODE),
+    FIELD(FmhaProblem, descale_q, CODE),
+    FIELD(FmhaProblem, descale_k, CODE),
+    FIELD(FmhaProblem, descale_v, CODE),
+    FIELD(FmhaProblem, scale_o, CODE),
+    FIELD(FmhaProblem, write_lse, CODE),
+    FIELD(FmhaProblem, write_keep_mask, CODE),
+    FIELD(FmhaProblem, row_max, CODE),
+    FIELD(FmhaProblem, head_max, CODE),
+    FIELD(FmhaProblem, key_sum, CODE),
+    FIELD(FmhaProblem, reserved, CODE),
+};
+
+static const Field ARGS[] = {
+    FIELD(FmhaArgs, struct_bytes, BYTES),
+    FIELD(FmhaArgs, stream, FREE),
+    FIELD(FmhaArgs, q, POINTER),
+    FIELD(FmhaArgs, k, POINTER),
+    FIELD(FmhaArgs, v, POINTER),
+    FIELD(FmhaArgs, o, POINTER),
+    FIELD(FmhaArgs, bias, POINTER),
+    FIELD(FmhaArgs, lse, POINTER),
+    FIELD(FmhaArgs, keep_mask, POINTER),
+    FIELD(FmhaArgs, row_max, POINTER),
+    FIELD(FmhaArgs, head_max, POINTER),
+    FIELD(FmhaArgs, key_sum, POINTER),
+    FIELD(FmhaArgs, cu_seqlens_q, POINTER),
+    FIELD(FmhaArgs, cu_seqlens_k, POINTER),
+    FIELD(FmhaArgs, seqused_q, POINTER),
+    FIELD(FmhaArgs, seqused_k, POINTER),
+    FIELD(FmhaArgs, block_table, POINTER),
+    FIELD(FmhaArgs, alibi_slopes, POINTER),
+    FIELD(FmhaArgs, sink, POINTER),
+    FIELD(FmhaArgs, descale_q, POINTER),
+    FIELD(FmhaArgs, descale_k, POINTER),
+    FIELD(FmhaArgs, descale_v, POINTER),
+    FIELD(FmhaArgs, scale_o, POINTER),
+    FIELD(FmhaArgs, dout, POINTER),
+    FIELD(FmhaArgs, dq, POINTER),
+    FIELD(FmhaArgs, dk, POINTER),
+    FIELD(FmhaArgs, dv, POINTER),
+    FIELD(FmhaArgs, dbias, POINTER),
+    FIELD(FmhaArgs, dlse, POINTER),
+    FIELD(FmhaArgs, dsink, POINTER),
+    FIELD(FmhaArgs, k_new, POINTER),
+    FIELD(FmhaArgs, v_new, POINTER),
+    FIELD(FmhaArgs, cu_seqlens_new, POINTER),
+    FIELD(FmhaArgs, rotary_cos, POINTER),
+    FIELD(FmhaArgs, rotary_sin, POINTER),
+    FIELD(FmhaArgs, tree_mask, POINTER),
+    FIELD(FmhaArgs, indices, POINTER),
+    FIELD(FmhaArgs, topk_length, POINTER),
+    FIELD(FmhaArgs, intervals, POINTER),
+    FIELD(FmhaArgs, mask_bits, POINTER),
+    FIELD(FmhaArgs, kv_num_blocks, POINTER),
+    FIELD(FmhaArgs, kv_indices, POINTER),
+    FIELD(FmhaArgs, full_kv_num_blocks, POINTER),
+    FIELD(FmhaArgs, full_kv_indices, POINTER),
+    FIELD(FmhaArgs, block_scale_q, POINTER),
+    FIELD(FmhaArgs, block_scale_k, POINTER),
+    FIELD(FmhaArgs, block_scale_v, POINTER),
+    FIELD(FmhaArgs, captured, POINTER),
+    FIELD(FmhaArgs, total_q, MORE),
+    FIELD(FmhaArgs, total_k, MORE),
+    FIELD(FmhaArgs, total_new, MORE),
+    FIELD(FmhaArgs, num_pages, MORE),
+    FIELD(FmhaArgs, max_pages, MORE),
+    FIELD(FmhaArgs, workspace, POINTER),
+    FIELD(FmhaArgs, workspace_bytes, MORE),
+    FIELD(FmhaArgs, dropout_seed, FREE),
+    FIELD(FmhaArgs, dropout_offset, FREE),
+    FIELD(FmhaArgs, dropout_seeded, CODE),
+    FIELD(FmhaArgs, reserved, CODE),
 };
 
 static const Field GRADIENTS[] = {
-    FIELD(FmhaGradients, struct_bytes, UINT64),
-    TENSOR(FmhaGradients, dout),
-    TENSOR(FmhaGradients, dq),
-    TENSOR(FmhaGradients, dk),
-    TENSOR(FmhaGradients, dv),
-    TENSOR(FmhaGradients, dbias),
-    FIELD(FmhaGradients, dlse, POINTER),
-    FIELD(FmhaGradients, dsink, POINTER),
-    FIELD(FmhaGradients, dtype_grad, INT32),
-    FIELD(FmhaGradients, dtype_dbias, INT32),
+    FIELD(FmhaGradients, struct_bytes, BYTES),
+    STRIDES(FmhaGradients, dout, STRIDE),
+    STRIDES(FmhaGradients, dq, STRIDE),
+    STRIDES(FmhaGradients, dk, STRIDE),
+    STRIDES(FmhaGradients, dv, STRIDE),
+    STRIDES(FmhaGradients, dbias, STRIDE),
+    FIELD(FmhaGradients, dtype_grad, CODE),
+    FIELD(FmhaGradients, dtype_dbias, CODE),
+    FIELD(FmhaGradients, write_dbias, CODE),
+    FIELD(FmhaGradients, write_dsink, CODE),
+    FIELD(FmhaGradients, has_dlse, CODE),
+    FIELD(FmhaGradients, reserved, CODE),
 };
 
 static const Field CACHE[] = {
-    FIELD(FmhaCache, struct_bytes, UINT64),
-    FIELD(FmhaCache, seqlen_new, INT64),
-    FIELD(FmhaCache, total_new, INT64),
-    FIELD(FmhaCache, max_pos, INT64),
-    TENSOR(FmhaCache, k_new),
-    TENSOR(FmhaCache, v_new),
-    FIELD(FmhaCache, cu_seqlens_new, POINTER),
-    FIELD(FmhaCache, rotary_cos, POINTER),
-    FIELD(FmhaCache, rotary_sin, POINTER),
-    FIELD(FmhaCache, tree_mask, POINTER),
-    FIELD(FmhaCache, rotary_dim, INT32),
-    FIELD(FmhaCache, rotary_interleaved, INT32),
-    FIELD(FmhaCache, dtype_rotary, INT32),
-    FIELD(FmhaCache, dtype_cache, INT32),
-    FIELD(FmhaCache, v_in_k, INT32),
-    FIELD(FmhaCache, reserved, INT32),
+    FIELD(FmhaCache, struct_bytes, BYTES),
+    FIELD(FmhaCache, seqlen_new, SIZE),
+    FIELD(FmhaCache, max_pos, SIZE),
+    STRIDES(FmhaCache, k_new, STRIDE),
+    STRIDES(FmhaCache, v_new, STRIDE),
+    FIELD(FmhaCache, packed_new, CODE),
+    FIELD(FmhaCache, tree_mask, CODE),
+    FIELD(FmhaCache, rotary_dim, CODE),
+    FIELD(FmhaCache, rotary_interleaved, CODE),
+    FIELD(FmhaCache, dtype_rotary, CODE),
+    FIELD(FmhaCache, dtype_cache, CODE),
+    FIELD(FmhaCache, v_in_k, CODE),
+    FIELD(FmhaCache, reserved, CODE),
 };
 
 static const Field PART[] = {
-    FIELD(FmhaPart, struct_bytes, UINT64),
-    FIELD(FmhaPart, position_q, INT64),
-    FIELD(FmhaPart, position_k, INT64),
-    FIELD(FmhaPart, seqlen_q, INT64),
-    FIELD(FmhaPart, seqlen_k, INT64),
-    FIELD(FmhaPart, batch, INT64),
-    FIELD(FmhaPart, head, INT64),
-    FIELD(FmhaPart, num_heads_q, INT64),
+    FIELD(FmhaPart, struct_bytes, BYTES),
+    FIELD(FmhaPart, position_q, SIZE),
+    FIELD(FmhaPart, position_k, SIZE),
+    FIELD(FmhaPart, seqlen_q, SIZE),
+    FIELD(FmhaPart, seqlen_k, SIZE),
+    FIELD(FmhaPart, batch, SIZE),
+    FIELD(FmhaPart, head, SIZE),
+    FIELD(FmhaPart, num_heads_q, SIZE),
 };
 
-static const Field CODE[] = {
-    FIELD(FmhaCode, struct_bytes, UINT64),
+static const Field CODE_FIELDS[] = {
+    FIELD(FmhaCode, struct_bytes, BYTES),
     FIELD(FmhaCode, score, TEXT),
     FIELD(FmhaCode, mask, TEXT),
     FIELD(FmhaCode, captured, POINTER),
-    FIELD(FmhaCode, num_captured, INT64),
+    FIELD(FmhaCode, num_captured, SIZE),
 };
 
 static const Field LISTS[] = {
-    FIELD(FmhaLists, struct_bytes, UINT64),
-    FIELD(FmhaLists, topk, INT64),
-    FIELD(FmhaLists, indices, POINTER),
-    FIELD(FmhaLists, batch_stride, INT64),
-    FIELD(FmhaLists, seqlen_stride, INT64),
-    FIELD(FmhaLists, head_stride, INT64),
-    FIELD(FmhaLists, topk_length, POINTER),
-    FIELD(FmhaLists, length_per_token, INT32),
-    FIELD(FmhaLists, addresses, INT32),
-    FIELD(FmhaLists, block, INT32),
-    FIELD(FmhaLists, lse_without_sink, INT32),
-};
-static const Field MASKS[] = {
-    FIELD(FmhaMasks, struct_bytes, UINT64),
-    TENSOR(FmhaMasks, intervals),
-    TENSOR(FmhaMasks, mask_bits),
-    TENSOR(FmhaMasks, kv_num_blocks),
-    TENSOR(FmhaMasks, kv_indices),
-    TENSOR(FmhaMasks, full_kv_num_blocks),
-    TENSOR(FmhaMasks, full_kv_indices),
-    FIELD(FmhaMasks, endpoints, INT64),
-    FIELD(FmhaMasks, intervals_heads, INT64),
-    FIELD(FmhaMasks, mask_bits_heads, INT64),
-    FIELD(FmhaMasks, lists_heads, INT64),
-    FIELD(FmhaMasks, block_q, INT64),
-    FIELD(FmhaMasks, block_k, INT64),
-    FIELD(FmhaMasks, max_blocks, INT64),
-    FIELD(FmhaMasks, full_max_blocks, INT64),
+    FIELD(FmhaLists, struct_bytes, BYTES),
+    FIELD(FmhaLists, topk, SIZE),
+    {"indices", offsetof(FmhaLists, batch_stride), 3 * sizeof(int64_t), STRIDE},
+    FIELD(FmhaLists, length, CODE),
+    FIELD(FmhaLists, addresses, CODE),
+    FIELD(FmhaLists, block, FREE),
+    FIELD(FmhaLists, lse_without_sink, CODE),
 };
 
-// One axis is read; the numbers and what belongs to further axes may be anything.
+static const Field MASKS[] = {
+    FIELD(FmhaMasks, struct_bytes, BYTES),
+    STRIDES(FmhaMasks, intervals, STRIDE),
+    // Five keys are one word.
+    {"mask_bits", offsetof(FmhaMasks, mask_bits), 3 * sizeof(int64_t), STRIDE},
+    {"mask_bits", offsetof(FmhaMasks, mask_bits.dim_stride), sizeof(int64_t), FREE},
+    // Counts have no axis behind that of the blocks.
+    {"kv_num_blocks", offsetof(FmhaMasks, kv_num_blocks), 3 * sizeof(int64_t), STRIDE},
+    {"kv_num_blocks", offsetof(FmhaMasks, kv_num_blocks.dim_stride), sizeof(int64_t), FREE},
+    STRIDES(FmhaMasks, kv_indices, STRIDE),
+    {"full_kv_num_blocks", offsetof(FmhaMasks, full_kv_num_blocks), 3 * sizeof(int64_t), STRIDE},
+    {"full_kv_num_blocks", offsetof(FmhaMasks, full_kv_num_blocks.dim_stride), sizeof(int64_t), FREE},
+    STRIDES(FmhaMasks, full_kv_indices, STRIDE),
+    FIELD(FmhaMasks, endpoints, SIZE),
+    FIELD(FmhaMasks, intervals_heads, SIZE),
+    FIELD(FmhaMasks, mask_bits_heads, SIZE),
+    FIELD(FmhaMasks, lists_heads, SIZE),
+    FIELD(FmhaMasks, block_q, SIZE),
+    FIELD(FmhaMasks, block_k, SIZE),
+    FIELD(FmhaMasks, max_blocks, SIZE),
+    FIELD(FmhaMasks, full_max_blocks, SIZE),
+    FIELD(FmhaMasks, partial, CODE),
+    FIELD(FmhaMasks, full, CODE),
+};
+
+static const Field BLOCK_SCALES[] = {
+    FIELD(FmhaBlockScales, struct_bytes, BYTES),
+    // A row of Q and K is one block, as are the keys of V.
+    {"block_scale_q", offsetof(FmhaBlockScales, q), 3 * sizeof(int64_t), STRIDE},
+    {"block_scale_q", offsetof(FmhaBlockScales, q.dim_stride), sizeof(int64_t), FREE},
+    {"block_scale_k", offsetof(FmhaBlockScales, k), 3 * sizeof(int64_t), STRIDE},
+    {"block_scale_k", offsetof(FmhaBlockScales, k.dim_stride), sizeof(int64_t), FREE},
+    {"block_scale_v", offsetof(FmhaBlockScales, v.batch_stride), sizeof(int64_t), STRIDE},
+    {"block_scale_v", offsetof(FmhaBlockScales, v.seqlen_stride), sizeof(int64_t), FREE},
+    {"block_scale_v", offsetof(FmhaBlockScales, v.head_stride), 2 * sizeof(int64_t), STRIDE},
+    FIELD(FmhaBlockScales, format, CODE),
+    FIELD(FmhaBlockScales, reserved, CODE),
+};
+
+// One axis is read; what belongs to further axes may be anything.
 static const Field CAPTURED[] = {
-    FIELD(FmhaCaptured, name, TEXT),
-    FIELD(FmhaCaptured, data, POINTER),
-    {"shape[0]", offsetof(FmhaCaptured, shape), sizeof(int64_t), INT64},
+    {"captured zz", offsetof(FmhaCaptured, name), sizeof(char *), TEXT},
+    {"-3 is not in", offsetof(FmhaCaptured, shape), sizeof(int64_t), SIZE},
     {"shape", offsetof(FmhaCaptured, shape) + sizeof(int64_t), (FMHA_MAX_RANK - 1) * sizeof(int64_t), FREE},
-    {"strides[0]", offsetof(FmhaCaptured, strides), sizeof(int64_t), INT64},
+    {"captured slopes: stride", offsetof(FmhaCaptured, strides), sizeof(int64_t), STRIDE},
     {"strides", offsetof(FmhaCaptured, strides) + sizeof(int64_t), (FMHA_MAX_RANK - 1) * sizeof(int64_t), FREE},
-    FIELD(FmhaCaptured, grad, POINTER),
-    FIELD(FmhaCaptured, integer, FREE),
-    FIELD(FmhaCaptured, real, FREE),
-    FIELD(FmhaCaptured, num_dims, INT32),
-    FIELD(FmhaCaptured, dtype_grad, INT32),
-    FIELD(FmhaCaptured, reserved, INT32),
+    FIELD(FmhaCaptured, num_dims, CODE),
+    FIELD(FmhaCaptured, dtype_grad, CODE),
+    FIELD(FmhaCaptured, write_grad, CODE),
+    FIELD(FmhaCaptured, reserved, CODE),
+};
+
+static const Field CAPTURED_ARGS[] = {
+    {"captured slopes.data", offsetof(FmhaCapturedArgs, data), sizeof(void *), POINTER},
+    {"captured slopes.grad", offsetof(FmhaCapturedArgs, grad), sizeof(void *), POINTER},
+    FIELD(FmhaCapturedArgs, integer, FREE),
+    FIELD(FmhaCapturedArgs, real, FREE),
+    FIELD(FmhaCapturedArgs, reserved, CODE),
 };
 
 static const Field COMBINE[] = {
-    FIELD(FmhaCombine, struct_bytes, UINT64),
-    FIELD(FmhaCombine, num_parts, INT64),
-    FIELD(FmhaCombine, batch, INT64),
-    FIELD(FmhaCombine, seqlen_q, INT64),
-    FIELD(FmhaCombine, num_heads_q, INT64),
-    FIELD(FmhaCombine, head_dim_v, INT64),
-    FIELD(FmhaCombine, parts, FREE),
-    TENSOR(FmhaCombine, o),
-    FIELD(FmhaCombine, lse, POINTER),
-    FIELD(FmhaCombine, stream, FREE),
-    FIELD(FmhaCombine, dtype_part, INT32),
-    FIELD(FmhaCombine, dtype_o, INT32),
-    FIELD(FmhaCombine, merge, INT32),
-    FIELD(FmhaCombine, reserved, INT32),
+    FIELD(FmhaCombineProblem, struct_bytes, BYTES),
+    FIELD(FmhaCombineProblem, num_parts, SIZE),
+    FIELD(FmhaCombineProblem, batch, SIZE),
+    FIELD(FmhaCombineProblem, seqlen_q, SIZE),
+    FIELD(FmhaCombineProblem, num_heads_q, SIZE),
+    FIELD(FmhaCombineProblem, head_dim_v, SIZE),
+    STRIDES(FmhaCombineProblem, part, STRIDE),
+    STRIDES(FmhaCombineProblem, o, STRIDE),
+    FIELD(FmhaCombineProblem, dtype_part, CODE),
+    FIELD(FmhaCombineProblem, dtype_o, CODE),
+    FIELD(FmhaCombineProblem, merge, CODE),
+    FIELD(FmhaCombineProblem, write_lse, CODE),
+};
+
+static const Field COMBINE_ARGS[] = {
+    FIELD(FmhaCombineArgs, struct_bytes, BYTES), FIELD(FmhaCombineArgs, stream, FREE),
+    FIELD(FmhaCombineArgs, parts, POINTER),      FIELD(FmhaCombineArgs, o, POINTER),
+    FIELD(FmhaCombineArgs, lse, POINTER),
+};
+
+static const Field OPTIONS[] = {
+    FIELD(FmhaOptions, struct_bytes, BYTES),      FIELD(FmhaOptions, kernel, TEXT),
+    FIELD(FmhaOptions, tile, TEXT),               FIELD(FmhaOptions, allow_fallback, CODE),
+    FIELD(FmhaOptions, accuracy, CODE),           FIELD(FmhaOptions, deterministic, CODE),
+    FIELD(FmhaOptions, batch_invariant, CODE),    FIELD(FmhaOptions, check_lengths, CODE),
+    FIELD(FmhaOptions, caller_workspace, CODE),   FIELD(FmhaOptions, row_invariant, CODE),
+    FIELD(FmhaOptions, reserved, CODE),
 };
 
 // Every byte of the struct belongs to a field of the table.
@@ -228,127 +311,114 @@ static void covers(const char *name, const Field *fields, size_t count, size_t s
   CHECK(bytes == size, "%s: fields of %zu of its %zu bytes are tried", name, bytes, size);
 }
 
-static float q[Q_ELEMS], k[K_ELEMS], v[K_ELEMS], o[Q_ELEMS], lse[LSE_ELEMS];
-static float dout[Q_ELEMS], dq[Q_ELEMS], dk[K_ELEMS], dv[K_ELEMS];
+static float q[Q_ELEMS], k[K_ELEMS], v[K_ELEMS], o[Q_ELEMS], lse[LSE_ELEMS], bias[ROWS * ROWS];
+static float dout[Q_ELEMS], dq[Q_ELEMS], dk[K_ELEMS], dv[K_ELEMS], dbias[ROWS * ROWS];
 static float part_o[PARTS][Q_ELEMS], part_lse[PARTS][LSE_ELEMS];
-static float half = 0.5f, quarter = 0.25f;
 static char other[64];
 
-// Changes one field; the number or word that the error must say is in `said`.
-static int spoil(void *call, const Field *field, char *said) {
-  char *at = (char *)call + field->at;
-  said[0] = 0;
+// Ways in which a field can be wrong: a stride on each axis, anything else once.
+static size_t ways(const Field *field) {
+  return field->kind == FREE ? 0 : field->kind == STRIDE ? field->size / sizeof(int64_t) : 1;
+}
+
+// Makes one field wrong; what the error must say is in `said`.
+static void spoil(void *of, const Field *field, size_t way, char *said) {
+  static const float nan = 0.0f / 0.0f, above = 1.5f;
+  static const float *const no_number = &nan;
+  static const char *const no_text = "zz";
+  char *at = (char *)of + field->at + way * sizeof(int64_t);
+  int64_t number = 0;
+  int32_t code = 99;
+  void *pointer = NULL;
   switch (field->kind) {
-    case INT64:
-    case UINT64: {
-      int64_t value;
-      memcpy(&value, at, sizeof value);
-      value += 7;
-      memcpy(at, &value, sizeof value);
-      sprintf(said, " %lld", (long long)value);
-      return 1;
-    }
-    case INT32: {
-      int32_t value;
-      memcpy(&value, at, sizeof value);
-      value = value == 99 ? 98 : 99;
-      memcpy(at, &value, sizeof value);
-      sprintf(said, " %d", value);
-      return 1;
-    }
-    case FLOAT:
-      memcpy(at, &half, sizeof half);
-      sprintf(said, " 0.5");
-      return 1;
-    case POINTER: {
-      void *value;
-      memcpy(&value, at, sizeof value);
-      sprintf(said, value ? "null" : "given");
-      value = value ? NULL : (void *)other;
-      memcpy(at, &value, sizeof value);
-      return 1;
-    }
-    case TEXT: {
-      const char *value = "zz";
-      memcpy(at, &value, sizeof value);
+    case SIZE:
+    case STRIDE:
+      number = field->kind == SIZE ? -3 : -1;
+      memcpy(at, &number, sizeof number);
+      sprintf(said, "%lld", (long long)number);
+      break;
+    case BYTES:
+    case MORE:
+      memcpy(&number, at, sizeof number);
+      number += field->kind == BYTES ? -8 : 7;
+      memcpy(at, &number, sizeof number);
+      sprintf(said, " %lld", (long long)number);
+      break;
+    case CODE:
+      memcpy(at, &code, sizeof code);
+      sprintf(said, "99");
+      break;
+    case PROBABILITY:
+      memcpy(at, &above, sizeof above);
+      sprintf(said, " 1.5");
+      break;
+    case NUMBER:
+      memcpy(at, &no_number, sizeof no_number);
+      sprintf(said, "NaN");
+      break;
+    case POINTER:
+      memcpy(&pointer, at, sizeof pointer);
+      sprintf(said, pointer ? "null" : "given");
+      pointer = pointer ? NULL : other;
+      memcpy(at, &pointer, sizeof pointer);
+      break;
+    case TEXT:
+      memcpy(at, &no_text, sizeof no_text);
       sprintf(said, "zz");
-      return 1;
-    }
-    case HOST_FLOAT: {
-      const float *value = &quarter;
-      memcpy(at, &value, sizeof value);
-      sprintf(said, " 0.25");
-      return 1;
-    }
-    case STRUCT: {
-      void *value;
-      memcpy(&value, at, sizeof value);
-      sprintf(said, value ? "null" : "given");
-      return 2;
-    }
-    case FREE: return 0;
+      break;
+    case FREE: break;
   }
-  return 0;
 }
 
-static FmhaTensor tensor(float *data, int heads) {
-  FmhaTensor t = {0};
-  t.data = data;
-  t.batch_stride = (int64_t)ROWS * heads * DIM;
-  t.seqlen_stride = (int64_t)heads * DIM;
-  t.head_stride = DIM;
-  t.dim_stride = 1;
-  return t;
+static FmhaStrides strides(int heads) {
+  FmhaStrides s = {(int64_t)ROWS * heads * DIM, (int64_t)heads * DIM, DIM, 1};
+  return s;
 }
 
-static FmhaCall good(void) {
+static FmhaProblem good(void) {
   static const float scale = 0.3f;
-  FmhaCall call = {0};
-  call.struct_bytes = sizeof call;
-  call.batch = BATCH;
-  call.seqlen_q = call.seqlen_k = ROWS;
-  call.num_heads_q = HEADS;
-  call.num_heads_kv = KV;
-  call.head_dim_qk = call.head_dim_v = DIM;
-  call.q = tensor(q, HEADS);
-  call.k = tensor(k, KV);
-  call.v = tensor(v, KV);
-  call.o = tensor(o, HEADS);
-  call.lse = lse;
-  call.mask = "b";
-  call.softmax_scale = &scale;
-  call.dtype_qk = call.dtype_v = call.dtype_o = FMHA_F32;
-  return call;
+  FmhaProblem problem = {0};
+  problem.struct_bytes = sizeof problem;
+  problem.batch = BATCH;
+  problem.seqlen_q = problem.seqlen_k = ROWS;
+  problem.num_heads_q = HEADS;
+  problem.num_heads_kv = KV;
+  problem.head_dim_qk = problem.head_dim_v = DIM;
+  problem.q = problem.o = strides(HEADS);
+  problem.k = problem.v = strides(KV);
+  problem.write_lse = 1;
+  problem.mask = "b";
+  problem.softmax_scale = &scale;
+  problem.dtype_qk = problem.dtype_v = problem.dtype_o = FMHA_F32;
+  return problem;
+}
+
+static FmhaArgs good_args(void) {
+  FmhaArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.o = o;
+  args.lse = lse;
+  return args;
 }
 
 static FmhaGradients good_gradients(void) {
   FmhaGradients gradients = {0};
   gradients.struct_bytes = sizeof gradients;
-  gradients.dout = tensor(dout, HEADS);
-  gradients.dq = tensor(dq, HEADS);
-  gradients.dk = tensor(dk, KV);
-  gradients.dv = tensor(dv, KV);
+  gradients.dout = gradients.dq = strides(HEADS);
+  gradients.dk = gradients.dv = strides(KV);
   gradients.dtype_grad = FMHA_F32;
   return gradients;
 }
 
-static FmhaCombine good_combine(FmhaPartial *parts) {
-  FmhaCombine call = {0};
-  call.struct_bytes = sizeof call;
-  call.num_parts = PARTS;
-  call.batch = BATCH;
-  call.seqlen_q = ROWS;
-  call.num_heads_q = HEADS;
-  call.head_dim_v = DIM;
-  for (int i = 0; i < PARTS; ++i) {
-    parts[i].o = tensor(part_o[i], HEADS);
-    parts[i].lse = part_lse[i];
-  }
-  call.parts = parts;
-  call.o = tensor(o, HEADS);
-  call.lse = lse;
-  call.dtype_part = call.dtype_o = FMHA_F32;
-  return call;
+static FmhaArgs with_gradients(FmhaArgs args) {
+  args.dout = dout;
+  args.dq = dq;
+  args.dk = dk;
+  args.dv = dv;
+  return args;
 }
 
 static void clear(void) {
@@ -361,12 +431,13 @@ static int untouched(void) {
   int same = 1;
   for (int i = 0; i < Q_ELEMS; ++i) same &= o[i] == -77.0f && dq[i] == -77.0f;
   for (int i = 0; i < K_ELEMS; ++i) same &= dk[i] == -77.0f && dv[i] == -77.0f;
+  for (int i = 0; i < LSE_ELEMS; ++i) same &= lse[i] == -77.0f;
   return same;
 }
 
 static void refused(int status, const char *name, const char *said) {
   ++tried;
-  CHECK(status != 0, "%s: a changed field is taken", name);
+  CHECK(status != 0, "%s: a wrong field is taken", name);
   if (status) {
     const char *text = fmha_last_error();
     CHECK(strstr(text, name) != NULL, "%s is not named", name);
@@ -375,214 +446,182 @@ static void refused(int status, const char *name, const char *said) {
   CHECK(untouched(), "%s: something was written", name);
 }
 
-static void forward_and_backward(const FmhaOptions *options) {
-  FmhaPlan *forward = NULL, *backward = NULL;
-  FmhaGradients gradients = good_gradients();
-  FmhaCall call = good(), with = good();
-  with.gradients = &gradients;
-  CHECK(fmha_plan(&call, options, &forward) == 0, "forward is not planned");
-  CHECK(fmha_plan(&with, options, &backward) == 0, "backward is not planned");
-  FmhaCache no_cache = {0};
-  no_cache.struct_bytes = sizeof no_cache;
-  FmhaPart no_part = {0};
-  no_part.struct_bytes = sizeof no_part;
-  FmhaCode no_code = {0};
-  no_code.struct_bytes = sizeof no_code;
-  FmhaLists no_lists = {0};
-  no_lists.struct_bytes = sizeof no_lists;
-  FmhaMasks no_masks = {0};
-  no_masks.struct_bytes = sizeof no_masks;
-  FmhaBlockScales no_scales = {0};
-  no_scales.struct_bytes = sizeof no_scales;
-  if (!forward || !backward) return;
-  CHECK(strstr(fmha_plan_text(forward), "kernel") != NULL, "a plan without a text");
-  CHECK(fmha_run(forward, &call) == 0, "forward does not run");
-  CHECK(o[0] == v[0], "the first query of a causal call sees the first key alone: %f", o[0]);
-  CHECK(fmha_run(backward, &with) == 0, "backward does not run");
-  CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
-
-  char said[64];
-  for (size_t i = 0; i < sizeof CALL / sizeof *CALL; ++i) {
-    for (int kind = 0; kind < 2; ++kind) {
-      FmhaCall bad = kind ? with : call;
-      clear();
-      switch (spoil(&bad, &CALL[i], said)) {
-        case 0: continue;
-        case 1: break;
-        case 2:
-          if (CALL[i].at == offsetof(FmhaCall, cache)) bad.cache = &no_cache;
-          else if (CALL[i].at == offsetof(FmhaCall, part)) bad.part = &no_part;
-          else if (CALL[i].at == offsetof(FmhaCall, code)) bad.code = &no_code;
-          else if (CALL[i].at == offsetof(FmhaCall, lists)) bad.lists = &no_lists;
-          else if (CALL[i].at == offsetof(FmhaCall, masks)) bad.masks = &no_masks;
-          else if (CALL[i].at == offsetof(FmhaCall, block_scales)) bad.block_scales = &no_scales;
-          else bad.gradients = kind ? NULL : &gradients;
-          break;
-      }
-      refused(fmha_run(kind ? backward : forward, &bad), CALL[i].name, said);
-    }
-  }
-  for (size_t i = 0; i < sizeof GRADIENTS / sizeof *GRADIENTS; ++i) {
-    FmhaGradients bad = gradients;
-    clear();
-    if (!spoil(&bad, &GRADIENTS[i], said)) continue;
-    FmhaCall bad_call = with;
-    bad_call.gradients = &bad;
-    refused(fmha_run(backward, &bad_call), GRADIENTS[i].name, said);
-  }
-  // A tensor that is null, and an optional one that was not planned.
-  void *const data[] = {NULL};
-  size_t tensors[] = {offsetof(FmhaCall, q.data), offsetof(FmhaCall, k.data), offsetof(FmhaCall, v.data),
-                      offsetof(FmhaCall, o.data)};
-  const char *names[] = {"q.data", "k.data", "v.data", "o.data"};
-  for (int i = 0; i < 4; ++i) {
-    FmhaCall bad = call;
-    clear();
-    memcpy((char *)&bad + tensors[i], data, sizeof *data);
-    refused(fmha_run(forward, &bad), names[i], "null");
-  }
-  {
-    FmhaCall bad = call;
-    clear();
-    bad.bias.data = other;
-    refused(fmha_run(forward, &bad), "bias.data", "given");
-  }
-  // A scale of 0 is a scale: another one than the default, and a refusal where that was planned.
-  const float zero = 0.0f;
-  FmhaCall scaled = call;
-  scaled.softmax_scale = NULL;
-  FmhaPlan *by_default = NULL;
-  CHECK(fmha_plan(&scaled, options, &by_default) == 0, "the default scale is not planned");
-  scaled.softmax_scale = &zero;
-  clear();
-  refused(fmha_run(by_default, &scaled), "softmax_scale", " 0 ");
-  FmhaPlan *flat = NULL;
-  CHECK(fmha_plan(&scaled, options, &flat) == 0, "scale 0 is not planned");
-  CHECK(fmha_run(flat, &scaled) == 0, "scale 0 does not run");
-  CHECK(lse[1] > 0.693f && lse[1] < 0.694f, "scale 0: LSE of two keys is %f, not ln 2", lse[1]);
-  // Scratch comes from the plan or from the caller, as the options said.
-  FmhaCall scratch = call;
-  scratch.workspace = other;
-  scratch.workspace_bytes = sizeof other;
-  clear();
-  refused(fmha_run(forward, &scratch), "workspace", "given");
-  scratch.workspace = NULL;
-  refused(fmha_run(forward, &scratch), "workspace_bytes", " 64 ");
-  FmhaOptions callers = *options;
-  callers.caller_workspace = 1;
-  FmhaPlan *shared = NULL;
-  CHECK(fmha_plan(&call, &callers, &shared) == 0, "a plan without scratch of its own is not planned");
-  CHECK(fmha_plan_workspace_bytes(shared) == 0, "the CPU's plan wants scratch");
-  CHECK(fmha_plan_workspace_bytes(NULL) == 0, "no plan wants scratch");
-  refused(fmha_run(shared, &scratch), "workspace_bytes", " 64 ");
-  scratch.workspace = other;
-  CHECK(fmha_run(shared, &scratch) == 0, "more scratch than is wanted is not taken");
-  CHECK(fmha_run(shared, &call) == 0, "no scratch where none is wanted is not taken");
-  fmha_drop(shared);
-  // Kinds of plans do not mix.
-  FmhaPartial parts[PARTS];
-  FmhaCombine combine = good_combine(parts);
-  clear();
-  refused(fmha_run_combine(forward, &combine), "plan", "a plan of attention");
-  fmha_drop(flat);
-  fmha_drop(by_default);
-  fmha_drop(backward);
-  fmha_drop(forward);
+static FmhaPlan *planned(const FmhaProblem *problem, const char *what) {
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan("cpu", problem, NULL, &plan) == 0, "%s: not planned", what);
+  return plan;
 }
 
-// One new row a sequence, turned by a quarter; then each field of the cache changed.
-static void appended(const FmhaOptions *options) {
-  static float k_new[BATCH * KV * DIM], v_new[BATCH * KV * DIM], cosines[ROWS * DIM / 2], sines[ROWS * DIM / 2];
-  static const int32_t used[BATCH] = {ROWS - 1, 2};
-  for (int i = 0; i < BATCH * KV * DIM; ++i) k_new[i] = v_new[i] = (float)(i % 5) + 1.0f;
-  for (int i = 0; i < ROWS * DIM / 2; ++i) sines[i] = 1.0f;
-  FmhaCache cache = {0};
-  cache.struct_bytes = sizeof cache;
-  cache.seqlen_new = 1;
-  cache.k_new = tensor(k_new, KV);
-  cache.v_new = tensor(v_new, KV);
-  cache.k_new.batch_stride = cache.v_new.batch_stride = KV * DIM;
-  cache.max_pos = ROWS;
-  cache.rotary_dim = DIM;
-  cache.rotary_interleaved = 1;
-  cache.rotary_cos = cosines;
-  cache.rotary_sin = sines;
-  cache.dtype_rotary = FMHA_F32;
-  FmhaCall call = good();
-  call.seqlen_q = 1;
-  call.seqused_k = used;
-  call.cache = &cache;
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan(&call, options, &plan) == 0, "an append is not planned");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "an append does not run");
-  const float *written = k + (ROWS - 1) * KV * DIM;
-  CHECK(written[0] == -k_new[1] && written[1] == k_new[0], "a row is not turned: %f %f", written[0], written[1]);
-  CHECK(v[(ROWS - 1) * KV * DIM] == v_new[0], "a value is not written: %f", v[(ROWS - 1) * KV * DIM]);
-  char said[64];
-  for (size_t i = 0; i < sizeof CACHE / sizeof *CACHE; ++i) {
-    FmhaCache bad = cache;
-    clear();
-    if (!spoil(&bad, &CACHE[i], said)) continue;
-    FmhaCall bad_call = call;
-    bad_call.cache = &bad;
-    refused(fmha_run(plan, &bad_call), CACHE[i].name, said);
-  }
-  clear();
-  call.cache = NULL;
-  refused(fmha_run(plan, &call), "cache", "null");
+// Plans and runs, and drops the plan.
+static void ran(const FmhaProblem *problem, const FmhaArgs *args, const char *what) {
+  FmhaPlan *plan = planned(problem, what);
+  CHECK(fmha_run(plan, args) == 0, "%s: does not run", what);
   fmha_drop(plan);
 }
 
-// The last queries of a sequence, as a part of it, give what they give inside it; then each field of the part changed.
-static void parts_of_a_whole(const FmhaOptions *options) {
+// Makes each field of `part` wrong, which the problem points to or is, and plans.
+static void plans_refuse(const FmhaProblem *problem, void *part, const Field *fields, size_t count, size_t size) {
+  char said[64], saved[1024];
+  memcpy(saved, part, size);
+  for (size_t i = 0; i < count; ++i) {
+    for (size_t way = 0; way < ways(&fields[i]); ++way) {
+      FmhaPlan *none = NULL;
+      clear();
+      spoil(part, &fields[i], way, said);
+      refused(fmha_plan("cpu", problem, NULL, &none), fields[i].name, said);
+      CHECK(none == NULL, "%s: a refused plan is set", fields[i].name);
+      memcpy(part, saved, size);
+    }
+  }
+}
+
+// Makes each argument wrong, and runs.
+static void runs_refuse(const FmhaPlan *plan, const FmhaArgs *args) {
+  char said[64];
+  for (size_t i = 0; i < COUNT(ARGS); ++i) {
+    for (size_t way = 0; way < ways(&ARGS[i]); ++way) {
+      FmhaArgs bad = *args;
+      clear();
+      spoil(&bad, &ARGS[i], way, said);
+      refused(fmha_run(plan, &bad), ARGS[i].name, said);
+    }
+  }
+}
+
+static void forward_and_backward(void) {
+  FmhaProblem problem = good();
+  problem.bias_kind = FMHA_BIAS_ELEMENTWISE;
+  problem.dtype_bias = FMHA_F32;
+  problem.bias.seqlen_stride = ROWS;
+  problem.bias.dim_stride = 1;
+  FmhaArgs args = good_args();
+  args.bias = bias;
+  FmhaPlan *plan = planned(&problem, "forward");
+  CHECK(strstr(fmha_plan_text(plan), "kernel") != NULL, "a plan without a text");
+  CHECK(fmha_run(plan, &args) == 0, "forward does not run");
+  CHECK(o[0] == v[0], "the first query of a causal call sees the first key alone: %f", o[0]);
+  plans_refuse(&problem, &problem, PROBLEM, COUNT(PROBLEM), sizeof problem);
+  runs_refuse(plan, &args);
+  fmha_drop(plan);
+
+  FmhaGradients gradients = good_gradients();
+  gradients.write_dbias = 1;
+  gradients.dtype_dbias = FMHA_F32;
+  gradients.dbias = problem.bias;
+  problem.gradients = &gradients;
+  args = with_gradients(args);
+  args.dbias = dbias;
+  plan = planned(&problem, "backward");
+  CHECK(fmha_run(plan, &args) == 0, "backward does not run");
+  CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
+  plans_refuse(&problem, &gradients, GRADIENTS, COUNT(GRADIENTS), sizeof gradients);
+  runs_refuse(plan, &args);
+  fmha_drop(plan);
+}
+
+// A scale of 0 is a scale: another one than the default.
+static void scales(void) {
+  const float zero = 0.0f;
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args();
+  problem.softmax_scale = &zero;
+  ran(&problem, &args, "scale 0");
+  CHECK(lse[1] > 0.693f && lse[1] < 0.694f, "scale 0: LSE of two keys is %f, not ln 2", lse[1]);
+}
+
+// Scratch comes from the plan or from the caller, as the options said.
+static void scratch(void) {
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args(), brings = args;
+  brings.workspace = other;
+  brings.workspace_bytes = sizeof other;
+  FmhaPlan *own = planned(&problem, "a plan with scratch of its own"), *shared = NULL;
+  clear();
+  refused(fmha_run(own, &brings), "workspace", "given");
+  fmha_drop(own);
+  FmhaOptions options = {0};
+  options.struct_bytes = sizeof options;
+  options.caller_workspace = 1;
+  CHECK(fmha_plan("cpu", &problem, &options, &shared) == 0, "a plan without scratch of its own is not planned");
+  CHECK(fmha_plan_workspace_bytes(shared) == 0, "the CPU's plan wants scratch");
+  CHECK(fmha_plan_workspace_bytes(NULL) == 0, "no plan wants scratch");
+  CHECK(fmha_run(shared, &brings) == 0, "more scratch than is wanted is not taken");
+  CHECK(fmha_run(shared, &args) == 0, "no scratch where none is wanted is not taken");
+  brings.workspace = NULL;
+  clear();
+  refused(fmha_run(shared, &brings), "workspace_bytes", " 64 ");
+  fmha_drop(shared);
+}
+
+// Two new rows a sequence, turned by a quarter.
+static void appended(void) {
+  enum { NEW = 2, NEW_ELEMS = BATCH * NEW * KV * DIM, OLD = ROWS - NEW };
+  static float k_new[NEW_ELEMS], v_new[NEW_ELEMS], cosines[ROWS * DIM / 2], sines[ROWS * DIM / 2];
+  static const int32_t used[BATCH] = {OLD, 1};
+  for (int i = 0; i < NEW_ELEMS; ++i) k_new[i] = v_new[i] = (float)(i % 5) + 1.0f;
+  for (int i = 0; i < ROWS * DIM / 2; ++i) sines[i] = 1.0f;
+  FmhaCache cache = {0};
+  cache.struct_bytes = sizeof cache;
+  cache.seqlen_new = NEW;
+  cache.k_new = cache.v_new = strides(KV);
+  cache.k_new.batch_stride = cache.v_new.batch_stride = NEW * KV * DIM;
+  cache.max_pos = ROWS;
+  cache.rotary_dim = DIM;
+  cache.rotary_interleaved = 1;
+  cache.dtype_rotary = FMHA_F32;
+  FmhaProblem problem = good();
+  problem.seqlen_q = 1;
+  problem.seqused_k = 1;
+  problem.cache = &cache;
+  FmhaArgs args = good_args();
+  args.seqused_k = used;
+  args.k_new = k_new;
+  args.v_new = v_new;
+  args.rotary_cos = cosines;
+  args.rotary_sin = sines;
+  FmhaPlan *plan = planned(&problem, "an append");
+  CHECK(fmha_run(plan, &args) == 0, "an append does not run");
+  const float *written = k + OLD * KV * DIM;
+  CHECK(written[0] == -k_new[1] && written[1] == k_new[0], "a row is not turned: %f %f", written[0], written[1]);
+  CHECK(v[OLD * KV * DIM] == v_new[0], "a value is not written: %f", v[OLD * KV * DIM]);
+  plans_refuse(&problem, &cache, CACHE, COUNT(CACHE), sizeof cache);
+  runs_refuse(plan, &args);
+  fmha_drop(plan);
+}
+
+// The last queries of a sequence, as a part of it, give what they give inside it.
+static void parts_of_a_whole(void) {
   enum { LAST = 2 };
   static float whole[Q_ELEMS];
   FmhaPart part = {0};
   part.struct_bytes = sizeof part;
   part.position_q = ROWS - LAST;
   part.seqlen_q = part.seqlen_k = ROWS;
-  FmhaCall call = good();
-  call.mask = "t";
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "a whole does not run");
+  FmhaProblem problem = good();
+  problem.mask = "t";
+  FmhaArgs args = good_args();
+  ran(&problem, &args, "a whole");
   memcpy(whole, o, sizeof whole);
-  fmha_drop(plan);
-  plan = NULL;
-  call.seqlen_q = LAST;
-  call.q.data = q + (ROWS - LAST) * HEADS * DIM;
-  call.o.data = o + (ROWS - LAST) * HEADS * DIM;
-  call.part = &part;
+  problem.seqlen_q = LAST;
+  args.q = q + (ROWS - LAST) * HEADS * DIM;
+  args.o = o + (ROWS - LAST) * HEADS * DIM;
+  problem.part = &part;
   clear();
-  CHECK(fmha_plan(&call, options, &plan) == 0, "a part is not planned");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "a part does not run");
+  ran(&problem, &args, "a part");
   for (int i = 0; i < Q_ELEMS; ++i) {
     int row = i / (HEADS * DIM) % ROWS;
     float away = o[i] - (row < ROWS - LAST ? -77.0f : whole[i]);
     CHECK(away < 1e-6f && away > -1e-6f, "element %d of a part is away by %f", i, away);
   }
-  char said[64];
-  for (size_t i = 0; i < sizeof PART / sizeof *PART; ++i) {
-    FmhaPart bad = part;
-    clear();
-    spoil(&bad, &PART[i], said);
-    FmhaCall bad_call = call;
-    bad_call.part = &bad;
-    refused(fmha_run(plan, &bad_call), PART[i].name, said);
-  }
-  clear();
-  FmhaPart beyond = part;
-  beyond.position_q = ROWS;
-  call.part = &beyond;
+  plans_refuse(&problem, &part, PART, COUNT(PART), sizeof part);
+  part.position_q = ROWS;
   FmhaPlan *none = NULL;
-  refused(fmha_plan(&call, options, &none), "position_q", "end at 7");
-  fmha_drop(plan);
+  clear();
+  refused(fmha_plan("cpu", &problem, NULL, &none), "position_q", "end at 7");
 }
 
-// Each token sees the last key that causal shows it, twice, and what is absent: O is that key's V. Then each field of
-// the lists changed.
-static void lists_of_a_call(const FmhaOptions *options) {
+// Each token sees the last key that causal shows it, twice, and what is absent: O is that key's V.
+static void lists_of_a_call(void) {
   static int32_t indices[BATCH * ROWS * KV * 3], lengths[BATCH];
   for (int i = 0; i < BATCH * ROWS * KV; ++i) {
     const int key = i / KV % ROWS;
@@ -593,121 +632,99 @@ static void lists_of_a_call(const FmhaOptions *options) {
   FmhaLists lists = {0};
   lists.struct_bytes = sizeof lists;
   lists.topk = 3;
-  lists.indices = indices;
   lists.batch_stride = ROWS * KV * 3;
   lists.seqlen_stride = KV * 3;
   lists.head_stride = 3;
-  lists.topk_length = lengths;
-  FmhaCall call = good();
-  call.lists = &lists;
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan(&call, options, &plan) == 0, "lists are not planned");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "lists do not run");
+  lists.length = FMHA_LENGTH_PER_SEQUENCE;
+  FmhaProblem problem = good();
+  problem.lists = &lists;
+  FmhaArgs args = good_args();
+  args.indices = indices;
+  args.topk_length = lengths;
+  FmhaPlan *plan = planned(&problem, "lists");
+  CHECK(fmha_run(plan, &args) == 0, "lists do not run");
   for (int row = 0; row < BATCH * ROWS; ++row) {
     const float away = o[row * HEADS * DIM] - v[row * KV * DIM];
     CHECK(away < 1e-6f && away > -1e-6f, "row %d is not the V of its key: %f", row, away);
   }
-  char said[64];
-  for (size_t i = 0; i < sizeof LISTS / sizeof *LISTS; ++i) {
-    FmhaLists bad = lists;
-    clear();
-    if (!spoil(&bad, &LISTS[i], said)) continue;
-    FmhaCall bad_call = call;
-    bad_call.lists = &bad;
-    refused(fmha_run(plan, &bad_call), LISTS[i].name, said);
-  }
+  plans_refuse(&problem, &lists, LISTS, COUNT(LISTS), sizeof lists);
+  runs_refuse(plan, &args);
   fmha_drop(plan);
   // Gradients: each key's dV is the sum of dO over its rows.
   FmhaGradients gradients = good_gradients();
-  call.gradients = &gradients;
-  CHECK(fmha_plan(&call, options, &plan) == 0, "lists are not planned backward");
-  CHECK(fmha_run(plan, &call) == 0, "lists do not run backward");
-  lists.indices = NULL;
-  clear();
-  refused(fmha_run(plan, &call), "indices", "null, but 240 bytes are needed");
-  fmha_drop(plan);
+  problem.gradients = &gradients;
+  args = with_gradients(args);
+  ran(&problem, &args, "lists backward");
 }
 
-// A score and a mask as text: what they spell, the gradient of what is captured, then each field changed.
-static void code_of_a_call(const FmhaOptions *options) {
+// A score and a mask as text: what they spell, and the gradient of what is captured.
+static void code_of_a_call(void) {
   static float slopes[HEADS], dslopes[HEADS], whole[Q_ELEMS];
-  FmhaCall call = good();
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "causal does not run");
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args();
+  ran(&problem, &args, "causal");
   memcpy(whole, o, sizeof whole);
-  fmha_drop(plan);
-  plan = NULL;
   FmhaCaptured captured = {0};
   captured.name = "slopes";
-  captured.data = slopes;
   captured.shape[0] = HEADS;
   captured.strides[0] = 1;
   captured.num_dims = 1;
+  FmhaCapturedArgs captured_args = {0};
+  captured_args.data = slopes;
   FmhaCode code = {0};
   code.struct_bytes = sizeof code;
   code.score = "slopes: f32[_]; s + slopes[h] * (k - q)";
   code.mask = "k - seqlen_k <= q - seqlen_q";
   code.captured = &captured;
   code.num_captured = 1;
-  call.mask = NULL;
-  call.code = &code;
+  problem.mask = NULL;
+  problem.code = &code;
+  args.captured = &captured_args;
   clear();
-  CHECK(fmha_plan(&call, options, &plan) == 0, "code is not planned");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "code does not run");
+  ran(&problem, &args, "code");
   for (int i = 0; i < Q_ELEMS; ++i) {
     float away = o[i] - whole[i];
     CHECK(away < 1e-6f && away > -1e-6f, "element %d of causal as code is away by %f", i, away);
   }
-  fmha_drop(plan);
-  plan = NULL;
   FmhaGradients gradients = good_gradients();
-  captured.grad = dslopes;
+  captured.write_grad = 1;
   captured.dtype_grad = FMHA_F32;
-  call.gradients = &gradients;
+  captured_args.grad = dslopes;
+  problem.gradients = &gradients;
+  args = with_gradients(args);
   dslopes[0] = -77.0f;
-  CHECK(fmha_plan(&call, options, &plan) == 0, "code is not planned backward");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "code does not run backward");
+  FmhaPlan *plan = planned(&problem, "code backward");
+  CHECK(fmha_run(plan, &args) == 0, "code does not run backward");
   CHECK(dslopes[0] == dslopes[0] && dslopes[0] != 0.0f && dslopes[0] != -77.0f, "no gradient: %f", dslopes[0]);
+  plans_refuse(&problem, &code, CODE_FIELDS, COUNT(CODE_FIELDS), sizeof code);
+  plans_refuse(&problem, &captured, CAPTURED, COUNT(CAPTURED), sizeof captured);
+  runs_refuse(plan, &args);
   char said[64];
-  for (size_t i = 0; i < sizeof CODE / sizeof *CODE; ++i) {
-    FmhaCode bad = code;
-    clear();
-    spoil(&bad, &CODE[i], said);
-    FmhaCall bad_call = call;
-    bad_call.code = &bad;
-    refused(fmha_run(plan, &bad_call), CODE[i].name, said);
+  for (size_t i = 0; i < COUNT(CAPTURED_ARGS); ++i) {
+    for (size_t way = 0; way < ways(&CAPTURED_ARGS[i]); ++way) {
+      FmhaCapturedArgs bad = captured_args;
+      FmhaArgs bad_args = args;
+      bad_args.captured = &bad;
+      clear();
+      spoil(&bad, &CAPTURED_ARGS[i], way, said);
+      refused(fmha_run(plan, &bad_args), CAPTURED_ARGS[i].name, said);
+    }
   }
-  for (size_t i = 0; i < sizeof CAPTURED / sizeof *CAPTURED; ++i) {
-    FmhaCaptured bad = captured;
-    clear();
-    if (!spoil(&bad, &CAPTURED[i], said)) continue;
-    FmhaCode bad_code = code;
-    bad_code.captured = &bad;
-    FmhaCall bad_call = call;
-    bad_call.code = &bad_code;
-    refused(fmha_run(plan, &bad_call), CAPTURED[i].name, said);
-  }
-  clear();
   code.mask = "k <= q or k <";
   FmhaPlan *none = NULL;
-  refused(fmha_plan(&call, options, &none), "mask: column 14, the end", "a value is expected here");
+  refused(fmha_plan("cpu", &problem, NULL, &none), "mask: column 14, the end", "a value is expected here");
   fmha_drop(plan);
 }
 
-// Masks as data that spell causal, forward and backward, then each field changed.
-static void masks_of_a_call(const FmhaOptions *options) {
+// Masks as data that spell causal, forward and backward.
+static void masks_of_a_call(void) {
   static float whole[Q_ELEMS];
-  static int32_t ends[2][ROWS], counts[ROWS], indices[ROWS][ROWS];
+  static int32_t ends[2][ROWS], counts[ROWS], full_counts[ROWS], indices[ROWS][ROWS];
   static uint32_t words[ROWS];
-  FmhaCall call = good();
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan(&call, options, &plan) == 0 && fmha_run(plan, &call) == 0, "causal does not run");
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args();
+  ran(&problem, &args, "causal");
   memcpy(whole, o, sizeof whole);
-  fmha_drop(plan);
-  plan = NULL;
   for (int row = 0; row < ROWS; ++row) {
     ends[1][row] = counts[row] = row + 1;
     words[row] = (2u << row) - 1;
@@ -716,62 +733,73 @@ static void masks_of_a_call(const FmhaOptions *options) {
   FmhaMasks masks = {0};
   masks.struct_bytes = sizeof masks;
   masks.endpoints = 2;
-  masks.intervals_heads = masks.mask_bits_heads = masks.lists_heads = 1;
+  // All heads have the same.
+  masks.intervals_heads = masks.mask_bits_heads = masks.lists_heads = HEADS;
   masks.block_q = masks.block_k = 1;
-  masks.max_blocks = ROWS;
-  FmhaTensor by_rows = {ends, 0, 1, 2 * ROWS, ROWS}, of_words = {words, 0, 1, ROWS, 1};
-  FmhaTensor of_counts = {counts, 0, 1, ROWS, 1}, of_indices = {indices, 0, ROWS, ROWS * ROWS, 1};
+  masks.partial = masks.full = 1;
+  masks.max_blocks = masks.full_max_blocks = ROWS;
+  FmhaStrides by_rows = {0, 1, 0, ROWS}, of_words = {0, 1, 0, 1};
+  FmhaStrides of_counts = {0, 1, 0, 1}, of_indices = {0, ROWS, 0, 1};
   masks.intervals = by_rows;
   masks.mask_bits = of_words;
-  masks.kv_num_blocks = of_counts;
-  masks.kv_indices = of_indices;
-  FmhaGradients gradients = good_gradients();
-  call.mask = NULL;
-  call.masks = &masks;
+  masks.kv_num_blocks = masks.full_kv_num_blocks = of_counts;
+  masks.kv_indices = masks.full_kv_indices = of_indices;
+  args.intervals = ends[0];
+  args.mask_bits = words;
+  args.kv_num_blocks = counts;
+  args.full_kv_num_blocks = full_counts;
+  args.kv_indices = args.full_kv_indices = indices[0];
+  problem.mask = NULL;
+  problem.masks = &masks;
   clear();
-  CHECK(fmha_plan(&call, options, &plan) == 0, "masks are not planned");
-  if (!plan) return;
-  CHECK(fmha_run(plan, &call) == 0, "masks do not run");
+  FmhaPlan *plan = planned(&problem, "masks");
+  CHECK(fmha_run(plan, &args) == 0, "masks do not run");
   for (int i = 0; i < Q_ELEMS; ++i) {
     float away = o[i] - whole[i];
     CHECK(away < 1e-6f && away > -1e-6f, "element %d of causal as data is away by %f", i, away);
   }
-  char said[64];
-  for (size_t i = 0; i < sizeof MASKS / sizeof *MASKS; ++i) {
-    FmhaMasks bad = masks;
-    clear();
-    if (!spoil(&bad, &MASKS[i], said)) continue;
-    FmhaCall bad_call = call;
-    bad_call.masks = &bad;
-    refused(fmha_run(plan, &bad_call), MASKS[i].name, said);
-  }
-  const size_t data[] = {offsetof(FmhaMasks, intervals.data), offsetof(FmhaMasks, mask_bits.data),
-                         offsetof(FmhaMasks, kv_num_blocks.data), offsetof(FmhaMasks, kv_indices.data)};
-  const char *names[] = {"intervals.data", "mask_bits.data", "kv_num_blocks.data", "kv_indices.data"};
-  for (size_t i = 0; i < sizeof data / sizeof *data; ++i) {
-    FmhaMasks bad = masks;
-    memset((char *)&bad + data[i], 0, sizeof(void *));
-    FmhaCall bad_call = call;
-    bad_call.masks = &bad;
-    clear();
-    refused(fmha_run(plan, &bad_call), names[i], "null");
-  }
+  plans_refuse(&problem, &masks, MASKS, COUNT(MASKS), sizeof masks);
+  runs_refuse(plan, &args);
   fmha_drop(plan);
-  plan = NULL;
-  call.gradients = &gradients;
-  CHECK(fmha_plan(&call, options, &plan) == 0, "masks are not planned backward");
-  if (!plan) return;
+  FmhaGradients gradients = good_gradients();
+  problem.gradients = &gradients;
+  args = with_gradients(args);
   clear();
-  CHECK(fmha_run(plan, &call) == 0, "masks do not run backward");
+  ran(&problem, &args, "masks backward");
   CHECK(dv[0] == dv[0] && dv[0] != -77.0f, "no gradient: %f", dv[0]);
+}
+
+// E4M3 elements of 1 with scales of 1: O is 1.
+static void scales_by_blocks(void) {
+  static uint8_t ones[Q_ELEMS], scales[Q_ELEMS];
+  memset(ones, 0x38, sizeof ones);
+  memset(scales, 127, sizeof scales);
+  FmhaBlockScales block_scales = {0};
+  FmhaStrides of_q = {ROWS * HEADS, HEADS, 1, 1}, of_k = {ROWS * KV, KV, 1, 1};
+  block_scales.struct_bytes = sizeof block_scales;
+  block_scales.format = FMHA_MXFP8_E4M3;
+  block_scales.q = of_q;
+  block_scales.k = of_k;
+  block_scales.v = strides(KV);
+  FmhaProblem problem = good();
+  problem.block_scales = &block_scales;
+  FmhaArgs args = good_args();
+  args.q = ones;
+  args.k = args.v = ones;
+  args.block_scale_q = args.block_scale_k = args.block_scale_v = scales;
+  FmhaPlan *plan = planned(&problem, "scales by blocks");
+  CHECK(fmha_run(plan, &args) == 0, "scales by blocks do not run");
+  CHECK(o[9] > 0.999f && o[9] < 1.001f, "scales by blocks: O is %f, not 1", o[9]);
+  plans_refuse(&problem, &block_scales, BLOCK_SCALES, COUNT(BLOCK_SCALES), sizeof block_scales);
+  runs_refuse(plan, &args);
   fmha_drop(plan);
 }
 
-// Memory of a backend: what goes in comes out, and more than there is does not.
-static void buffers(const FmhaOptions *options) {
+// Memory of a device: what goes in comes out, and more than there is does not.
+static void buffers(void) {
   FmhaBuffer *buffer = NULL;
   float back[4] = {0};
-  CHECK(fmha_buffer(options, sizeof back, &buffer) == 0, "no buffer");
+  CHECK(fmha_buffer("cpu", sizeof back, &buffer) == 0, "no buffer");
   if (!buffer) return;
   CHECK(fmha_buffer_data(buffer) != NULL && fmha_buffer_data(NULL) == NULL, "a buffer without an address");
   CHECK(fmha_upload(buffer, q, sizeof back) == 0 && fmha_download(buffer, back, sizeof back) == 0, "no copies");
@@ -782,160 +810,190 @@ static void buffers(const FmhaOptions *options) {
   refused(fmha_upload(buffer, NULL, 4), "from", "null");
   refused(fmha_download(buffer, NULL, 4), "to", "null");
   refused(fmha_upload(NULL, q, 4), "buffer", "null");
-  refused(fmha_buffer(options, 4, NULL), "buffer", "null");
+  refused(fmha_buffer("cpu", 4, NULL), "buffer", "null");
+  refused(fmha_buffer("tpu", 4, &buffer), "tpu", "tpu");
   fmha_drop_buffer(buffer);
   fmha_drop_buffer(NULL);
 }
 
+static FmhaCombineProblem good_combine(void) {
+  FmhaCombineProblem problem = {0};
+  problem.struct_bytes = sizeof problem;
+  problem.num_parts = PARTS;
+  problem.batch = BATCH;
+  problem.seqlen_q = ROWS;
+  problem.num_heads_q = HEADS;
+  problem.head_dim_v = DIM;
+  problem.part = problem.o = strides(HEADS);
+  problem.dtype_part = problem.dtype_o = FMHA_F32;
+  problem.write_lse = 1;
+  return problem;
+}
+
+static FmhaPlan *planned_combine(const FmhaCombineProblem *problem, const char *what) {
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan_combine("cpu", problem, NULL, &plan) == 0, "%s: not planned", what);
+  return plan;
+}
+
 // Parts that are added, whose LSE nobody reads: alone, to what O holds, and none of them.
-static void added(const FmhaOptions *options, FmhaCombine call) {
+static void added(void) {
   FmhaPartial parts[PARTS];
   for (int i = 0; i < PARTS; ++i) {
-    parts[i].o = tensor(part_o[i], HEADS);
+    parts[i].o = part_o[i];
     parts[i].lse = NULL;
   }
-  call.parts = parts;
+  FmhaCombineProblem problem = good_combine();
+  FmhaCombineArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.o = o;
+  FmhaPlan *none = NULL;
+  problem.merge = FMHA_SUM;
+  clear();
+  refused(fmha_plan_combine("cpu", &problem, NULL, &none), "write_lse", "no LSE");
+  problem.write_lse = 0;
   for (int adds_to = 0; adds_to < 2; ++adds_to) {
     for (int count = 0; count <= PARTS; count += PARTS) {
-      FmhaPlan *plan = NULL;
-      call.merge = adds_to ? FMHA_ADD_TO : FMHA_SUM;
-      call.num_parts = count;
-      if (!count) call.parts = NULL;
-      call.lse = lse;
-      clear();
-      refused(fmha_plan_combine(&call, options, &plan), "write_lse", "no LSE");
-      call.lse = NULL;
-      CHECK(fmha_plan_combine(&call, options, &plan) == 0, "a sum of %d parts is not planned", count);
-      if (!plan) return;
+      problem.merge = adds_to ? FMHA_ADD_TO : FMHA_SUM;
+      problem.num_parts = count;
+      args.parts = count ? parts : NULL;
+      FmhaPlan *plan = planned_combine(&problem, "a sum");
       for (int i = 0; i < Q_ELEMS; ++i) o[i] = 0.5f;
-      CHECK(fmha_run_combine(plan, &call) == 0, "a sum of %d parts does not run", count);
+      CHECK(fmha_run_combine(plan, &args) == 0, "a sum of %d parts does not run", count);
       for (int i = 0; i < Q_ELEMS; ++i) {
         float wanted = (adds_to ? 0.5f : 0.0f) + (float)count * part_o[0][i];
         CHECK(o[i] == wanted, "element %d of a sum of %d parts is %f, not %f", i, count, o[i], wanted);
       }
-      call.merge = adds_to ? FMHA_SUM : FMHA_ADD_TO;
-      clear();
-      refused(fmha_run_combine(plan, &call), "merge", adds_to ? " 1 " : " 2 ");
       fmha_drop(plan);
-      call.parts = parts;
     }
   }
-  FmhaPlan *plan = NULL;
-  call.merge = 3;
-  refused(fmha_plan_combine(&call, options, &plan), "merge", " 3 ");
-  call.merge = FMHA_SUM;
-  call.reserved = 1;
-  refused(fmha_plan_combine(&call, options, &plan), "reserved", " 1 ");
 }
 
-static void combine(const FmhaOptions *options) {
+static void combine(void) {
   FmhaPartial parts[PARTS];
-  FmhaCombine call = good_combine(parts);
-  FmhaPlan *plan = NULL;
-  CHECK(fmha_plan_combine(&call, options, &plan) == 0, "combine is not planned");
-  if (!plan) return;
-  CHECK(fmha_run_combine(plan, &call) == 0, "combine does not run");
+  for (int i = 0; i < PARTS; ++i) {
+    parts[i].o = part_o[i];
+    parts[i].lse = part_lse[i];
+  }
+  FmhaCombineProblem problem = good_combine();
+  FmhaCombineArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.parts = parts;
+  args.o = o;
+  args.lse = lse;
+  FmhaPlan *plan = planned_combine(&problem, "combine");
+  CHECK(fmha_run_combine(plan, &args) == 0, "combine does not run");
   // Three equal parts: their O, and ln 3 more.
   CHECK(o[9] - part_o[0][9] < 1e-6f && part_o[0][9] - o[9] < 1e-6f, "combined %f of %f", o[9], part_o[0][9]);
   CHECK(lse[3] > 1.0986f && lse[3] < 1.0987f, "LSE %f, not ln 3", lse[3]);
   char said[64];
-  for (size_t i = 0; i < sizeof COMBINE / sizeof *COMBINE; ++i) {
-    FmhaCombine bad = call;
-    clear();
-    // Parts beyond the array are refused before they are read: fewer is what can be tried here.
-    if (i == 1) {
-      bad.num_parts = PARTS - 1;
-      sprintf(said, " %d", PARTS - 1);
-    } else if (!spoil(&bad, &COMBINE[i], said)) {
-      continue;
+  for (size_t i = 0; i < COUNT(COMBINE); ++i) {
+    for (size_t way = 0; way < ways(&COMBINE[i]); ++way) {
+      FmhaCombineProblem bad = problem;
+      FmhaPlan *none = NULL;
+      clear();
+      spoil(&bad, &COMBINE[i], way, said);
+      refused(fmha_plan_combine("cpu", &bad, NULL, &none), COMBINE[i].name, said);
     }
-    refused(fmha_run_combine(plan, &bad), COMBINE[i].name, said);
+  }
+  for (size_t i = 0; i < COUNT(COMBINE_ARGS); ++i) {
+    for (size_t way = 0; way < ways(&COMBINE_ARGS[i]); ++way) {
+      FmhaCombineArgs bad = args;
+      clear();
+      spoil(&bad, &COMBINE_ARGS[i], way, said);
+      refused(fmha_run_combine(plan, &bad), COMBINE_ARGS[i].name, said);
+    }
   }
   clear();
-  parts[2].o.head_stride += 1;
-  refused(fmha_run_combine(plan, &call), "parts[2].o.head_stride", " 9 ");
-  parts[2].o.head_stride -= 1;
   parts[1].lse = NULL;
-  refused(fmha_run_combine(plan, &call), "parts[1].lse", "null");
-  FmhaCall attention = good();
+  refused(fmha_run_combine(plan, &args), "parts[1].lse", "null");
+  parts[2].o = NULL;
+  parts[1].lse = part_lse[1];
+  refused(fmha_run_combine(plan, &args), "parts[2].o", "null");
+  // Kinds of plans do not mix.
+  FmhaArgs attention = good_args();
   refused(fmha_run(plan, &attention), "plan", "a plan of combine");
   fmha_drop(plan);
-  added(options, call);
+  FmhaProblem whole = good();
+  plan = planned(&whole, "attention");
+  refused(fmha_run_combine(plan, &args), "plan", "a plan of attention");
+  fmha_drop(plan);
+  problem.write_lse = 0;
+  parts[2].o = part_o[2];
+  plan = planned_combine(&problem, "combine without LSE");
+  refused(fmha_run_combine(plan, &args), "lse", "given");
+  fmha_drop(plan);
 }
 
-// What a plan refuses by itself.
-static void plans(const FmhaOptions *options) {
+// What a plan refuses beside numbers that are no numbers of their field.
+static void plans(void) {
   FmhaPlan *plan = NULL;
-#define REFUSED_PLAN(name, said, ...)                   \
-  do {                                                  \
-    FmhaCall call = good();                             \
-    FmhaOptions how = *options;                         \
-    (void)how;                                          \
-    clear();                                            \
-    __VA_ARGS__;                                        \
-    refused(fmha_plan(&call, &how, &plan), name, said); \
+#define REFUSED_PLAN(name, said, ...)                             \
+  do {                                                            \
+    FmhaProblem problem = good();                                 \
+    clear();                                                      \
+    __VA_ARGS__;                                                  \
+    refused(fmha_plan("cpu", &problem, NULL, &plan), name, said); \
   } while (0)
-  REFUSED_PLAN("struct_bytes", " 8 ", call.struct_bytes = 8);
-  REFUSED_PLAN("batch", " -3 ", call.batch = -3);
-  REFUSED_PLAN("num_heads_q", " 3 ", call.num_heads_q = 3);
-  REFUSED_PLAN("head_dim_qk", " 0 ", call.head_dim_qk = 0);
-  REFUSED_PLAN("total_q", " 10 ", call.total_q = 10);
-  REFUSED_PLAN("block_table", "page_size is 16", call.page_size = 16);
-  REFUSED_PLAN("block_table", "page_size is 0", call.block_table = (int32_t *)other);
-  REFUSED_PLAN("num_pages", " 4 ", call.num_pages = 4);
-  REFUSED_PLAN("cu_seqlens_k", "page_size is 16", call.page_size = 16; call.cu_seqlens_k = (int32_t *)other);
-  REFUSED_PLAN("dtype_qk", " 99 ", call.dtype_qk = 99);
-  REFUSED_PLAN("dtype_v", "f16", call.dtype_v = FMHA_F16);
-  REFUSED_PLAN("dtype_bias", " 1 ", call.dtype_bias = 1);
-  REFUSED_PLAN("v_layout", " 2 ", call.v_layout = 2);
-  REFUSED_PLAN("alibi_per_batch", " 1 ", call.alibi_per_batch = 1);
-  REFUSED_PLAN("p_drop", " 1.5 ", call.p_drop = 1.5f);
-  REFUSED_PLAN("mask", "zz", call.mask = "zz");
-  REFUSED_PLAN("q.dim", " 2 ", call.q.dim_stride = 2);
-  REFUSED_PLAN("descale_q", "f32", call.descale_q = &half);
-  REFUSED_PLAN("struct_bytes", " 1 ", how.struct_bytes = 1);
-  REFUSED_PLAN("tpu", "tpu", how.backend = "tpu");
-  REFUSED_PLAN("no-such-kernel", "no-such-kernel", how.kernel = "no-such-kernel");
-  REFUSED_PLAN("tile", "128", how.tile = "128");
-  REFUSED_PLAN("allow_fallback", " 7 ", how.allow_fallback = 7);
-  REFUSED_PLAN("accuracy", " 2 ", how.accuracy = 2);
-  REFUSED_PLAN("deterministic", " 2 ", how.deterministic = 2);
-  REFUSED_PLAN("batch_invariant", " -1 ", how.batch_invariant = -1);
-  REFUSED_PLAN("row_invariant", " 2 ", how.row_invariant = 2);
-  REFUSED_PLAN("check_lengths", " 5 ", how.check_lengths = 5);
-  REFUSED_PLAN("caller_workspace", " 5 ", how.caller_workspace = 5);
+  REFUSED_PLAN("num_heads_q", " 3 ", problem.num_heads_q = 3);
+  REFUSED_PLAN("head_dim_qk", " 0 ", problem.head_dim_qk = 0);
+  REFUSED_PLAN("packed_k", "page_size is 16", problem.page_size = 16; problem.packed_k = 1);
+  REFUSED_PLAN("dtype_v", "f16", problem.dtype_v = FMHA_F16);
+  REFUSED_PLAN("dtype_bias", " 1 ", problem.dtype_bias = 1);
+  REFUSED_PLAN("q.dim", " 2 ", problem.q.dim_stride = 2);
+  REFUSED_PLAN("descale_q", "f32", problem.descale_q = FMHA_DESCALE_PER_KV_HEAD);
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args();
+  char said[64];
+  for (size_t i = 0; i < COUNT(OPTIONS); ++i) {
+    FmhaOptions options = {0};
+    options.struct_bytes = sizeof options;
+    clear();
+    spoil(&options, &OPTIONS[i], 0, said);
+    refused(fmha_plan("cpu", &problem, &options, &plan), OPTIONS[i].kind == TEXT ? "zz" : OPTIONS[i].name, said);
+  }
   CHECK(plan == NULL, "a refused plan is set");
-  FmhaCall call = good();
-  refused(fmha_plan(NULL, options, &plan), "call", "null");
-  refused(fmha_plan(&call, options, NULL), "plan", "null");
-  refused(fmha_run(NULL, &call), "plan", "null");
+  refused(fmha_plan("tpu", &problem, NULL, &plan), "tpu", "tpu");
+  refused(fmha_plan("cpu", NULL, NULL, &plan), "problem", "null");
+  refused(fmha_plan("cpu", &problem, NULL, NULL), "plan", "null");
+  refused(fmha_run(NULL, &args), "plan", "null");
+  plan = planned(&problem, "a good problem");
+  refused(fmha_run(plan, NULL), "args", "null");
+  fmha_drop(plan);
   fmha_drop(NULL);
 }
 
 int main(void) {
-  FmhaOptions options = {0};
-  options.struct_bytes = sizeof options;
-  options.backend = "cpu";
   for (int i = 0; i < Q_ELEMS; ++i) q[i] = dout[i] = part_o[0][i] = part_o[1][i] = part_o[2][i] = (float)(i % 11) / 8;
   for (int i = 0; i < K_ELEMS; ++i) k[i] = v[i] = (float)(i % 7) / 4 - 0.5f;
-  covers("FmhaCall", CALL, sizeof CALL / sizeof *CALL, sizeof(FmhaCall));
-  covers("FmhaGradients", GRADIENTS, sizeof GRADIENTS / sizeof *GRADIENTS, sizeof(FmhaGradients));
-  covers("FmhaCache", CACHE, sizeof CACHE / sizeof *CACHE, sizeof(FmhaCache));
-  covers("FmhaPart", PART, sizeof PART / sizeof *PART, sizeof(FmhaPart));
-  covers("FmhaLists", LISTS, sizeof LISTS / sizeof *LISTS, sizeof(FmhaLists));
-  covers("FmhaCode", CODE, sizeof CODE / sizeof *CODE, sizeof(FmhaCode));
-  covers("FmhaMasks", MASKS, sizeof MASKS / sizeof *MASKS, sizeof(FmhaMasks));
-  covers("FmhaCaptured", CAPTURED, sizeof CAPTURED / sizeof *CAPTURED, sizeof(FmhaCaptured));
-  covers("FmhaCombine", COMBINE, sizeof COMBINE / sizeof *COMBINE, sizeof(FmhaCombine));
-  plans(&options);
-  forward_and_backward(&options);
-  appended(&options);
-  parts_of_a_whole(&options);
-  code_of_a_call(&options);
-  lists_of_a_call(&options);
-  masks_of_a_call(&options);
-  combine(&options);
-  buffers(&options);
+#define COVERS(fields, type) covers(#type, fields, COUNT(fields), sizeof(type))
+  COVERS(PROBLEM, FmhaProblem);
+  COVERS(ARGS, FmhaArgs);
+  COVERS(GRADIENTS, FmhaGradients);
+  COVERS(CACHE, FmhaCache);
+  COVERS(PART, FmhaPart);
+  COVERS(LISTS, FmhaLists);
+  COVERS(CODE_FIELDS, FmhaCode);
+  COVERS(MASKS, FmhaMasks);
+  COVERS(BLOCK_SCALES, FmhaBlockScales);
+  COVERS(CAPTURED, FmhaCaptured);
+  COVERS(CAPTURED_ARGS, FmhaCapturedArgs);
+  COVERS(COMBINE, FmhaCombineProblem);
+  COVERS(COMBINE_ARGS, FmhaCombineArgs);
+  COVERS(OPTIONS, FmhaOptions);
+  plans();
+  forward_and_backward();
+  scales();
+  scratch();
+  appended();
+  parts_of_a_whole();
+  code_of_a_call();
+  lists_of_a_call();
+  masks_of_a_call();
+  scales_by_blocks();
+  combine();
+  added();
+  buffers();
   printf("%d wrong structs tried, %d failures\n", tried, failures);
   return failures != 0;
 }

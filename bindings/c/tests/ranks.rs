@@ -7,20 +7,20 @@ use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use fmha_c::{
-    FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaCall, FmhaDistPlan, FmhaGradients,
-    FmhaGroup, FmhaJoin, FmhaOptions, FmhaRanks, FmhaRun, FmhaTensor, fmha_dist_drop, fmha_dist_fail,
-    fmha_dist_join, fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text, fmha_dist_rows, fmha_dist_run,
-    fmha_last_error,
+    FMHA_BIAS_ELEMENTWISE, FMHA_CONTIGUOUS, FMHA_F32, FMHA_NCCL, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaArgs,
+    FmhaDistPlan, FmhaGradients, FmhaGroup, FmhaJoin, FmhaProblem, FmhaRanks, FmhaRun, FmhaStrides,
+    fmha_dist_drop, fmha_dist_fail, fmha_dist_join, fmha_dist_leave, fmha_dist_plan, fmha_dist_plan_text,
+    fmha_dist_rows, fmha_dist_run, fmha_last_error,
 };
 
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
-const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
+const NO_PROBLEM: FmhaProblem = unsafe { std::mem::zeroed() };
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_RANKS: FmhaRanks = unsafe { std::mem::zeroed() };
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_JOIN: FmhaJoin = unsafe { std::mem::zeroed() };
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
-const NO_OPTIONS: FmhaOptions = unsafe { std::mem::zeroed() };
+const NO_ARGS: FmhaArgs = unsafe { std::mem::zeroed() };
 // SAFETY: numbers and pointers, of which all bits may be 0: `fmha.h` tells its caller to begin with that.
 const NO_GRADIENTS: FmhaGradients = unsafe { std::mem::zeroed() };
 
@@ -49,16 +49,30 @@ fn join(folder: &Path, rank: i64) -> *mut FmhaGroup {
 }
 
 /// Change to the call of a rank, by its number.
-type Change = fn(i64, &mut FmhaCall, &mut FmhaRanks);
+type Change = fn(i64, &mut FmhaProblem, &mut FmhaArgs, &mut FmhaRanks);
 
-/// A rank's rows of a whole of twice as many.
-fn tensor(data: &mut [f32]) -> FmhaTensor {
-    FmhaTensor {
-        data: data.as_mut_ptr().cast(),
-        batch_stride: ROWS * DIM,
-        seqlen_stride: DIM,
-        head_stride: DIM,
-        dim_stride: 1,
+/// Strides of a rank's rows.
+const STRIDES: FmhaStrides =
+    FmhaStrides { batch_stride: ROWS * DIM, seqlen_stride: DIM, head_stride: DIM, dim_stride: 1 };
+
+fn problem(seqlen_q: i64) -> FmhaProblem {
+    FmhaProblem {
+        struct_bytes: size_of::<FmhaProblem>() as u64,
+        batch: 1,
+        seqlen_q,
+        seqlen_k: 2 * ROWS,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim_qk: DIM,
+        head_dim_v: DIM,
+        q: STRIDES,
+        k: STRIDES,
+        v: STRIDES,
+        o: STRIDES,
+        dtype_qk: FMHA_F32,
+        dtype_v: FMHA_F32,
+        dtype_o: FMHA_F32,
+        ..NO_PROBLEM
     }
 }
 
@@ -68,25 +82,16 @@ fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
     let folder = folder.path();
     let run = |rank: i64| {
         let group = join(folder, rank);
-        let mut q = [0.5f32; (ROWS * DIM) as usize];
+        let q = [0.5f32; (ROWS * DIM) as usize];
         let (mut k, mut v, mut o) = (q, q.map(|q| q + rank as f32), q);
-        let mut call = FmhaCall {
-            struct_bytes: size_of::<FmhaCall>() as u64,
-            batch: 1,
-            seqlen_q: 2 * ROWS,
-            seqlen_k: 2 * ROWS,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: DIM,
-            head_dim_v: DIM,
-            q: tensor(&mut q),
-            k: tensor(&mut k),
-            v: tensor(&mut v),
-            o: tensor(&mut o),
-            dtype_qk: FMHA_F32,
-            dtype_v: FMHA_F32,
-            dtype_o: FMHA_F32,
-            ..NO_CALL
+        let mut problem = problem(2 * ROWS);
+        let mut args = FmhaArgs {
+            struct_bytes: size_of::<FmhaArgs>() as u64,
+            q: q.as_ptr().cast(),
+            k: k.as_mut_ptr().cast(),
+            v: v.as_mut_ptr().cast(),
+            o: o.as_mut_ptr().cast(),
+            ..NO_ARGS
         };
         let mut ranks = FmhaRanks {
             struct_bytes: size_of::<FmhaRanks>() as u64,
@@ -96,21 +101,16 @@ fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
             partition_k: FMHA_CONTIGUOUS,
             ..NO_RANKS
         };
-        let options = FmhaOptions {
-            struct_bytes: size_of::<FmhaOptions>() as u64,
-            backend: c"cpu".as_ptr(),
-            ..NO_OPTIONS
-        };
-        change(rank, &mut call, &mut ranks);
+        change(rank, &mut problem, &mut args, &mut ranks);
         let mut plan: *mut FmhaDistPlan = null_mut();
         // SAFETY: the structs are as the header says, or refused before what is wrong is followed.
         unsafe {
-            let planned =
-                fmha_dist_plan(&raw const call, &raw const ranks, &raw const options, group, &raw mut plan);
+            let (cpu, problem, ranks) = (c"cpu".as_ptr(), &raw const problem, &raw const ranks);
+            let planned = fmha_dist_plan(cpu, problem, ranks, null(), group, &raw mut plan);
             let mut failed = planned != 0;
             if planned == 0 {
                 assert!(CStr::from_ptr(fmha_dist_plan_text(plan)).to_string_lossy().contains("scheme"));
-                failed = fmha_dist_run(plan, &raw const call) != 0;
+                failed = fmha_dist_run(plan, &raw const args) != 0;
             }
             let told = if failed { Err(last_error()) } else { Ok(o.to_vec()) };
             fmha_dist_drop(plan);
@@ -126,11 +126,11 @@ fn on_two_ranks(change: Change) -> [Result<Vec<f32>, String>; 2] {
 
 #[test]
 fn ranks_see_each_others_keys() {
-    for told in on_two_ranks(|_, _, _| ()) {
+    for told in on_two_ranks(|_, _, _, _| ()) {
         // Equal scores: the mean of 0.5 and 1.5.
         assert!(told.unwrap().iter().all(|o| (o - 1.0).abs() < 1e-5));
     }
-    let whole = on_two_ranks(|_, _, ranks| {
+    let whole = on_two_ranks(|_, _, _, ranks| {
         static RUNS: [FmhaRun; 2] =
             [FmhaRun { rank: 0, begin: 0, end: 5 }, FmhaRun { rank: 1, begin: 5, end: 10 }];
         (ranks.partition_q, ranks.runs_q, ranks.num_runs_q) = (FMHA_RUNS, RUNS.as_ptr(), 2);
@@ -170,33 +170,21 @@ fn without_queries(
     let mut lse = [0f32; ROWS as usize];
     let mut bias = [0f32; (ROWS * 2 * ROWS) as usize];
     let (mut dout, mut dq, mut dk, mut dv) = (rows, [9f32; 40], [9f32; 40], [9f32; 40]);
-    let of_queries = |data: &mut [f32]| {
-        if has_rows { tensor(data) } else { FmhaTensor { data: null_mut(), ..tensor(data) } }
-    };
-    let mut call = FmhaCall {
-        struct_bytes: size_of::<FmhaCall>() as u64,
-        batch: 1,
-        seqlen_q: ROWS,
-        seqlen_k: 2 * ROWS,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim_qk: DIM,
-        head_dim_v: DIM,
-        q: of_queries(&mut rows),
-        k: tensor(&mut k),
-        v: tensor(&mut v),
-        o: of_queries(&mut o),
-        lse: if has_rows { lse.as_mut_ptr() } else { null_mut() },
-        dtype_qk: FMHA_F32,
-        dtype_v: FMHA_F32,
-        dtype_o: FMHA_F32,
-        ..NO_CALL
+    let of_queries = |data: *mut f32| if has_rows { data.cast() } else { null_mut() };
+    let mut problem = FmhaProblem { write_lse: 1, ..problem(ROWS) };
+    let mut args = FmhaArgs {
+        struct_bytes: size_of::<FmhaArgs>() as u64,
+        q: of_queries(rows.as_mut_ptr()),
+        k: k.as_mut_ptr().cast(),
+        v: v.as_mut_ptr().cast(),
+        o: of_queries(o.as_mut_ptr()),
+        lse: of_queries(lse.as_mut_ptr()).cast(),
+        ..NO_ARGS
     };
     if has_bias {
-        let strides =
-            FmhaTensor { seqlen_stride: 2 * ROWS, batch_stride: 0, head_stride: 0, ..tensor(&mut bias) };
-        call.bias = if has_rows { strides } else { FmhaTensor { data: null_mut(), ..strides } };
-        call.dtype_bias = FMHA_F32;
+        problem.bias = FmhaStrides { seqlen_stride: 2 * ROWS, batch_stride: 0, head_stride: 0, ..STRIDES };
+        (problem.bias_kind, problem.dtype_bias) = (FMHA_BIAS_ELEMENTWISE, FMHA_F32);
+        args.bias = of_queries(bias.as_mut_ptr());
     }
     let runs = [FmhaRun { rank: 0, begin: 0, end: ROWS }];
     let ranks = FmhaRanks {
@@ -210,29 +198,29 @@ fn without_queries(
         scheme: scheme.map_or(null(), CStr::as_ptr),
         ..NO_RANKS
     };
-    let options =
-        FmhaOptions { struct_bytes: size_of::<FmhaOptions>() as u64, backend: c"cpu".as_ptr(), ..NO_OPTIONS };
     let gradients = FmhaGradients {
         struct_bytes: size_of::<FmhaGradients>() as u64,
-        dout: of_queries(&mut dout),
-        dq: of_queries(&mut dq),
-        dk: tensor(&mut dk),
-        dv: tensor(&mut dv),
+        dout: STRIDES,
+        dq: STRIDES,
+        dk: STRIDES,
+        dv: STRIDES,
         dtype_grad: FMHA_F32,
         ..NO_GRADIENTS
     };
     // LSE of ten equal scores.
     lse.fill(0.25 * DIM as f32 / (DIM as f32).sqrt() + 10f32.ln());
     if backward {
-        call.gradients = &raw const gradients;
+        problem.gradients = &raw const gradients;
+        (args.dout, args.dq) = (of_queries(dout.as_mut_ptr()), of_queries(dq.as_mut_ptr()));
+        (args.dk, args.dv) = (dk.as_mut_ptr().cast(), dv.as_mut_ptr().cast());
     }
     let mut plan = null_mut();
     // SAFETY: the structs are as the header says.
     unsafe {
-        let mut code =
-            fmha_dist_plan(&raw const call, &raw const ranks, &raw const options, group, &raw mut plan);
+        let (cpu, problem, ranks) = (c"cpu".as_ptr(), &raw const problem, &raw const ranks);
+        let mut code = fmha_dist_plan(cpu, problem, ranks, null(), group, &raw mut plan);
         if code == 0 {
-            code = fmha_dist_run(plan, &raw const call);
+            code = fmha_dist_run(plan, &raw const args);
         }
         let told = if code == 0 { Ok(()) } else { Err(last_error()) };
         fmha_dist_drop(plan);
@@ -250,31 +238,32 @@ fn without_queries(
 
 #[test]
 fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
-    let cases: [(Change, &str, &str); 8] = [
-        (|rank, _, ranks| ranks.own_rows_k += rank, "rank 1", "own_rows_k 6 is not the 5 rows"),
-        (|rank, call, _| call.q.seqlen_stride += rank, "rank 1", "q.seqlen_stride 9 is not 8"),
-        (|rank, call, _| call.mask = if rank == 1 { c"b".as_ptr() } else { null() }, "rank 1", "mask"),
+    let cases: [(Change, &str, &str); 13] = [
+        (|rank, _, _, ranks| ranks.own_rows_k += rank, "rank 1", "own_rows_k 6 is not the 5 rows"),
+        (|rank, problem, _, _| problem.q.seqlen_stride += rank, "rank 1", "q.seqlen_stride 9 is not 8"),
         (
-            |rank, call, _| {
-                if rank == 1 {
-                    call.v.data = null_mut();
-                }
-            },
+            |rank, problem, _, _| problem.mask = if rank == 1 { c"b".as_ptr() } else { null() },
             "rank 1",
-            "v.data is null",
+            "mask",
         ),
+        (|rank, problem, _, _| problem.page_size = 16 * rank, "rank 1", "kv_layout"),
         (
-            |rank, call, _| {
-                if rank == 1 {
-                    call.page_size = 16;
-                }
-            },
+            |rank, problem, _, _| problem.packed_q = rank as i32,
             "rank 1",
-            "block_table",
+            "cu_seqlens_q is null, but packed_q is 1",
         ),
-        (|_, _, ranks| ranks.scheme = c"star".as_ptr(), "rank ", "scheme `star` is none of"),
+        (|rank, _, args, _| args.struct_bytes -= 8 * rank as u64, "rank 1", "struct_bytes"),
+        (|rank, _, args, _| args.v = if rank == 1 { null_mut() } else { args.v }, "rank 1", "v is null"),
+        (|rank, _, args, _| args.dq = if rank == 1 { args.o } else { null_mut() }, "rank 1", "dq is given"),
+        (|rank, _, args, _| args.total_q = 5 * rank, "rank 1", "total_q 5 goes with a plan of one device"),
         (
-            |rank, _, ranks| {
+            |rank, _, args, _| args.seqused_k = if rank == 1 { args.v.cast() } else { null() },
+            "rank 1",
+            "seqused_k is given, but the problem is without it",
+        ),
+        (|_, _, _, ranks| ranks.scheme = c"star".as_ptr(), "rank ", "scheme `star` is none of"),
+        (
+            |rank, _, _, ranks| {
                 if rank == 0 {
                     ranks.partition_q = 9;
                 }
@@ -283,7 +272,7 @@ fn what_is_wrong_on_one_rank_both_are_told_with_the_rank_and_the_field() {
             "partition_q 9 is not in",
         ),
         (
-            |rank, _, ranks| {
+            |rank, _, _, ranks| {
                 if rank == 0 {
                     ranks.partition_k = FMHA_ZIG_ZAG;
                     ranks.num_runs_k = 1;
@@ -317,11 +306,11 @@ fn a_rank_that_gives_up_says_why_and_nobody_waits_for_it() {
         // SAFETY: null is refused by its name.
         unsafe {
             let mut plan = null_mut();
-            let refused = fmha_dist_plan(null(), null(), null(), group, &raw mut plan);
+            let refused = fmha_dist_plan(null(), null(), null(), null(), group, &raw mut plan);
             // The first of the two errors reaches both ranks.
             assert!(
                 refused != 0
-                    && (last_error().contains("q is no tensor") || last_error().contains("call is null"))
+                    && (last_error().contains("q is no tensor") || last_error().contains("problem is null"))
             );
             fmha_dist_leave(group);
         }

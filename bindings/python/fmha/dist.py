@@ -38,6 +38,7 @@ __all__ = ["attention", "explain", "leave", "rows", "shard"]
 
 _PARTITIONS = {"contiguous": 0, "zig_zag": 1, "replicated": 2}
 _RUNS = 3
+_ELEMENTWISE, _ALIBI, _ALIBI_PER_BATCH = 1, 2, 3
 _HOST, _NCCL = 0, 1
 
 #: Seconds that a rank may be late: one of them may be compiling.
@@ -243,12 +244,12 @@ class _Side:
         return self.kind, self.runs, self.own, self.seqlen, self.offsets
 
 
-def _tensor(x: Optional[torch.Tensor], rows: int, heads: int) -> _c.FmhaTensor:
-    if x is None:
-        return _c.FmhaTensor()
-    dim = x.shape[-1]
-    data = x.data_ptr() if x.numel() else None
-    return _c.FmhaTensor(data, rows * heads * dim, heads * dim, dim, 1)
+def _strides(rows: int, heads: int, dim: int) -> _c.FmhaStrides:
+    return _c.FmhaStrides(rows * heads * dim, heads * dim, dim, 1)
+
+
+def _address(x: Optional[torch.Tensor]) -> Optional[int]:
+    return None if x is None or not x.numel() else x.data_ptr()
 
 
 def _dtype(name: str, x: torch.Tensor) -> int:
@@ -299,51 +300,55 @@ class _Call:
             self.dtypes,
         )
 
-    def struct(self, q, k, v, o, lse, sink) -> Tuple[_c.FmhaCall, List[Any]]:
-        """The C struct, and what has to outlive it."""
+    def problem(self, has_sink: bool, wants_dsink: Optional[bool]) -> Tuple[_c.FmhaProblem, List[Any]]:
+        """The problem in C, and what has to outlive it; backward unless `wants_dsink` is None."""
         queries, keys = self.sides
-        call = _c.new(_c.FmhaCall)
-        alive: List[Any] = [q, k, v, o, lse, sink]
-        call.batch = queries.batch
-        call.seqlen_q, call.seqlen_k = queries.seqlen, keys.seqlen
-        call.num_heads_q, call.num_heads_kv = self.heads
-        call.head_dim_qk, call.head_dim_v = self.dims
-        call.q, call.o = _tensor(q, queries.own, self.heads[0]), _tensor(o, queries.own, self.heads[0])
-        call.k, call.v = _tensor(k, keys.own, self.heads[1]), _tensor(v, keys.own, self.heads[1])
-        call.lse = lse.data_ptr() or None
-        if queries.offsets is not None:
-            for side, name in ((queries, "q"), (keys, "k")):
-                offsets = (ctypes.c_int32 * len(side.offsets))(*side.offsets)
-                alive.append(offsets)
-                setattr(call, f"cu_seqlens_{name}", ctypes.addressof(offsets))
-                setattr(call, f"total_{name}", side.total)
-        if sink is not None:
-            call.sink = sink.data_ptr()
+        problem = _c.new(_c.FmhaProblem)
+        alive: List[Any] = []
+        problem.batch = queries.batch
+        problem.seqlen_q, problem.seqlen_k = queries.seqlen, keys.seqlen
+        (heads, heads_kv), (dim_qk, dim_v) = self.heads, self.dims
+        problem.num_heads_q, problem.num_heads_kv = heads, heads_kv
+        problem.head_dim_qk, problem.head_dim_v = dim_qk, dim_v
+        problem.q, problem.o = _strides(queries.own, heads, dim_qk), _strides(queries.own, heads, dim_v)
+        problem.k, problem.v = _strides(keys.own, heads_kv, dim_qk), _strides(keys.own, heads_kv, dim_v)
+        problem.packed_q = problem.packed_k = int(queries.offsets is not None)
+        problem.sink, problem.write_lse = int(has_sink), 1
         if self.alibi_slopes is not None:
-            call.alibi_slopes = self.alibi_slopes.data_ptr()
-            call.alibi_per_batch = int(self.alibi_slopes.dim() == 2)
+            problem.bias_kind = _ALIBI_PER_BATCH if self.alibi_slopes.dim() == 2 else _ALIBI
         if self.bias is not None:
-            steps = [0 if size == 1 else step for size, step in zip(self.bias.shape[:2], self.bias.stride())]
-            call.bias = _c.FmhaTensor(self.bias.data_ptr(), *steps[:1], self.bias.stride(2), *steps[1:], 1)
-            call.dtype_bias = _dtype("bias", self.bias)
-        call.mask = self.mask
+            batch, head = (0 if size == 1 else step for size, step in zip(self.bias.shape[:2], self.bias.stride()))
+            problem.bias = _c.FmhaStrides(batch, self.bias.stride(2), head, 1)
+            problem.bias_kind, problem.dtype_bias = _ELEMENTWISE, _dtype("bias", self.bias)
+        problem.mask = self.mask
         for name in ("softmax_scale", "softcap"):
             number = getattr(self, name)
             if number is not None:
                 number = ctypes.c_float(number)
                 alive.append(number)
-                setattr(call, name, ctypes.pointer(number))
-        call.p_drop, call.dropout_seed, call.dropout_offset = self.p_drop, self.seed, self.offset
-        call.dropout_seeded = 1
-        call.dtype_qk, call.dtype_v = self.dtypes
-        call.dtype_o = self.dtypes[0]
-        if self.device.type == "cuda":
-            call.stream = torch.cuda.current_stream(self.device).cuda_stream or None
-        return call, alive
+                setattr(problem, name, ctypes.pointer(number))
+        problem.p_drop = self.p_drop
+        problem.dtype_qk, problem.dtype_v = self.dtypes
+        problem.dtype_o = self.dtypes[0]
+        if wants_dsink is not None:
+            gradients = _c.new(_c.FmhaGradients)
+            gradients.dout, gradients.dq, gradients.dk, gradients.dv = problem.o, problem.q, problem.k, problem.v
+            gradients.dtype_grad, gradients.write_dsink = self.dtypes[0], int(wants_dsink)
+            problem.gradients = ctypes.pointer(gradients)
+        return problem, alive
 
-    def plan(self, call: _c.FmhaCall, gradients: Any) -> _Plan:
-        """Of this call: made by all ranks together, once."""
-        key = (self.key, bool(call.sink), gradients)
+    def args(self, **tensors: Optional[torch.Tensor]) -> _c.FmhaArgs:
+        args = _c.new(_c.FmhaArgs)
+        for name, x in (*tensors.items(), ("bias", self.bias), ("alibi_slopes", self.alibi_slopes)):
+            setattr(args, name, _address(x))
+        args.dropout_seed, args.dropout_offset, args.dropout_seeded = self.seed, self.offset, 1
+        if self.device.type == "cuda":
+            args.stream = torch.cuda.current_stream(self.device).cuda_stream or None
+        return args
+
+    def plan(self, has_sink: bool, wants_dsink: Optional[bool] = None) -> _Plan:
+        """The plan of this call, backward unless `wants_dsink` is None: made by all ranks together, once."""
+        key = (self.key, has_sink, wants_dsink)
         plan = self.ours.plans.get(key)
         if plan is not None:
             return plan
@@ -351,6 +356,8 @@ class _Call:
         queries, keys = self.sides
         ranks.own_rows_q, ranks.own_rows_k = queries.own, keys.own
         for side, name in ((queries, "q"), (keys, "k")):
+            if side.offsets is not None:
+                setattr(ranks, f"cu_seqlens_{name}", (ctypes.c_int32 * len(side.offsets))(*side.offsets))
             setattr(ranks, f"partition_{name}", side.kind)
             if side.kind == _RUNS:
                 setattr(ranks, f"runs_{name}", (_c.FmhaRun * len(side.runs))(*side.runs))
@@ -360,20 +367,23 @@ class _Call:
         kind = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda"}.get(self.device.type)
         if kind is None:
             raise ValueError(f"q is on {self.device}, neither the CPU nor a GPU")
-        options.backend = (kind if kind == "cpu" else f"{kind}:{self.device.index or 0}").encode()
+        device = (kind if kind == "cpu" else f"{kind}:{self.device.index or 0}").encode()
         options.allow_fallback, options.accuracy, options.deterministic = self.options[:3]
         options.batch_invariant, options.row_invariant = self.options[3:]
+        problem, alive = self.problem(has_sink, wants_dsink)
         made = ctypes.c_void_p()
         with _current(self.device):
             self._held(
                 _c.library.fmha_dist_plan(
-                    ctypes.byref(call),
+                    device,
+                    ctypes.byref(problem),
                     ctypes.byref(ranks),
                     ctypes.byref(options),
                     self.ours.handle,
                     ctypes.byref(made),
                 )
             )
+        del alive
         plan = self.ours.plans[key] = _Plan(_made(made))
         return plan
 
@@ -382,9 +392,9 @@ class _Call:
             _forget(self.ours)
         _c.check(code)
 
-    def run(self, plan: _Plan, call: _c.FmhaCall) -> None:
+    def run(self, plan: _Plan, args: _c.FmhaArgs) -> None:
         with _current(self.device):
-            self._held(_c.library.fmha_dist_run(plan.handle, ctypes.byref(call)))
+            self._held(_c.library.fmha_dist_run(plan.handle, ctypes.byref(args)))
 
     def forward(self, q, k, v, sink) -> Tuple[torch.Tensor, torch.Tensor]:
         o = q.new_empty((*q.shape[:-1], self.dims[1]))
@@ -392,27 +402,19 @@ class _Call:
         lse = q.new_empty(
             (self.heads[0], q.shape[0]) if packed else (q.shape[0], self.heads[0], q.shape[1]), dtype=torch.float32
         )
-        call, alive = self.struct(q, k, v, o, lse, sink)
         with self.ours.lock:
-            self.run(self.plan(call, None), call)
-        del alive
+            self.run(self.plan(sink is not None), self.args(q=q, k=k, v=v, o=o, lse=lse, sink=sink))
         return o, lse
 
     def backward(self, q, k, v, o, lse, sink, dout, wants_dsink) -> Tuple[Any, ...]:
         queries, keys = self.sides
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dsink = torch.empty_like(sink) if wants_dsink else None
-        call, alive = self.struct(q, k, v, o, lse, sink)
-        gradients = _c.new(_c.FmhaGradients)
-        gradients.dout = _tensor(dout, queries.own, self.heads[0])
-        gradients.dq = _tensor(dq, queries.own, self.heads[0])
-        gradients.dk, gradients.dv = (_tensor(x, keys.own, self.heads[1]) for x in (dk, dv))
-        gradients.dsink = None if dsink is None else dsink.data_ptr()
-        gradients.dtype_grad = self.dtypes[0]
-        call.gradients = ctypes.pointer(gradients)
+        args = self.args(
+            q=q, k=k, v=v, o=o, lse=lse, sink=sink, dout=dout, dq=dq, dk=dk, dv=dv, dsink=dsink
+        )
         with self.ours.lock:
-            self.run(self.plan(call, wants_dsink), call)
-        del alive
+            self.run(self.plan(sink is not None, wants_dsink), args)
         return dq, dk, dv, dsink
 
 

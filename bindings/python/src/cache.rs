@@ -1,13 +1,11 @@
 //! Update of a KV cache by a call: everything apart from reading it.
 
-use std::ptr;
-
-use fmha_c::{FMHA_F32, FmhaCache};
+use fmha_c::{FMHA_F32, FmhaArgs, FmhaCache};
 use smallvec::SmallVec;
 
-use crate::call::{NO_TENSOR, Wrong, ensure};
+use crate::call::{Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{Sizes, is_cache, longest_is_said, of_type, operand, plain, rows, shape};
+use crate::shapes::{NO_STRIDES, Sizes, is_cache, longest_is_said, of_type, operand, plain, rows, shape};
 use crate::tensor::{I32, Tensor, U32};
 
 /// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may
@@ -31,7 +29,11 @@ fn is_front_of_k(v: &Tensor, k: &Tensor, request: &Request) -> bool {
 }
 
 /// Update of the cache by the call; `None` if it is only read.
-pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache>, Wrong> {
+pub(crate) fn cache(
+    args: &mut FmhaArgs,
+    sizes: &Sizes,
+    request: &Request,
+) -> Result<Option<FmhaCache>, Wrong> {
     let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
     for (slot, beside) in
         [(Slot::VNew, Slot::KNew), (Slot::CuSeqlensNew, Slot::KNew), (Slot::RotarySin, Slot::RotaryCos)]
@@ -50,17 +52,18 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
     if !is_cache && !v_in_k && touched.iter().all(|&slot| request.get(slot).is_none()) {
         return Ok(None);
     }
+    if v_in_k {
+        args.v = std::ptr::null_mut();
+    }
+    let has = |slot| i32::from(request.get(slot).is_some());
     let mut cache = FmhaCache {
         struct_bytes: size_of::<FmhaCache>() as u64,
         seqlen_new: 0,
-        total_new: 0,
         max_pos: 0,
-        k_new: NO_TENSOR,
-        v_new: NO_TENSOR,
-        cu_seqlens_new: ptr::null(),
-        rotary_cos: ptr::null(),
-        rotary_sin: ptr::null(),
-        tree_mask: ptr::null(),
+        k_new: NO_STRIDES,
+        v_new: NO_STRIDES,
+        packed_new: has(Slot::CuSeqlensNew),
+        tree_mask: has(Slot::TreeMask),
         rotary_dim: 0,
         rotary_interleaved: i32::try_from(request.numbers.rotary_interleaved).unwrap_or(-1),
         dtype_rotary: 0,
@@ -81,30 +84,32 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
                 (rows(sizes.batch, seqlen, None, sizes.heads_kv, sizes.dim_qk), 0)
             }
         };
-        cache.k_new = operand("k_new", k_new, &wanted)?;
+        let placed = operand("k_new", k_new, &wanted)?;
+        (cache.k_new, args.k_new) = (placed.strides, placed.data);
         of_type("k_new", k_new, &[q.dtype])?;
         if let Some(v_new) = request.get(Slot::VNew) {
             let mut wanted = wanted;
             if let Some(dim) = wanted.last_mut() {
                 *dim = sizes.dim_v;
             }
-            cache.v_new = operand("v_new", v_new, &wanted)?;
+            let placed = operand("v_new", v_new, &wanted)?;
+            (cache.v_new, args.v_new) = (placed.strides, placed.data);
         } else {
             ensure!(v_in_k, "v_new is missing beside k_new");
         }
         if request.get(Slot::CuSeqlensNew).is_some() {
-            cache.total_new = total;
+            args.total_new = total;
             cache.seqlen_new = request.numbers.max_seqlen_new;
             longest_is_said("max_seqlen_new", cache.seqlen_new, "k_new", Some(total))?;
-            cache.cu_seqlens_new = plain(request, Slot::CuSeqlensNew, &[sizes.batch + 1], &[I32])?.cast();
+            args.cu_seqlens_new = plain(request, Slot::CuSeqlensNew, &[sizes.batch + 1], &[I32])?.cast();
         }
     }
     if let Some(cos) = request.get(Slot::RotaryCos) {
         let [max_pos, half] = shape("rotary_cos", cos, "max_pos, rotary_dim / 2")?;
         let types = if q.dtype == FMHA_F32 { &[FMHA_F32][..] } else { &[FMHA_F32, q.dtype] };
-        cache.rotary_cos = plain(request, Slot::RotaryCos, &[max_pos, half], types)?;
+        args.rotary_cos = plain(request, Slot::RotaryCos, &[max_pos, half], types)?;
         request.required(Slot::RotarySin)?;
-        cache.rotary_sin = plain(request, Slot::RotarySin, &[max_pos, half], &[cos.dtype])?;
+        args.rotary_sin = plain(request, Slot::RotarySin, &[max_pos, half], &[cos.dtype])?;
         cache.max_pos = max_pos;
         cache.rotary_dim =
             i32::try_from(half.saturating_mul(2)).map_err(|error| format!("rotary_cos: {half}: {error}"))?;
@@ -118,7 +123,7 @@ pub(crate) fn cache(sizes: &Sizes, request: &Request) -> Result<Option<FmhaCache
             Some(total) => SmallVec::from_slice(&[total, words]),
             None => SmallVec::from_slice(&[sizes.batch, sizes.seqlen_q, words]),
         };
-        cache.tree_mask = plain(request, Slot::TreeMask, &wanted, &[I32, U32])?.cast();
+        args.tree_mask = plain(request, Slot::TreeMask, &wanted, &[I32, U32])?.cast();
     }
     Ok(Some(cache))
 }

@@ -1,12 +1,12 @@
-//! Conversion of a [`Request`] to the C struct of one call. Shapes are compared with each other here
-//! (`shapes.rs`), since that struct has strides alone; the library checks everything else.
+//! Conversion of a [`Request`] to the C structs of its problem and its arguments. Shapes are compared with each other
+//! here (`shapes.rs`), since those structs have strides alone; the library checks everything else.
 
 use std::ffi::CString;
 use std::ptr;
 
 use fmha_c::{
-    FMHA_EXACT, FMHA_FAST, FmhaBlockScales, FmhaCache, FmhaCall, FmhaGradients, FmhaLists, FmhaMasks,
-    FmhaOptions, FmhaTensor,
+    FMHA_EXACT, FMHA_FAST, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaGradients, FmhaLists, FmhaMasks,
+    FmhaOptions, FmhaProblem,
 };
 use smallvec::SmallVec;
 
@@ -37,7 +37,9 @@ pub(crate) use ensure;
 
 /// A call's structs, and what they point to in host memory.
 pub struct Call {
-    call: FmhaCall,
+    /// The problem, without what it points to.
+    problem: FmhaProblem,
+    args: FmhaArgs,
     gradients: Option<FmhaGradients>,
     cache: Option<FmhaCache>,
     lists: Option<FmhaLists>,
@@ -55,12 +57,11 @@ pub struct Call {
 /// Words that two calls share exactly if one plan serves both.
 pub type Key = SmallVec<[u64; 128]>;
 
-pub(crate) const NO_TENSOR: FmhaTensor =
-    FmhaTensor { data: ptr::null_mut(), batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
-
-/// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
+// Initialisation as `fmha.h` asks: everything 0 first, then the fields that are set.
 // SAFETY: numbers and pointers, of which all bits may be 0.
-const NO_CALL: FmhaCall = unsafe { std::mem::zeroed() };
+const NO_PROBLEM: FmhaProblem = unsafe { std::mem::zeroed() };
+// SAFETY: numbers and pointers, of which all bits may be 0.
+const NO_ARGS: FmhaArgs = unsafe { std::mem::zeroed() };
 
 impl Call {
     /// Reads a request.
@@ -72,34 +73,46 @@ impl Call {
         let numbers = request.numbers;
         let device = one_device(request, Slot::Q)?;
         let sizes = sizes(request)?;
-        let mut call = FmhaCall {
-            struct_bytes: size_of::<FmhaCall>() as u64,
+        let mut problem = FmhaProblem {
+            struct_bytes: size_of::<FmhaProblem>() as u64,
+            p_drop: single("p_drop", numbers.p_drop)?,
+            ..NO_PROBLEM
+        };
+        let mut args = FmhaArgs {
+            struct_bytes: size_of::<FmhaArgs>() as u64,
             stream: ptr::with_exposed_provenance_mut(request.stream.cast_unsigned() as usize),
             dropout_seed: numbers.seed.cast_unsigned(),
             dropout_offset: numbers.offset.cast_unsigned(),
             dropout_seeded: 1,
-            p_drop: single("p_drop", numbers.p_drop)?,
-            ..NO_CALL
+            ..NO_ARGS
         };
-        fill_dims(&mut call, &sizes, request)?;
-        fill_operands(&mut call, &sizes, request)?;
-        fill_modifiers(&mut call, &sizes, request)?;
-        fill_lengths(&mut call, &sizes, request)?;
+        fill_dims(&mut problem, &mut args, &sizes, request)?;
+        fill_operands(&mut problem, &mut args, &sizes, request)?;
+        fill_modifiers(&mut problem, &mut args, &sizes, request)?;
+        fill_lengths(&mut problem, &mut args, &sizes, request)?;
+        let gradients = request.is_backward().then(|| gradients(&mut args, &sizes, request)).transpose()?;
+        let cache = cache(&mut args, &sizes, request)?;
+        // SAFETY: who made the request promised its lists.
+        let lists =
+            unsafe { request.listed() }.map(|given| lists(&mut args, &sizes, given, device)).transpose()?;
+        // SAFETY: who made the request promised its code.
+        let code = unsafe { request.coded() }
+            .map(|(code, captured)| Coded::new(code, captured, device))
+            .transpose()?;
+        let masks = masks(&mut args, &sizes, request)?;
+        // SAFETY: who made the request promised its scales.
+        let block_scales = unsafe { request.scaled() }
+            .map(|given| crate::scales::scales(&mut args, &sizes, given, device))
+            .transpose()?;
         Ok(Self {
-            call,
-            gradients: request.is_backward().then(|| gradients(&sizes, request)).transpose()?,
-            cache: cache(&sizes, request)?,
-            // SAFETY: who made the request promised its lists.
-            lists: unsafe { request.listed() }.map(|given| lists(&sizes, given, device)).transpose()?,
-            // SAFETY: who made the request promised its code.
-            code: unsafe { request.coded() }
-                .map(|(code, captured)| Coded::new(code, captured, device))
-                .transpose()?,
-            masks: masks(&sizes, request)?,
-            // SAFETY: who made the request promised its scales.
-            block_scales: unsafe { request.scaled() }
-                .map(|given| crate::scales::scales(&sizes, given, device))
-                .transpose()?,
+            problem,
+            args,
+            gradients,
+            cache,
+            lists,
+            code,
+            masks,
+            block_scales,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -110,21 +123,29 @@ impl Call {
         })
     }
 
-    /// Runs `body` with the whole struct, whose host pointers are good meanwhile.
-    pub fn with<R>(&mut self, body: impl FnOnce(&mut FmhaCall) -> R) -> R {
+    /// Runs `body` with the whole problem, whose pointers are good meanwhile.
+    pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
         fn pointer<T>(value: Option<&T>) -> *const T {
             value.map_or(ptr::null(), ptr::from_ref)
         }
-        self.call.mask = self.mask.as_ptr();
-        self.call.softmax_scale = pointer(self.softmax_scale.as_ref());
-        self.call.softcap = pointer(self.softcap.as_ref());
-        self.call.gradients = pointer(self.gradients.as_ref());
-        self.call.cache = pointer(self.cache.as_ref());
-        self.call.lists = pointer(self.lists.as_ref());
-        self.call.code = pointer(self.code.as_mut().map(Coded::pointed));
-        self.call.masks = pointer(self.masks.as_ref());
-        self.call.block_scales = pointer(self.block_scales.as_ref());
-        body(&mut self.call)
+        let code = self.code.as_ref().map(Coded::pointed);
+        body(&FmhaProblem {
+            mask: self.mask.as_ptr(),
+            softmax_scale: pointer(self.softmax_scale.as_ref()),
+            softcap: pointer(self.softcap.as_ref()),
+            gradients: pointer(self.gradients.as_ref()),
+            cache: pointer(self.cache.as_ref()),
+            lists: pointer(self.lists.as_ref()),
+            code: pointer(code.as_ref()),
+            masks: pointer(self.masks.as_ref()),
+            block_scales: pointer(self.block_scales.as_ref()),
+            ..self.problem
+        })
+    }
+
+    /// The arguments of a run, good as long as this is neither moved nor dropped.
+    pub fn args(&self) -> FmhaArgs {
+        FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), ..self.args }
     }
 
     /// Refuses captures of other types than the functions read: once, with the plan.
@@ -135,127 +156,51 @@ impl Call {
         self.code.as_ref().map_or(Ok(()), Coded::check_types)
     }
 
-    /// The options under which it is planned. `backend` is the device's name.
-    pub fn options(&self, backend: &CString) -> FmhaOptions {
-        options(self.numbers.options, backend)
+    /// The options under which it is planned.
+    pub fn options(&self) -> FmhaOptions {
+        options(self.numbers.options)
     }
 
     /// Everything of the call that a plan depends on, in numbers.
     pub fn key(&self) -> Key {
-        let (call, numbers) = (&self.call, &self.numbers);
+        let numbers = &self.numbers;
         let mut key = Key::new();
         let bits = |value: Option<f32>| value.map_or(1 << 40, |value| u64::from(value.to_bits()));
-        key.extend([bits(self.softmax_scale), bits(self.softcap), u64::from(call.p_drop.to_bits())]);
+        key.extend([bits(self.softmax_scale), bits(self.softcap)]);
         key.extend(
             [numbers.options, numbers.mask, numbers.left, numbers.right, numbers.sink_columns].map(word),
         );
         key.extend([i64::from(self.device.kind), i64::from(self.device.index)].map(word));
-        let dims = [
-            call.batch,
-            call.seqlen_q,
-            call.seqlen_k,
-            call.num_heads_q,
-            call.num_heads_kv,
-            call.head_dim_qk,
-            call.head_dim_v,
-            call.page_size,
-        ];
-        key.extend(dims.map(word));
-        for tensor in [&call.q, &call.k, &call.v, &call.o] {
-            lattice(&mut key, tensor);
-        }
-        present_lattice(&mut key, &call.bias);
-        codes(
-            &mut key,
-            &[
-                call.dtype_qk,
-                call.dtype_v,
-                call.dtype_o,
-                call.dtype_bias,
-                call.v_layout,
-                call.alibi_per_batch,
-                call.descale_per_tensor,
-            ],
-        );
-        presence(
-            &mut key,
-            &[
-                call.lse.is_null(),
-                call.keep_mask.is_null(),
-                call.row_max.is_null(),
-                call.head_max.is_null(),
-                call.key_sum.is_null(),
-                call.cu_seqlens_q.is_null(),
-                call.cu_seqlens_k.is_null(),
-                call.seqused_q.is_null(),
-                call.seqused_k.is_null(),
-                call.block_table.is_null(),
-                call.alibi_slopes.is_null(),
-                call.sink.is_null(),
-                call.descale_q.is_null(),
-                call.descale_k.is_null(),
-                call.descale_v.is_null(),
-                call.scale_o.is_null(),
-            ],
-        );
-        // A number that no presence has parts what may be there from what may not.
-        key.push(u64::MAX);
-        if let Some(gradients) = &self.gradients {
-            for tensor in [&gradients.dout, &gradients.dq, &gradients.dk, &gradients.dv] {
-                lattice(&mut key, tensor);
-            }
-            present_lattice(&mut key, &gradients.dbias);
-            presence(&mut key, &[gradients.dlse.is_null(), gradients.dsink.is_null()]);
-            codes(&mut key, &[gradients.dtype_grad, gradients.dtype_dbias]);
-        }
-        key.push(u64::MAX - 1);
-        if let Some(cache) = &self.cache {
-            present_lattice(&mut key, &cache.k_new);
-            present_lattice(&mut key, &cache.v_new);
-            presence(
-                &mut key,
-                &[cache.cu_seqlens_new.is_null(), cache.rotary_cos.is_null(), cache.tree_mask.is_null()],
-            );
-            key.extend([cache.seqlen_new, cache.max_pos].map(word));
-            codes(
-                &mut key,
-                &[
-                    cache.rotary_dim,
-                    cache.rotary_interleaved,
-                    cache.dtype_rotary,
-                    cache.dtype_cache,
-                    cache.v_in_k,
-                ],
-            );
-        }
-        key.push(u64::MAX - 2);
-        if let Some(lists) = &self.lists {
-            key.extend([lists.topk, lists.batch_stride, lists.seqlen_stride, lists.head_stride].map(word));
-            presence(&mut key, &[lists.topk_length.is_null()]);
-            codes(&mut key, &[lists.length_per_token, lists.addresses, lists.block, lists.lse_without_sink]);
-        }
-        key.push(u64::MAX - 3);
+        add(&mut key, Some(&self.problem));
+        add(&mut key, self.gradients.as_ref());
+        add(&mut key, self.cache.as_ref());
+        add(&mut key, self.lists.as_ref());
+        add(&mut key, self.masks.as_ref());
+        add(&mut key, self.block_scales.as_ref());
         if let Some(code) = &self.code {
             code.key(&mut key);
-        }
-        key.push(u64::MAX - 3);
-        if let Some(masks) = &self.masks {
-            crate::masks::key(masks, &mut key);
-        }
-        key.push(u64::MAX - 4);
-        if let Some(scales) = &self.block_scales {
-            crate::scales::key(scales, &mut key);
         }
         key
     }
 }
 
+/// Adds a struct of C to a key, word by word; its size comes first, 0 of none.
+pub(crate) fn add<T>(key: &mut Key, of: Option<&T>) {
+    const { assert!(size_of::<T>() % 8 == 0 && align_of::<T>() == 8) };
+    key.push(of.map_or(0, |_| size_of::<T>() as u64));
+    if let Some(of) = of {
+        // SAFETY: structs of C consist of numbers, and of pointers that are null here, without a byte between them.
+        key.extend_from_slice(unsafe {
+            std::slice::from_raw_parts(ptr::from_ref(of).cast::<u64>(), size_of::<T>() / 8)
+        });
+    }
+}
+
 /// The library's options from the bits of a request's. Scratch is always the caller's: two streams may run one plan.
-pub(crate) fn options(bits: i64, backend: &CString) -> FmhaOptions {
+pub(crate) fn options(bits: i64) -> FmhaOptions {
     let bit = |mask: i64| i32::from(bits & mask != 0);
     FmhaOptions {
         struct_bytes: size_of::<FmhaOptions>() as u64,
-        backend: backend.as_ptr(),
         kernel: ptr::null(),
         tile: ptr::null(),
         allow_fallback: bit(ALLOW_FALLBACK),
@@ -271,23 +216,6 @@ pub(crate) fn options(bits: i64, backend: &CString) -> FmhaOptions {
 
 pub(crate) fn word(number: i64) -> u64 {
     number.cast_unsigned()
-}
-
-pub(crate) fn lattice(key: &mut Key, tensor: &FmhaTensor) {
-    key.extend([tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride].map(word));
-}
-
-pub(crate) fn present_lattice(key: &mut Key, tensor: &FmhaTensor) {
-    key.push(u64::from(tensor.data.is_null()));
-    lattice(key, tensor);
-}
-
-fn codes(key: &mut Key, codes: &[i32]) {
-    key.extend(codes.iter().map(|&code| word(code.into())));
-}
-
-fn presence(key: &mut Key, absent: &[bool]) {
-    key.push(absent.iter().fold(0, |bits, &null| bits << 1 | u64::from(null)));
 }
 
 /// A Python number in the C struct's 32 bits. Which numbers are sound is the library's to say; here, that it

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char};
 use std::ptr;
 
-use fmha_c::{FMHA_BF16, FMHA_F16, FMHA_F32, FMHA_MAX_RANK, FmhaCaptured, FmhaCode};
+use fmha_c::{FMHA_BF16, FMHA_F16, FMHA_F32, FMHA_MAX_RANK, FmhaCaptured, FmhaCapturedArgs, FmhaCode};
 use fmha_core::expr::{CaptureKind, Function, Stored};
 
 use crate::call::{Key, Wrong, ensure, word};
@@ -17,6 +17,7 @@ const _: () = assert!(MAX_DIMS == FMHA_MAX_RANK);
 pub(crate) struct Coded {
     code: FmhaCode,
     captured: Vec<FmhaCaptured>,
+    args: Vec<FmhaCapturedArgs>,
     /// Types of tensors; of a number -1.
     types: Vec<i32>,
 }
@@ -34,15 +35,20 @@ impl Coded {
             captured: ptr::null(),
             num_captured,
         };
-        let list = captured.iter().map(|captured| one(captured, device)).collect::<Result<_, _>>()?;
+        let both = captured.iter().map(|captured| one(captured, device)).collect::<Result<Vec<_>, _>>()?;
+        let (list, args) = both.into_iter().unzip();
         let type_of = |captured: &Captured| captured.tensor.given().map_or(-1, |tensor| tensor.dtype);
-        Ok(Self { code: given, captured: list, types: captured.iter().map(type_of).collect() })
+        Ok(Self { code: given, captured: list, args, types: captured.iter().map(type_of).collect() })
     }
 
-    /// The struct with its list, which stays where it is as long as this is not moved.
-    pub(crate) fn pointed(&mut self) -> &FmhaCode {
-        self.code.captured = self.captured.as_ptr();
-        &self.code
+    /// The struct with its list, which stays where it is as long as this lives.
+    pub(crate) fn pointed(&self) -> FmhaCode {
+        FmhaCode { captured: self.captured.as_ptr(), ..self.code }
+    }
+
+    /// What a run captures, as long as this lives.
+    pub(crate) fn args(&self) -> *const FmhaCapturedArgs {
+        if self.args.is_empty() { ptr::null() } else { self.args.as_ptr() }
     }
 
     /// Adds to a plan's key the numbers of the functions on which the plan depends.
@@ -53,7 +59,7 @@ impl Coded {
         for (captured, &dtype) in self.captured.iter().zip(&self.types) {
             key_text(key, captured.name);
             key.extend([dtype, captured.dtype_grad].map(|code| word(code.into())));
-            key.push(u64::from(captured.grad.is_null()));
+            key.push(word(captured.write_grad.into()));
             if dtype >= 0 {
                 key.push(captured.num_dims as u64);
                 let axes = usize::try_from(captured.num_dims).unwrap_or(0);
@@ -117,33 +123,37 @@ fn key_text(key: &mut Key, text: *const c_char) {
     key.extend(bytes.chunks(8).map(|chunk| chunk.iter().fold(0, |word, &byte| word << 8 | u64::from(byte))));
 }
 
-fn one(captured: &Captured, device: Device) -> Result<FmhaCaptured, Wrong> {
+fn one(captured: &Captured, device: Device) -> Result<(FmhaCaptured, FmhaCapturedArgs), Wrong> {
     // SAFETY: who made the request promised a C string.
     let name = unsafe { text_of(captured.name) }.map_or("?".into(), CStr::to_string_lossy);
     let mut given = FmhaCaptured {
         name: captured.name,
-        data: ptr::null(),
         shape: [0; FMHA_MAX_RANK],
         strides: [0; FMHA_MAX_RANK],
+        num_dims: 0,
+        dtype_grad: 0,
+        write_grad: 0,
+        reserved: 0,
+    };
+    let mut args = FmhaCapturedArgs {
+        data: ptr::null(),
         grad: ptr::null_mut(),
         integer: captured.integer,
         real: captured.real as f32,
-        num_dims: 0,
-        dtype_grad: 0,
         reserved: 0,
     };
     let Some(tensor) = captured.tensor.given() else {
         ensure!(
-            given.real.is_finite() == captured.real.is_finite(),
+            args.real.is_finite() == captured.real.is_finite(),
             "captured {name} {:?} is {} as a 32-bit number",
             captured.real,
-            given.real
+            args.real
         );
-        return Ok(given);
+        return Ok((given, args));
     };
     let (theirs, ours) = (tensor.device, device);
     ensure!(theirs == ours, "captured {name} is on {}, but q is on {}", theirs.name(), ours.name());
-    given.data = tensor.address();
+    args.data = tensor.address();
     given.num_dims = tensor.num_dims;
     given.shape[..tensor.shape().len()].copy_from_slice(tensor.shape());
     // An axis of one index has no next one.
@@ -161,8 +171,9 @@ fn one(captured: &Captured, device: Device) -> Result<FmhaCaptured, Wrong> {
             gradient.device.name(),
             ours.name()
         );
-        given.grad = gradient.address();
+        args.grad = gradient.address();
+        given.write_grad = 1;
         given.dtype_grad = gradient.dtype;
     }
-    Ok(given)
+    Ok((given, args))
 }

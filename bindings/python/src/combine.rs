@@ -1,11 +1,14 @@
-//! Merging partial results by their LSE, or adding them: from a request's `o_parts` and `lse_parts` to the C struct.
+//! Merging partial results by their LSE, or adding them: from a request's `o_parts` and `lse_parts` to the C structs.
 
 use std::ffi::c_void;
 use std::ptr;
 
-use fmha_c::{FMHA_ADD_TO, FMHA_BY_LSE, FMHA_F32, FMHA_SUM, FmhaCombine, FmhaPartial, FmhaTensor};
+use fmha_c::{
+    FMHA_ADD_TO, FMHA_BY_LSE, FMHA_F32, FMHA_SUM, FmhaCombineArgs, FmhaCombineProblem, FmhaPartial,
+    FmhaStrides,
+};
 
-use crate::call::{Key, Wrong, ensure, word};
+use crate::call::{Key, Wrong, add, ensure, word};
 use crate::request::{ADDS, ADDS_TO, Request, Slot};
 use crate::shapes::{attention_type, contiguous, dense_axis, dense_rows, of_type, one_device, shape};
 use crate::tensor::{Device, Tensor, dtype_name, element_bytes, is_fp8};
@@ -18,9 +21,11 @@ pub fn axes(parts: &Tensor) -> Result<[i64; 5], Wrong> {
     shape("o_parts", parts, "parts, batch, seqlen_q, num_heads_q, head_dim_v")
 }
 
-/// A combine call's struct, and its parts, which it points to.
+/// A combine call's structs, and its parts, which they point to.
 pub struct Combine {
-    call: FmhaCombine,
+    /// The problem.
+    pub problem: FmhaCombineProblem,
+    args: FmhaCombineArgs,
     parts: Vec<FmhaPartial>,
     options: i64,
     /// The device that all of its tensors are on.
@@ -77,28 +82,33 @@ impl Combine {
         let bytes = element_bytes(parts.dtype);
         let steps = parts.steps();
         let partial = |i: i64| FmhaPartial {
-            o: rows(at(parts.data, i * steps[0] * bytes), &steps[1..], o),
+            o: at(parts.data, i * steps[0] * bytes),
             lse: match merge {
                 FMHA_BY_LSE => at(lse_parts, i * batch * heads * seqlen * 4).cast_const().cast(),
                 _ => ptr::null(),
             },
         };
         Ok(Self {
-            call: FmhaCombine {
-                struct_bytes: size_of::<FmhaCombine>() as u64,
+            problem: FmhaCombineProblem {
+                struct_bytes: size_of::<FmhaCombineProblem>() as u64,
                 num_parts: count,
                 batch,
                 seqlen_q: seqlen,
                 num_heads_q: heads,
                 head_dim_v: dim,
-                parts: ptr::null(),
-                o: rows(o.data, o.steps(), o),
-                lse: lse.cast(),
-                stream: ptr::with_exposed_provenance_mut(word(request.stream) as usize),
+                part: rows(&steps[1..], o),
+                o: rows(o.steps(), o),
                 dtype_part: parts.dtype,
                 dtype_o: o.dtype,
                 merge,
-                reserved: 0,
+                write_lse: i32::from(merge == FMHA_BY_LSE),
+            },
+            args: FmhaCombineArgs {
+                struct_bytes: size_of::<FmhaCombineArgs>() as u64,
+                stream: ptr::with_exposed_provenance_mut(word(request.stream) as usize),
+                parts: ptr::null(),
+                o: o.data,
+                lse: lse.cast(),
             },
             parts: (0..count).map(partial).collect(),
             options: request.numbers.options,
@@ -106,10 +116,9 @@ impl Combine {
         })
     }
 
-    /// The whole struct; its parts are this value's.
-    pub fn call(&mut self) -> &FmhaCombine {
-        self.call.parts = self.parts.as_ptr();
-        &self.call
+    /// The arguments of a run; their parts are this value's.
+    pub fn args(&self) -> FmhaCombineArgs {
+        FmhaCombineArgs { parts: self.parts.as_ptr(), ..self.args }
     }
 
     /// Options of the request.
@@ -121,19 +130,11 @@ impl Combine {
     /// Everything of the call that a plan depends on, in numbers.
     #[must_use]
     pub fn key(&self) -> Key {
-        let call = &self.call;
         // No forward call's key begins so: the first word of those is a scale's 41 bits.
         let mut key = Key::from_slice(&[u64::MAX - 2]);
-        let codes = [self.device.kind, self.device.index, call.dtype_part, call.dtype_o];
-        key.extend(codes.map(|code| word(code.into())));
-        let dims =
-            [call.num_parts, call.batch, call.seqlen_q, call.num_heads_q, call.head_dim_v, self.options];
-        key.extend(dims.map(word));
-        for tensor in self.parts.first().map(|part| &part.o).into_iter().chain([&call.o]) {
-            let strides = [tensor.batch_stride, tensor.seqlen_stride, tensor.head_stride, tensor.dim_stride];
-            key.extend(strides.map(word));
-        }
-        key.push(u64::from(call.lse.is_null()));
+        key.extend([self.device.kind, self.device.index].map(|code| word(code.into())));
+        key.push(word(self.options));
+        add(&mut key, Some(&self.problem));
         key
     }
 }
@@ -143,10 +144,9 @@ fn at(data: *mut c_void, bytes: i64) -> *mut c_void {
     data.wrapping_byte_offset(bytes as isize)
 }
 
-/// Rows of O's shape at an address.
-fn rows(data: *mut c_void, strides: &[i64], o: &Tensor) -> FmhaTensor {
-    FmhaTensor {
-        data,
+/// Strides of rows of O's shape.
+fn rows(strides: &[i64], o: &Tensor) -> FmhaStrides {
+    FmhaStrides {
         batch_stride: strides[0],
         seqlen_stride: strides[1],
         head_stride: strides[2],

@@ -1,8 +1,6 @@
 //! Lists of keys, put into the C struct.
 
-use std::ptr;
-
-use fmha_c::FmhaLists;
+use fmha_c::{FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_LENGTH_WHOLE, FmhaArgs, FmhaLists};
 
 use crate::call::{Wrong, ensure};
 use crate::request::Lists;
@@ -13,7 +11,12 @@ use crate::tensor::{Device, I32, Tensor};
 ///
 /// # Errors
 /// A tensor of another shape, type or device, or a number that is out of range, with both numbers.
-pub(crate) fn lists(sizes: &Sizes, given: &Lists, device: Device) -> Result<FmhaLists, Wrong> {
+pub(crate) fn lists(
+    args: &mut FmhaArgs,
+    sizes: &Sizes,
+    given: &Lists,
+    device: Device,
+) -> Result<FmhaLists, Wrong> {
     let indices = given.indices.given().ok_or("indices are missing")?;
     let topk = *indices.shape().last().ok_or("indices have 0 axes")?;
     let per_token: &[i64] = match sizes.total_q {
@@ -36,8 +39,8 @@ pub(crate) fn lists(sizes: &Sizes, given: &Lists, device: Device) -> Result<Fmha
     let is_dense = topk <= 1 || wanted.contains(&0) || steps.last() == Some(&1);
     ensure!(is_dense, "indices have stride {:?} on their last axis, not 1", steps.last());
     let of_rows = &steps[steps.len() - 3..];
-    let (topk_length, length_per_token) = match given.topk_length.given() {
-        None => (ptr::null(), false),
+    let length = match given.topk_length.given() {
+        None => FMHA_LENGTH_WHOLE,
         Some(length) => {
             // Packed, a number for each token comes first: both fit where there are as many tokens as sequences.
             let is_per_token = length.shape() == per_token;
@@ -49,20 +52,20 @@ pub(crate) fn lists(sizes: &Sizes, given: &Lists, device: Device) -> Result<Fmha
             );
             takes("topk_length", length)?;
             crate::shapes::contiguous("topk_length", length)?;
-            (length.address().cast_const().cast(), is_per_token)
+            args.topk_length = length.address().cast_const().cast();
+            if is_per_token { FMHA_LENGTH_PER_TOKEN } else { FMHA_LENGTH_PER_SEQUENCE }
         }
     };
     let block = i32::try_from(given.block).ok().filter(|&block| block >= 1);
     let block = block.ok_or_else(|| format!("index_block {} is not in 1..=2147483647", given.block))?;
+    args.indices = indices.address().cast_const().cast();
     Ok(FmhaLists {
         struct_bytes: size_of::<FmhaLists>() as u64,
         topk,
-        indices: indices.address().cast_const().cast(),
         batch_stride: if sizes.total_q.is_some() { 0 } else { steps[0].max(0) },
         seqlen_stride: of_rows[0].max(0),
         head_stride: of_rows[1].max(0),
-        topk_length,
-        length_per_token: length_per_token.into(),
+        length,
         addresses: i32::from(given.addresses != 0),
         block,
         lse_without_sink: i32::from(given.lse_without_sink != 0),

@@ -1,10 +1,10 @@
 //! A call's masks as data, held to its sizes and put into the C struct.
 
-use fmha_c::{FmhaMasks, FmhaTensor};
+use fmha_c::{FmhaArgs, FmhaMasks, FmhaStrides};
 
-use crate::call::{Key, Wrong, ensure, present_lattice, word};
+use crate::call::{Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{Sizes, of_type, shape};
+use crate::shapes::{Placed, Sizes, of_type, shape};
 use crate::tensor::{I32, Tensor, U32};
 
 /// As `fmha.h` asks: everything 0 first, then what is wanted.
@@ -15,7 +15,11 @@ const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 ///
 /// # Errors
 /// A mask whose type, axes or extents do not go with the call, or a block's size without lists.
-pub(crate) fn masks(sizes: &Sizes, request: &Request) -> Result<Option<FmhaMasks>, Wrong> {
+pub(crate) fn masks(
+    args: &mut FmhaArgs,
+    sizes: &Sizes,
+    request: &Request,
+) -> Result<Option<FmhaMasks>, Wrong> {
     let numbers = &request.numbers;
     let all = [
         Slot::Intervals,
@@ -45,7 +49,8 @@ pub(crate) fn masks(sizes: &Sizes, request: &Request) -> Result<Option<FmhaMasks
             tensor.shape()
         );
         of_type("intervals", tensor, &[I32])?;
-        masks.intervals = placed(tensor, packed, [3, 1, 2]);
+        let placed = placed(tensor, packed, [3, 1, 2]);
+        (masks.intervals, args.intervals) = (placed.strides, placed.data.cast());
         (masks.intervals_heads, masks.endpoints) = (heads, endpoints);
     }
     if let Some(tensor) = request.get(Slot::MaskBits) {
@@ -62,16 +67,17 @@ pub(crate) fn masks(sizes: &Sizes, request: &Request) -> Result<Option<FmhaMasks
             sizes.seqlen_k
         );
         of_type("mask_bits", tensor, &[U32, I32])?;
-        masks.mask_bits = placed(tensor, packed, [2, 1, 3]);
+        let placed = placed(tensor, packed, [2, 1, 3]);
+        (masks.mask_bits, args.mask_bits) = (placed.strides, placed.data.cast());
         masks.mask_bits_heads = heads;
         ensure!(heads > 0, "mask_bits has 0 heads, not 1, num_heads_kv or num_heads_q");
     }
-    lists(&mut masks, sizes, request)?;
+    lists(&mut masks, args, sizes, request)?;
     Ok(Some(masks))
 }
 
 /// Lists of blocks: counts, and as many indices.
-fn lists(masks: &mut FmhaMasks, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
+fn lists(masks: &mut FmhaMasks, args: &mut FmhaArgs, sizes: &Sizes, request: &Request) -> Result<(), Wrong> {
     let (block_q, block_k) = (request.numbers.block_q, request.numbers.block_k);
     let pairs = [(Slot::KvNumBlocks, Slot::KvIndices), (Slot::FullKvNumBlocks, Slot::FullKvIndices)];
     let mut whose: Option<(&str, i64, i64)> = None;
@@ -118,11 +124,18 @@ fn lists(masks: &mut FmhaMasks, sizes: &Sizes, request: &Request) -> Result<(), 
         of_type(of_indices, indices, &[I32])?;
         let (counts, indices) =
             (placed(counts, false, [2, 1, usize::MAX]), placed(indices, false, [2, 1, 3]));
-        let (to_counts, to_indices, to_room) = match at {
-            0 => (&mut masks.kv_num_blocks, &mut masks.kv_indices, &mut masks.max_blocks),
-            _ => (&mut masks.full_kv_num_blocks, &mut masks.full_kv_indices, &mut masks.full_max_blocks),
-        };
-        (*to_counts, *to_indices, *to_room) = (counts, indices, room);
+        match at {
+            0 => {
+                (masks.kv_num_blocks, args.kv_num_blocks) = (counts.strides, counts.data.cast());
+                (masks.kv_indices, args.kv_indices) = (indices.strides, indices.data.cast());
+                (masks.partial, masks.max_blocks) = (1, room);
+            }
+            _ => {
+                (masks.full_kv_num_blocks, args.full_kv_num_blocks) = (counts.strides, counts.data.cast());
+                (masks.full_kv_indices, args.full_kv_indices) = (indices.strides, indices.data.cast());
+                (masks.full, masks.full_max_blocks) = (1, room);
+            }
+        }
         (masks.lists_heads, masks.block_q, masks.block_k) = (heads, block_q, block_k);
     }
     ensure!(
@@ -148,50 +161,14 @@ fn of_rows(slot: Slot, tensor: &Tensor, (packed, batch): (bool, i64), axes: &str
 
 /// The C form of a mask; `axes` are those of queries, heads and what a query has, counted with a batch axis. An axis
 /// of one index has no step, and one of the batch none is one mask for all sequences.
-fn placed(tensor: &Tensor, packed: bool, axes: [usize; 3]) -> FmhaTensor {
+fn placed(tensor: &Tensor, packed: bool, axes: [usize; 3]) -> Placed {
     let step = |axis: usize| {
         let at = if packed { axis.checked_sub(1) } else { Some(axis) };
         let at = at.filter(|&at| at < tensor.shape().len());
         at.map_or(0, |at| if tensor.shape()[at] <= 1 { 0 } else { tensor.steps()[at] })
     };
     let [seqlen_stride, head_stride, dim_stride] = axes.map(step);
-    // Masks of no elements lie somewhere: null is one that is not there.
-    let data = tensor.address();
     let batch_stride = if packed { 0 } else { step(0) };
-    FmhaTensor { data, batch_stride, seqlen_stride, head_stride, dim_stride }
-}
-
-/// Adds the numbers that a plan depends on to its key.
-pub(crate) fn key(masks: &FmhaMasks, key: &mut Key) {
-    let FmhaMasks {
-        struct_bytes: _,
-        intervals,
-        mask_bits,
-        kv_num_blocks,
-        kv_indices,
-        full_kv_num_blocks,
-        full_kv_indices,
-        endpoints,
-        intervals_heads,
-        mask_bits_heads,
-        lists_heads,
-        block_q,
-        block_k,
-        max_blocks,
-        full_max_blocks,
-    } = masks;
-    for tensor in [intervals, mask_bits, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices] {
-        present_lattice(key, tensor);
-    }
-    let numbers = [
-        endpoints,
-        intervals_heads,
-        mask_bits_heads,
-        lists_heads,
-        block_q,
-        block_k,
-        max_blocks,
-        full_max_blocks,
-    ];
-    key.extend(numbers.map(|&number| word(number)));
+    let strides = FmhaStrides { batch_stride, seqlen_stride, head_stride, dim_stride };
+    Placed { data: tensor.address(), strides }
 }

@@ -68,22 +68,24 @@ fn plan(key: Key, make: impl FnOnce(*mut *mut FmhaPlan) -> Result<i32, Wrong>) -
     Ok(plan)
 }
 
-fn planned(call: &mut Call) -> Result<Arc<Plan>, Wrong> {
+fn planned(call: &Call) -> Result<Arc<Plan>, Wrong> {
     plan(call.key(), |made| {
         call.check_types()?;
-        let backend = CString::new(call.device.name()).unwrap_or_default();
-        let options = call.options(&backend);
-        // SAFETY: the struct's host pointers are good within `with`; the others are not followed by planning.
-        Ok(call.with(|call| unsafe { fmha_c::fmha_plan(call, &raw const options, made) }))
+        let (device, options) = (CString::new(call.device.name()).unwrap_or_default(), call.options());
+        // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
+        Ok(call
+            .with(|problem| unsafe { fmha_c::fmha_plan(device.as_ptr(), problem, &raw const options, made) }))
     })
 }
 
-fn planned_combine(call: &mut Combine) -> Result<Arc<Plan>, Wrong> {
+fn planned_combine(call: &Combine) -> Result<Arc<Plan>, Wrong> {
     plan(call.key(), |made| {
-        let backend = CString::new(call.device.name()).unwrap_or_default();
-        let options = options(call.options(), &backend);
-        // SAFETY: the struct's parts are alive; nothing of a device is read.
-        Ok(unsafe { fmha_c::fmha_plan_combine(call.call(), &raw const options, made) })
+        let device = CString::new(call.device.name()).unwrap_or_default();
+        let options = options(call.options());
+        // SAFETY: structs of this function.
+        Ok(unsafe {
+            fmha_c::fmha_plan_combine(device.as_ptr(), &raw const call.problem, &raw const options, made)
+        })
     })
 }
 
@@ -105,13 +107,12 @@ pub fn device(request: &Request) -> Result<Device, Wrong> {
 /// What is wrong with the request.
 pub fn check(request: &Request) -> Result<(), Wrong> {
     if is_combine(request) {
-        // SAFETY: the struct's parts are alive; nothing of a device is read.
-        return unsafe { fmha_c::check_combine(Combine::new(request)?.call()) };
+        return fmha_c::check_combine(&Combine::new(request)?.problem);
     }
-    let mut call = Call::new(request)?;
+    let call = Call::new(request)?;
     call.check_types()?;
-    // SAFETY: the struct's host pointers are good within `with`; nothing of a device is read.
-    call.with(|call| unsafe { fmha_c::check(call) })
+    // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
+    call.with(|problem| unsafe { fmha_c::check(problem) })
 }
 
 /// The plan's description, one fact a line.
@@ -120,8 +121,8 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
 /// What is wrong with the request, or why no kernel takes it.
 pub fn explain(request: &Request) -> Result<String, Wrong> {
     let plan = match is_combine(request) {
-        true => planned_combine(&mut Combine::new(request)?)?,
-        false => planned(&mut Call::new(request)?)?,
+        true => planned_combine(&Combine::new(request)?)?,
+        false => planned(&Call::new(request)?)?,
     };
     // SAFETY: the text lives as long as the plan.
     let text = unsafe { CStr::from_ptr(fmha_c::fmha_plan_text(plan.0)) };
@@ -133,7 +134,7 @@ pub fn explain(request: &Request) -> Result<String, Wrong> {
 /// # Errors
 /// What is wrong with the request, or why no kernel takes it.
 pub fn workspace_bytes(request: &Request) -> Result<u64, Wrong> {
-    let plan = planned(&mut Call::new(request)?)?;
+    let plan = planned(&Call::new(request)?)?;
     // SAFETY: the plan is alive.
     Ok(unsafe { fmha_c::fmha_plan_workspace_bytes(plan.0) })
 }
@@ -148,23 +149,21 @@ pub fn run<W>(
     workspace: impl FnOnce(u64) -> Result<(W, *mut u8), Wrong>,
 ) -> Result<(), Wrong> {
     if is_combine(request) {
-        let mut call = Combine::new(request)?;
-        let plan = planned_combine(&mut call)?;
+        let call = Combine::new(request)?;
+        let (plan, args) = (planned_combine(&call)?, call.args());
         // SAFETY: who made the request promised its pointers.
-        return ended(unsafe { fmha_c::fmha_run_combine(plan.0, call.call()) });
+        return ended(unsafe { fmha_c::fmha_run_combine(plan.0, &raw const args) });
     }
-    let mut call = Call::new(request)?;
-    let plan = planned(&mut call)?;
+    let call = Call::new(request)?;
+    let (plan, mut args) = (planned(&call)?, call.args());
     // SAFETY: the plan is alive.
     let bytes = unsafe { fmha_c::fmha_plan_workspace_bytes(plan.0) };
     let scratch = if bytes > 0 { Some(workspace(bytes)?) } else { None };
+    if let Some((_, address)) = &scratch {
+        (args.workspace, args.workspace_bytes) = (address.cast(), bytes);
+    }
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
-    ended(call.with(|call| unsafe {
-        if let Some((_, address)) = &scratch {
-            (call.workspace, call.workspace_bytes) = (address.cast(), bytes);
-        }
-        fmha_c::fmha_run(plan.0, call)
-    }))
+    ended(unsafe { fmha_c::fmha_run(plan.0, &raw const args) })
 }
 
 fn ended(code: i32) -> Result<(), Wrong> {

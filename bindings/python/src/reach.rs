@@ -14,20 +14,22 @@ use crate::request::{ADDS_TO, BlockScales, Captured, Code, Lists, OPTIONS, Reque
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// Fields of the C structs that Python never sets, with the reason.
-const NOT_SET: [(&str, &str); 13] = [
-    ("cache.reserved", "0"),
-    ("call.part", "`fmha.dist` makes parts of a whole, and runs them"),
+const NOT_SET: [(&str, &str); 15] = [
+    ("args.reserved", "0"),
+    ("args.workspace", "from the caller's allocator, at each run"),
+    ("args.workspace_bytes", "likewise"),
     ("block_scales.reserved", "0"),
-    ("call.reserved", "0"),
-    ("call.workspace", "from the caller's allocator, at each run"),
-    ("call.workspace_bytes", "likewise"),
+    ("cache.reserved", "0"),
     ("captured.reserved", "0"),
-    ("combine.reserved", "0"),
+    ("captured_args.reserved", "0"),
+    ("gradients.reserved", "0"),
     ("masks.full_kv_num_blocks.dim_stride", "counts have no axis behind that of the blocks"),
     ("masks.kv_num_blocks.dim_stride", "likewise"),
     ("options.kernel", "left to the planner, who says what it chose"),
     ("options.reserved", "0"),
     ("options.tile", "likewise"),
+    ("problem.part", "`fmha.dist` makes parts of a whole, and runs them"),
+    ("problem.reserved", "0"),
 ];
 
 #[derive(Default)]
@@ -38,7 +40,7 @@ impl Seen {
         let mut path = vec![what.to_owned()];
         for line in format!("{value:#?}").lines().map(str::trim) {
             match line.split_once(": ") {
-                Some((name, "FmhaTensor {")) => path.push(name.to_owned()),
+                Some((name, "FmhaStrides {")) => path.push(name.to_owned()),
                 Some((name, held)) => {
                     let field = format!("{}.{name}", path.join("."));
                     let held = held.trim_end_matches(',');
@@ -54,18 +56,19 @@ impl Seen {
     }
 
     fn call(&mut self, request: &Request) {
-        let mut call = Call::new(request).unwrap();
-        let backend = std::ffi::CString::new(call.device.name()).unwrap();
-        self.add("options", &call.options(&backend));
-        call.with(|call| {
-            self.add("call", call);
+        let call = Call::new(request).unwrap();
+        self.add("options", &call.options());
+        self.add("args", &call.args());
+        call.with(|problem| {
+            self.add("problem", problem);
             // SAFETY: null, or this call's own structs.
             let (gradients, cache, lists) =
-                unsafe { (call.gradients.as_ref(), call.cache.as_ref(), call.lists.as_ref()) };
+                unsafe { (problem.gradients.as_ref(), problem.cache.as_ref(), problem.lists.as_ref()) };
             // SAFETY: null, or this call's own struct.
-            let scales = unsafe { call.block_scales.as_ref() };
+            let (scales, masks) = unsafe { (problem.block_scales.as_ref(), problem.masks.as_ref()) };
             scales.into_iter().for_each(|scales| self.add("block_scales", scales));
             lists.into_iter().for_each(|lists| self.add("lists", lists));
+            masks.into_iter().for_each(|masks| self.add("masks", masks));
             gradients.into_iter().for_each(|gradients| self.add("gradients", gradients));
             cache.into_iter().for_each(|cache| self.add("cache", cache));
         });
@@ -239,16 +242,23 @@ fn coded(seen: &mut Seen) {
         if n == 2 {
             request.code = &raw const code;
         }
-        let mut call = Call::new(&request).unwrap();
-        call.with(|call| {
-            seen.add("call", call);
+        seen.call(&request);
+        let call = Call::new(&request).unwrap();
+        let args = call.args();
+        call.with(|problem| {
             // SAFETY: null, or this call's own struct with its list.
-            if let Some(code) = unsafe { call.code.as_ref() } {
-                seen.add("code", code);
-                // SAFETY: null, or this call's own struct with its list.
-                let list = unsafe { std::slice::from_raw_parts(code.captured, code.num_captured as usize) };
-                list.iter().for_each(|captured| seen.add("captured", captured));
-            }
+            let Some(code) = (unsafe { problem.code.as_ref() }) else { return };
+            seen.add("code", code);
+            // SAFETY: this call's own lists.
+            let (list, args) = unsafe {
+                let count = code.num_captured as usize;
+                (
+                    std::slice::from_raw_parts(code.captured, count),
+                    std::slice::from_raw_parts(args.captured, count),
+                )
+            };
+            list.iter().for_each(|captured| seen.add("captured", captured));
+            args.iter().for_each(|captured| seen.add("captured_args", captured));
         });
     }
 }
@@ -317,12 +327,7 @@ fn masked(seen: &mut Seen) {
             request.tensors[Slot::V as usize] = tensor(&[n, 65, n, 16 * n], FMHA_F16);
             request.set(Slot::MaskBits, tensor(&[n, 2 * n, n + 1, 3], U32));
         }
-        let mut call = Call::new(&request).unwrap();
-        call.with(|call| {
-            seen.add("call", call);
-            // SAFETY: this call's own struct.
-            seen.add("masks", unsafe { call.masks.as_ref() }.unwrap());
-        });
+        seen.call(&request);
     }
 }
 
@@ -344,8 +349,9 @@ fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
         ]);
         request.numbers.options = adds;
         request.stream = n - 1;
-        let mut combine = Combine::new(&request).unwrap();
-        seen.add("combine", combine.call());
+        let combine = Combine::new(&request).unwrap();
+        seen.add("combine", &combine.problem);
+        seen.add("combine_args", &combine.args());
     }
     let zero = |held: &BTreeSet<String>| held.iter().all(|held| held == "0" || held == "0.0");
     let not_set: Vec<&str> =

@@ -2,12 +2,12 @@
 
 use fmha_c::{
     FMHA_E4M3FN, FMHA_E5M2, FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2, FMHA_NVFP4, FMHA_V_COL_MAJOR, FMHA_V_ROW_MAJOR,
-    FmhaBlockScales, FmhaCall, FmhaTensor,
+    FmhaArgs, FmhaBlockScales, FmhaProblem, FmhaStrides,
 };
 
-use crate::call::{Key, Wrong, ensure, lattice};
+use crate::call::{Wrong, ensure};
 use crate::request::{BlockScales, Request, Slot};
-use crate::shapes::{Sizes, expect, of_type, rows_of};
+use crate::shapes::{Placed, Sizes, expect, of_type, rows_of};
 use crate::tensor::{Device, Tensor, U8};
 
 /// Elements in a byte of this format.
@@ -25,7 +25,8 @@ pub(crate) fn lies_in_columns(v: &Tensor) -> bool {
 
 /// Q, K and V of a call whose elements are stored in this format.
 pub(crate) fn fill_operands(
-    call: &mut FmhaCall,
+    problem: &mut FmhaProblem,
+    args: &mut FmhaArgs,
     sizes: &Sizes,
     request: &Request,
     scales: &BlockScales,
@@ -45,22 +46,30 @@ pub(crate) fn fill_operands(
     for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
         of_type(name, tensor, &[stored])?;
     }
-    call.q = rows_of("q", q, &sizes.q(sizes.dim_qk / each))?;
-    call.k = rows_of("k", k, &sizes.k(sizes.dim_qk / each))?;
+    let placed = rows_of("q", q, &sizes.q(sizes.dim_qk / each))?;
+    (problem.q, args.q) = (placed.strides, placed.data);
+    let placed = rows_of("k", k, &sizes.k(sizes.dim_qk / each))?;
+    (problem.k, args.k) = (placed.strides, placed.data);
     let by_columns = lies_in_columns(v);
     let mut wanted = sizes.k(if by_columns { sizes.dim_v } else { sizes.dim_v / each });
     if by_columns && wanted.len() == 4 {
         wanted[1] = wanted[1].saturating_add(each - 1) / each;
     }
-    call.v = rows_of("v", v, &wanted)?;
-    call.v_layout = if by_columns { FMHA_V_COL_MAJOR } else { FMHA_V_ROW_MAJOR };
-    call.dtype_qk = i32::try_from(scales.values).unwrap_or(-1);
-    call.dtype_v = call.dtype_qk;
+    let placed = rows_of("v", v, &wanted)?;
+    (problem.v, args.v) = (placed.strides, placed.data);
+    problem.v_layout = if by_columns { FMHA_V_COL_MAJOR } else { FMHA_V_ROW_MAJOR };
+    problem.dtype_qk = i32::try_from(scales.values).unwrap_or(-1);
+    problem.dtype_v = problem.dtype_qk;
     Ok(())
 }
 
 /// The scales of a call whose tensors are on `device`.
-pub(crate) fn scales(sizes: &Sizes, given: &BlockScales, device: Device) -> Result<FmhaBlockScales, Wrong> {
+pub(crate) fn scales(
+    args: &mut FmhaArgs,
+    sizes: &Sizes,
+    given: &BlockScales,
+    device: Device,
+) -> Result<FmhaBlockScales, Wrong> {
     let block = if elems_per_byte(given) == 2 { 16 } else { 32 };
     let blocks = |elems: i64| elems.saturating_add(block - 1) / block;
     let mut of_v = sizes.k(sizes.dim_v);
@@ -68,17 +77,23 @@ pub(crate) fn scales(sizes: &Sizes, given: &BlockScales, device: Device) -> Resu
         of_v[1] = blocks(of_v[1]);
     }
     let of_dim = blocks(sizes.dim_qk);
+    let q = of_rows("block_scales: q", &given.q, &sizes.q(of_dim), device)?;
+    let k = of_rows("block_scales: k", &given.k, &sizes.k(of_dim), device)?;
+    let v = of_rows("block_scales: v", &given.v, &of_v, device)?;
+    args.block_scale_q = q.data.cast();
+    args.block_scale_k = k.data.cast();
+    args.block_scale_v = v.data.cast();
     Ok(FmhaBlockScales {
         struct_bytes: size_of::<FmhaBlockScales>() as u64,
-        q: of_rows("block_scales: q", &given.q, &sizes.q(of_dim), device)?,
-        k: of_rows("block_scales: k", &given.k, &sizes.k(of_dim), device)?,
-        v: of_rows("block_scales: v", &given.v, &of_v, device)?,
+        q: q.strides,
+        k: k.strides,
+        v: v.strides,
         format: i32::try_from(given.format).unwrap_or(0),
         reserved: 0,
     })
 }
 
-fn of_rows(name: &str, tensor: &Tensor, wanted: &[i64], device: Device) -> Result<FmhaTensor, Wrong> {
+fn of_rows(name: &str, tensor: &Tensor, wanted: &[i64], device: Device) -> Result<Placed, Wrong> {
     let tensor = tensor.given().ok_or_else(|| format!("{name} is missing"))?;
     expect(name, tensor, wanted)?;
     of_type(name, tensor, &[U8])?;
@@ -89,20 +104,11 @@ fn of_rows(name: &str, tensor: &Tensor, wanted: &[i64], device: Device) -> Resul
         ensure!(step >= 0 || size <= 1, "{name} has stride {step} on axis {axis}, below 0");
     }
     let step = |from_last: usize| steps.len().checked_sub(from_last).map_or(0, |at| steps[at].max(0));
-    Ok(FmhaTensor {
-        data: tensor.address(),
+    let strides = FmhaStrides {
         batch_stride: step(4),
         seqlen_stride: step(3),
         head_stride: step(2),
         dim_stride: step(1),
-    })
-}
-
-/// Adds what a plan depends on to its key.
-pub(crate) fn key(scales: &FmhaBlockScales, key: &mut Key) {
-    let FmhaBlockScales { struct_bytes: _, q, k, v, format, reserved: _ } = scales;
-    for tensor in [q, k, v] {
-        lattice(key, tensor);
-    }
-    key.push(crate::call::word(i64::from(*format)));
+    };
+    Ok(Placed { data: tensor.address(), strides })
 }

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use fmha_c::{FMHA_BF16, FMHA_F16, FMHA_F32, FmhaTensor};
+use fmha_c::{FMHA_BF16, FMHA_F16, FMHA_F32, FmhaStrides};
 use smallvec::SmallVec;
 
 use crate::call::{Wrong, ensure};
@@ -195,15 +195,25 @@ pub(crate) fn of_type(name: &str, tensor: &Tensor, wanted: &[i32]) -> Result<(),
     Err(format!("{name} is of {}, not of {}", dtype_name(tensor.dtype), names.join(" or ")))
 }
 
+/// Address of a tensor, an argument of the run, and its strides, a part of the problem.
+#[derive(Clone, Copy)]
+pub(crate) struct Placed {
+    pub data: *mut c_void,
+    pub strides: FmhaStrides,
+}
+
+pub(crate) const NO_STRIDES: FmhaStrides =
+    FmhaStrides { batch_stride: 0, seqlen_stride: 0, head_stride: 0, dim_stride: 0 };
+
 /// The C form of an operand of rows; strides of axes of one index are put where they cannot mislead: packed rows may be
 /// fewer than a sequence has at most, by which a plan counts.
-pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
+pub(crate) fn operand(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Placed, Wrong> {
     attention_type(name, tensor)?;
     rows_of(name, tensor, wanted)
 }
 
 /// The C form of a tensor of rows, of whatever type.
-pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<FmhaTensor, Wrong> {
+pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Placed, Wrong> {
     expect(name, tensor, wanted)?;
     let mut steps: SmallVec<[i64; 4]> = SmallVec::from_slice(tensor.steps());
     for (at, (step, &size)) in steps.iter_mut().zip(wanted).enumerate() {
@@ -221,7 +231,8 @@ pub(crate) fn rows_of(name: &str, tensor: &Tensor, wanted: &[i64]) -> Result<Fmh
         }
         _ => row[0],
     };
-    Ok(FmhaTensor { data: tensor.data, batch_stride, seqlen_stride, head_stride: row[1], dim_stride })
+    let strides = FmhaStrides { batch_stride, seqlen_stride, head_stride: row[1], dim_stride };
+    Ok(Placed { data: tensor.data, strides })
 }
 
 /// The stride of a last axis; 1 where there is no second element that it could lead to.

@@ -1,18 +1,17 @@
 //! A call over ranks in the structs of one rank, read and checked before any message to the others.
 
-use std::ffi::CString;
+use std::ffi::{CString, c_char};
 use std::sync::{Arc, Mutex};
 
-use fmha::{DType, Device, Error, FwdProblem};
+use fmha::{DType, Device, FwdProblem};
 use fmha_dist::{BwdPlan, FwdPlan, Group, Options, Partition, Problem};
 
 use super::{
     FMHA_CONTIGUOUS, FMHA_REPLICATED, FMHA_RUNS, FMHA_ZIG_ZAG, FmhaDistPlan, FmhaRanks, FmhaRun, Ready,
     Sizes, Text, refused,
 };
-use crate::host::{self, Choice, Pointed, size, struct_bytes, text};
-use crate::open;
-use crate::structs::{FmhaCall, FmhaGradients, FmhaOptions, FmhaTensor};
+use crate::host::{self, AnyPass, Choice, Given, pointed, size, struct_bytes, text};
+use crate::structs::{FMHA_BIAS_NONE, FmhaGradients, FmhaOptions, FmhaProblem, FmhaStrides};
 
 /// A partition that a name says.
 pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> crate::Result<Partition> {
@@ -30,10 +29,8 @@ pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> cr
 
 /// One rank's view of a call, before any message to the others.
 pub(super) struct Local {
-    call: FmhaCall,
-    pointed: Pointed,
     problem: Problem,
-    gradients: Option<(FmhaGradients, DType)>,
+    gradients: Option<(DType, bool)>,
     device: Device,
     options: Options,
     own: FwdProblem,
@@ -44,16 +41,18 @@ impl Local {
     /// # Safety
     /// As [`super::fmha_dist_plan`].
     pub(super) unsafe fn read(
-        call: Option<&FmhaCall>,
+        device: *const c_char,
+        given: Option<&FmhaProblem>,
         ranks: Option<&FmhaRanks>,
         options: *const FmhaOptions,
         group: &dyn Group,
     ) -> crate::Result<Self> {
-        let call = *call.ok_or_else(|| refused("call", "call is null".to_owned()))?;
+        let given = given.ok_or_else(|| refused("problem", "problem is null".to_owned()))?;
         let ranks = ranks.ok_or_else(|| refused("ranks", "ranks is null".to_owned()))?;
         struct_bytes::<FmhaRanks>(ranks.struct_bytes)?;
+        struct_bytes::<FmhaProblem>(given.struct_bytes)?;
         // SAFETY: the caller keeps the contract of `read`.
-        let (pointed, choice) = unsafe { (Pointed::read(&call)?, Choice::read(options)?) };
+        let (gradients, choice) = unsafe { (pointed(given.gradients)?, Choice::read(options)?) };
         if choice.caller_workspace {
             let text = "caller_workspace 1: a plan over ranks has scratch of its own";
             return Err(refused("caller_workspace", text.to_owned()));
@@ -63,18 +62,15 @@ impl Local {
             (
                 text("scheme", ranks.scheme)?,
                 text("links", ranks.links)?,
-                offsets("total_q", call.cu_seqlens_q, &call, call.total_q)?,
-                offsets("total_k", call.cu_seqlens_k, &call, call.total_k)?,
+                offsets("cu_seqlens_q", ("packed_q", given.packed_q), ranks.cu_seqlens_q, given.batch)?,
+                offsets("cu_seqlens_k", ("packed_k", given.packed_k), ranks.cu_seqlens_k, given.batch)?,
             )
         };
-        // Tensors of no elements may have no address: such a rank takes what the others have.
-        let no_rows = ranks.own_rows_q == 0;
-        let as_others = (no_rows && call.lse.is_null(), no_rows && call.bias.data.is_null());
-        let mut said = contiguous(&call);
-        if as_others.1 {
-            said.dtype_bias = 0;
-        }
-        let whole = pointed.forward(&said)?;
+        // SAFETY: the caller keeps the contract of `read`.
+        let whole = match unsafe { Given::read(&contiguous(given))? }.problem {
+            AnyPass::Forward(problem) => problem,
+            AnyPass::Backward(problem) => problem.fwd,
+        };
         let dims = whole.dims;
         let rows =
             |cu: &Option<Vec<u32>>, seqlen| cu.as_ref().and_then(|cu| cu.last().copied()).unwrap_or(seqlen);
@@ -108,13 +104,15 @@ impl Local {
         };
         let own_rows = [own("own_rows_q", &q, ranks.own_rows_q)?, own("own_rows_k", &k, ranks.own_rows_k)?];
         let packed = cu_q.is_some();
-        rows_are_contiguous(&call, pointed.gradients.as_ref(), own_rows, packed)?;
-        let bytes = sizes(&whole, pointed.gradients.as_ref(), own_rows, packed)?;
+        rows_are_contiguous(given, gradients, own_rows, packed)?;
+        let dtype_grad = gradients.map(|of| host::dtype("dtype_grad", of.dtype_grad)).transpose()?;
+        let bytes = sizes(&whole, dtype_grad, own_rows, packed);
         let mut own = whole.clone();
         own.dims.seqlen_q = own_rows[0];
-        // ALiBi's slopes are of heads, so they are there or not.
-        let no_bias = as_others.1 && call.alibi_slopes.is_null();
-        let mut problem = Problem::new(whole, q).keys(k).as_others(as_others.0, no_bias);
+        // A rank without queries that says neither has LSE and a bias as the other ranks have them.
+        let no_rows = ranks.own_rows_q == 0;
+        let (no_lse, no_bias) = (no_rows && !whole.write_lse, no_rows && given.bias_kind == FMHA_BIAS_NONE);
+        let mut problem = Problem::new(whole, q).keys(k).as_others(no_lse, no_bias);
         if let (Some(q), Some(k)) = (cu_q, cu_k) {
             problem = problem.packed(q, k);
         }
@@ -126,37 +124,30 @@ impl Local {
         if let Some(links) = links {
             options = options.links(links.parse().map_err(|text: String| refused("links", text))?);
         }
-        let typed = |gradients: FmhaGradients| {
-            Ok::<_, Error>((gradients, host::dtype("dtype_grad", gradients.dtype_grad)?))
-        };
-        let gradients = pointed.gradients.map(typed).transpose()?;
-        if let Some((gradients, _)) = &gradients {
-            for (field, given) in
-                [("dlse", !gradients.dlse.is_null()), ("dbias", !gradients.dbias.data.is_null())]
-            {
-                if given {
-                    return Err(refused(field, format!("{field} is given, and is taken over 1 rank alone")));
+        if let Some(gradients) = gradients {
+            for (field, given) in [("has_dlse", gradients.has_dlse), ("write_dbias", gradients.write_dbias)] {
+                if given != 0 {
+                    return Err(refused(field, format!("{field} {given} is taken over 1 rank alone")));
                 }
             }
         }
-        let device = open(choice.backend.as_ref())?;
-        Ok(Self { call, pointed, problem, gradients, device, options, own, bytes })
+        let gradients = dtype_grad.zip(gradients.map(|of| of.write_dsink != 0));
+        // SAFETY: the caller keeps the contract of `read`.
+        let device = unsafe { host::device(device)? };
+        Ok(Self { problem, gradients, device, options, own, bytes })
     }
 
     pub(super) fn plan(self, group: &Arc<dyn Group>) -> Text<FmhaDistPlan> {
-        let Self { call, pointed, problem, gradients, device, options, own, bytes } = self;
+        let Self { problem, gradients, device, options, own, bytes } = self;
         let (ready, text) = match gradients {
             None => FwdPlan::new(&problem, group.clone(), &device, &options).map(|plan| {
                 let text = plan.explain();
                 (Ready::Forward(plan), text)
             }),
-            Some((gradients, dtype)) => {
-                let wanted = (dtype, !gradients.dsink.is_null());
-                BwdPlan::new(&problem, wanted, group.clone(), &device, &options).map(|plan| {
-                    let text = plan.explain();
-                    (Ready::Backward(plan), text)
-                })
-            }
+            Some(wanted) => BwdPlan::new(&problem, wanted, group.clone(), &device, &options).map(|plan| {
+                let text = plan.explain();
+                (Ready::Backward(plan), text)
+            }),
         }
         .map_err(|error| error.to_string())?;
         let text = CString::new(text).unwrap_or_default();
@@ -164,8 +155,7 @@ impl Local {
             ready: Mutex::new(ready),
             group: group.clone(),
             device,
-            call,
-            pointed,
+            gradients,
             own,
             bytes,
             text,
@@ -179,25 +169,24 @@ impl Local {
 /// `pointer` is null or `batch + 1` numbers of host memory.
 unsafe fn offsets(
     field: &'static str,
+    (flag, packed): (&str, i32),
     pointer: *const i32,
-    call: &FmhaCall,
-    total: i64,
+    batch: i64,
 ) -> crate::Result<Option<Vec<u32>>> {
+    if pointer.is_null() == (packed != 0) {
+        let is = if pointer.is_null() { "null" } else { "given" };
+        return Err(refused(field, format!("{field} is {is}, but {flag} is {packed}")));
+    }
     if pointer.is_null() {
         return Ok(None);
     }
-    let count = size("batch", call.batch)? as usize + 1;
+    let count = size("batch", batch)? as usize + 1;
     // SAFETY: the caller promised so many.
     let given = unsafe { std::slice::from_raw_parts(pointer, count) };
     let unsigned = |&at: &i32| {
         u32::try_from(at).map_err(|_| refused(field, format!("{field}: an offset of {at} is below 0")))
     };
-    let offsets = given.iter().map(unsigned).collect::<crate::Result<Vec<u32>>>()?;
-    let last = given.last().copied().unwrap_or(0);
-    if i64::from(last) != total {
-        return Err(refused(field, format!("{field} {total} is not where the last sequence ends, {last}")));
-    }
-    Ok(Some(offsets))
+    given.iter().map(unsigned).collect::<crate::Result<_>>().map(Some)
 }
 
 /// # Safety
@@ -241,32 +230,28 @@ unsafe fn partition(
     Partition::new(rows, by_rank).map_err(|error| refused(field, error.to_string()))
 }
 
-/// The call of one device that has the whole, contiguous: the strides of a rank's rows would make its rows
+/// The problem of one device that has the whole, contiguous: the strides of a rank's rows would make its rows
 /// overlap.
-fn contiguous(call: &FmhaCall) -> FmhaCall {
-    let mut whole = *call;
-    let tensor = |tensor: FmhaTensor, rows: i64, heads: i64, dim: i64| dense(tensor, rows, heads, dim);
-    whole.q = tensor(call.q, call.seqlen_q, call.num_heads_q, call.head_dim_qk);
-    whole.k = tensor(call.k, call.seqlen_k, call.num_heads_kv, call.head_dim_qk);
-    whole.v = tensor(call.v, call.seqlen_k, call.num_heads_kv, call.head_dim_v);
-    whole.o = tensor(call.o, call.seqlen_q, call.num_heads_q, call.head_dim_v);
-    whole
+fn contiguous(given: &FmhaProblem) -> FmhaProblem {
+    let (heads_q, heads_kv) = (given.num_heads_q, given.num_heads_kv);
+    FmhaProblem {
+        q: dense(given.seqlen_q, heads_q, given.head_dim_qk),
+        k: dense(given.seqlen_k, heads_kv, given.head_dim_qk),
+        v: dense(given.seqlen_k, heads_kv, given.head_dim_v),
+        o: dense(given.seqlen_q, heads_q, given.head_dim_v),
+        ..*given
+    }
 }
 
-fn dense(tensor: FmhaTensor, rows: i64, heads: i64, dim: i64) -> FmhaTensor {
+fn dense(rows: i64, heads: i64, dim: i64) -> FmhaStrides {
     let seqlen_stride = heads.wrapping_mul(dim);
-    FmhaTensor {
-        batch_stride: seqlen_stride.wrapping_mul(rows),
-        seqlen_stride,
-        head_stride: dim,
-        dim_stride: 1,
-        ..tensor
-    }
+    let batch_stride = seqlen_stride.wrapping_mul(rows);
+    FmhaStrides { batch_stride, seqlen_stride, head_stride: dim, dim_stride: 1 }
 }
 
 /// Refuses a rank's tensor whose rows do not lie one after another.
 fn rows_are_contiguous(
-    call: &FmhaCall,
+    call: &FmhaProblem,
     gradients: Option<&FmhaGradients>,
     [own_q, own_k]: [u32; 2],
     packed: bool,
@@ -288,7 +273,7 @@ fn rows_are_contiguous(
         ]);
     }
     for (name, tensor, rows, heads, dim) in tensors {
-        let wanted = dense(*tensor, rows.into(), heads, dim);
+        let wanted = dense(rows.into(), heads, dim);
         // An axis of one element has no stride that matters.
         for (axis, given, wanted, elems) in [
             ("batch_stride", tensor.batch_stride, wanted.batch_stride, if packed { 1 } else { call.batch }),
@@ -306,24 +291,17 @@ fn rows_are_contiguous(
 }
 
 /// Bytes of a rank's tensors.
-fn sizes(
-    whole: &FwdProblem,
-    gradients: Option<&FmhaGradients>,
-    [own_q, own_k]: [u32; 2],
-    packed: bool,
-) -> crate::Result<Sizes> {
+fn sizes(whole: &FwdProblem, dtype_grad: Option<DType>, [own_q, own_k]: [u32; 2], packed: bool) -> Sizes {
     let (dims, dtypes) = (whole.dims, whole.dtypes);
     let sequences = if packed { 1 } else { u64::from(dims.batch) };
     let of = |rows: u32, heads: u32, dim: u32, bytes: u64| {
         let elems = [rows, heads, dim].into_iter().fold(sequences, |elems, n| elems.saturating_mul(n.into()));
         elems.saturating_mul(bytes)
     };
-    let dtype_grad =
-        gradients.map(|gradients| host::dtype("dtype_grad", gradients.dtype_grad)).transpose()?;
     let (qk, v, grad) =
         (dtypes.qk.size_bytes(), dtypes.v.size_bytes(), dtype_grad.map_or(0, DType::size_bytes));
     let (heads_q, heads_kv) = (dims.num_heads_q, dims.num_heads_kv);
-    Ok(Sizes {
+    Sizes {
         qkv: [
             of(own_q, heads_q, dims.head_dim_qk, qk),
             of(own_k, heads_kv, dims.head_dim_qk, qk),
@@ -336,5 +314,5 @@ fn sizes(
             of(own_k, heads_kv, dims.head_dim_qk, grad),
             of(own_k, heads_kv, dims.head_dim_v, grad),
         ],
-    })
+    }
 }
