@@ -302,9 +302,8 @@ fn typed_options(name: &str) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     let mut lines = text.lines().map(str::trim);
     while let Some(line) = lines.next() {
-        let Some(words) = line.strip_prefix("#[arg(").filter(|words| words.contains("long")) else {
-            continue;
-        };
+        let typed = |words: &&str| words.contains("long") && !words.contains("hide = true");
+        let Some(words) = line.strip_prefix("#[arg(").filter(typed) else { continue };
         let field = lines.next().unwrap_or_default().trim_start_matches("pub(super) ");
         let own = field.split(':').next().unwrap_or_default().replace('_', "-");
         let given = words.split_once("long = \"").and_then(|(_, rest)| rest.split('"').next());
@@ -325,12 +324,14 @@ fn the_table_of_names_is_that_of_the_doors() {
     let source =
         |folder: &str| files(folder, &[".rs", ".py"]).into_iter().map(|(_, text)| text).collect::<String>();
     let core: BTreeSet<String> =
-        source("core/src").split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect();
+        (source("core/src") + &source("dist/src")).split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect();
     lacks("not in Rust", &rust, &core);
 
     let structs = |names: &[&str]| -> BTreeSet<String> {
         let fields = |name: &&str| {
-            declared(&stretch("bindings/c/src/structs.rs", &format!("pub struct {name} {{"), "\n}"), "pub ")
+            let file = if *name == "FmhaRanks" { "ranks" } else { "structs" };
+            let file = format!("bindings/c/src/{file}.rs");
+            declared(&stretch(&file, &format!("pub struct {name} {{"), "\n}"), "pub ")
         };
         let own = names.iter().flat_map(fields);
         own.filter(|name| name != "struct_bytes" && name != "reserved").collect()
@@ -345,6 +346,13 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaLists",
         "FmhaMasks",
         "FmhaBlockScales",
+        "FmhaPart",
+        "FmhaCaptured",
+        "FmhaCapturedArgs",
+        "FmhaCombineProblem",
+        "FmhaCombineArgs",
+        "FmhaPartial",
+        "FmhaRanks",
     ]);
     lacks("not in the table, C", &of_calls, &c);
     let mut in_c = &of_calls | &structs(&["FmhaStrides"]);
@@ -367,11 +375,17 @@ fn the_table_of_names_is_that_of_the_doors() {
     ] {
         keywords.extend(declared(&stretch("bindings/python/fmha/__init__.py", function, ") ->"), ""));
     }
+    for function in ["def combine(", "def add_parts("] {
+        let signature = stretch("bindings/python/fmha/__init__.py", function, ") ->");
+        keywords.extend(declared(&signature.replace(", ", "\n"), ""));
+    }
+    keywords.extend(declared(&stretch("bindings/python/fmha/dist.py", "def attention(", ") ->"), ""));
     lacks("not in the table, Python", &keywords, &python);
     keywords.insert("q".to_owned());
     lacks("not in Python", &python, &keywords);
 
-    let options = &typed_options("cli/src/options.rs") | &typed_options("cli/src/cache.rs");
+    let mut options = &typed_options("cli/src/options.rs") | &typed_options("cli/src/cache.rs");
+    options.extend(typed_options("cli/src/ranks.rs"));
     lacks("not in the table, the command", &options, &command);
     let of_plans = typed_options("cli/src/explain.rs");
     lacks("not an option of the command", &command, &(&options | &of_plans));
