@@ -485,7 +485,7 @@ typedef struct FmhaCapturedArgs {
   int32_t reserved;
 } FmhaCapturedArgs;
 
-// What a run brings: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
+// Arguments of a run: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
 // everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
 // elements. Addresses are those of a first element, in the memory of the plan's device.
 typedef struct FmhaArgs {
@@ -652,7 +652,7 @@ typedef struct FmhaPartial {
   const float *lse;
 } FmhaPartial;
 
-// What a run of a merge brings. Addresses are those of a first element, in the memory of the plan's device.
+// Arguments of a run of a merge. Addresses are those of a first element, in the memory of the plan's device.
 typedef struct FmhaCombineArgs {
   // sizeof(FmhaCombineArgs).
   uint64_t struct_bytes;

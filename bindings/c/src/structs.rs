@@ -424,7 +424,7 @@ pub struct FmhaCapturedArgs {
     pub reserved: i32,
 }
 
-/// What a run brings: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
+/// Arguments of a run: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
 /// everything to 0 first, then what the problem has. What it is without is null, and so may be a tensor of 0
 /// elements. Addresses are those of a first element, in the memory of the plan's device.
 #[repr(C)]
@@ -597,7 +597,7 @@ pub struct FmhaPartial {
     pub lse: *const f32,
 }
 
-/// What a run of a merge brings. Addresses are those of a first element, in the memory of the plan's device.
+/// Arguments of a run of a merge. Addresses are those of a first element, in the memory of the plan's device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaCombineArgs {
