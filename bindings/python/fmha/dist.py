@@ -410,9 +410,7 @@ class _Call:
         queries, keys = self.sides
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dsink = torch.empty_like(sink) if wants_dsink else None
-        args = self.args(
-            q=q, k=k, v=v, o=o, lse=lse, sink=sink, dout=dout, dq=dq, dk=dk, dv=dv, dsink=dsink
-        )
+        args = self.args(q=q, k=k, v=v, o=o, lse=lse, sink=sink, dout=dout, dq=dq, dk=dk, dv=dv, dsink=dsink)
         with self.ours.lock:
             self.run(self.plan(sink is not None, wants_dsink), args)
         return dq, dk, dv, dsink
@@ -620,12 +618,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     bound = inspect.signature(attention).bind(q, k, v, **options)
     bound.apply_defaults()
     _refuse_unknown(bound.arguments.pop("wrong"))
-    call, (q, k, v, sink) = _bound(**bound.arguments)
-    with torch.no_grad():
-        o = q.new_empty((*q.shape[:-1], call.dims[1]))
-        lse = q.new_empty((*q.shape[:-1],), dtype=torch.float32)
-        struct, alive = call.struct(q, k, v, o, lse, sink)
-        with call.ours.lock:
-            plan = call.plan(struct, None)
-    del alive
+    call, (*_, sink) = _bound(**bound.arguments)
+    with torch.no_grad(), call.ours.lock:
+        plan = call.plan(sink is not None)
     return _c.library.fmha_dist_plan_text(plan.handle).decode("utf-8", "replace")
