@@ -138,7 +138,7 @@ impl PointedCode {
     }
 }
 
-/// What a run captures, in the order of [`FmhaCode`].
+/// Captures of a problem, in the order of [`FmhaCode`].
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Captures {
     given: Vec<Planned>,

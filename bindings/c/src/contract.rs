@@ -234,7 +234,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     let mut seen = Seen::default();
     let mut add = |given: &FmhaProblem| {
         // SAFETY: host pointers are null, a static's or this function's.
-        match unsafe { Given::read(given) }.unwrap().problem {
+        match unsafe { Given::read(given, host::mask(given).unwrap()) }.unwrap().problem {
             AnyPass::Forward(problem) => seen.add("forward", &problem),
             AnyPass::Backward(problem) => seen.add("backward", &problem),
         }

@@ -22,7 +22,7 @@ use crate::structs::{
     FmhaProblem, FmhaStrides,
 };
 
-/// What a plan is made of, read from C.
+/// Problem of a plan, read from C.
 #[derive(Clone, Debug)]
 pub(crate) struct Given {
     pub(crate) problem: AnyPass,
@@ -51,16 +51,18 @@ pub(crate) unsafe fn pointed<'a, T>(at: *const T) -> Result<Option<&'a T>> {
 }
 
 impl Given {
+    /// Reads a problem; `mask` is in place of its text, which is not read.
+    ///
     /// # Safety
     /// Host pointers of `given` are null or point to what `fmha.h` says.
-    pub(crate) unsafe fn read(given: &FmhaProblem) -> Result<Self> {
+    pub(crate) unsafe fn read(given: &FmhaProblem, mask: MaskSpec) -> Result<Self> {
         struct_bytes::<FmhaProblem>(given.struct_bytes)?;
         // SAFETY: the caller keeps the contract of `read`.
         let (gradients, code) = unsafe { (pointed(given.gradients)?, pointed(given.code)?) };
         // SAFETY: the caller keeps the contract of `read`.
         let code = code.map(|code| unsafe { PointedCode::read(code) }).transpose()?;
         // SAFETY: the caller keeps the contract of `read`.
-        let mut fwd = unsafe { forward(given)? };
+        let mut fwd = unsafe { forward(given, mask)? };
         let mut captures = Captures::default();
         if let Some(code) = &code {
             fwd = code.forward(fwd, gradients.is_some())?;
@@ -81,7 +83,7 @@ impl Given {
 ///
 /// # Safety
 /// As [`Given::read`].
-pub(crate) unsafe fn forward(given: &FmhaProblem) -> Result<FwdProblem> {
+unsafe fn forward(given: &FmhaProblem, mask: MaskSpec) -> Result<FwdProblem> {
     none("reserved", given.reserved)?;
     let dims = Dims {
         batch: size("batch", given.batch)?,
@@ -94,8 +96,7 @@ pub(crate) unsafe fn forward(given: &FmhaProblem) -> Result<FwdProblem> {
     };
     let (q_layout, kv_layout) = layouts(given)?;
     // SAFETY: the caller keeps the contract of `forward`.
-    let (mask, scale, softcap) =
-        unsafe { (mask(given)?, given.softmax_scale.as_ref(), given.softcap.as_ref()) };
+    let (scale, softcap) = unsafe { (given.softmax_scale.as_ref(), given.softcap.as_ref()) };
     // SAFETY: the caller keeps the contract of `forward`.
     let (cache, part) = unsafe { (pointed(given.cache)?, pointed(given.part)?) };
     // SAFETY: the caller keeps the contract of `forward`.
@@ -181,11 +182,12 @@ fn backward(given: &FmhaProblem, gradients: &FmhaGradients, fwd: FwdProblem) -> 
         .has_dlse(flag("has_dlse", gradients.has_dlse)?))
 }
 
-/// The mask of a problem.
+/// The mask of a problem's text.
 ///
 /// # Safety
 /// `mask` is null or a C string.
-unsafe fn mask(given: &FmhaProblem) -> Result<MaskSpec, ProblemError> {
+pub(crate) unsafe fn mask(given: &FmhaProblem) -> Result<MaskSpec, ProblemError> {
+    struct_bytes::<FmhaProblem>(given.struct_bytes)?;
     // SAFETY: the caller keeps the contract of `mask`.
     match unsafe { text("mask", given.mask)? } {
         None => Ok(MaskSpec::NONE),
@@ -352,10 +354,11 @@ pub(crate) unsafe fn device(name: *const c_char) -> Result<Device> {
 
 /// Kernel, tile and promises that `FmhaOptions` asks for.
 #[derive(Debug, Default)]
-pub(crate) struct Choice {
-    pub(crate) plan: PlanOptions,
+pub struct Choice {
+    /// Kernel, tile and promises.
+    pub plan: PlanOptions,
     /// Whether each run brings its scratch.
-    pub(crate) caller_workspace: bool,
+    pub caller_workspace: bool,
 }
 
 impl Choice {

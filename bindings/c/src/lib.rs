@@ -23,7 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha::{DevBuffer, Device, Error, ProblemError};
 
-use host::Choice;
+pub use host::Choice;
 pub use plan::FmhaPlan;
 pub use ranks::*;
 pub use structs::*;
@@ -86,28 +86,6 @@ unsafe fn make_plan<P>(
     })
 }
 
-/// Refuses what `fmha_plan` refuses on every device, without one: for callers in Rust who know shapes before
-/// they know memory.
-///
-/// # Errors
-/// The first field that is wrong, by its name, with its number.
-///
-/// # Safety
-/// As `fmha_plan`; no memory of a device is read.
-pub unsafe fn check(problem: &FmhaProblem) -> Result<(), String> {
-    // SAFETY: the caller keeps the contract of `check`.
-    unsafe { FmhaPlan::check(problem) }.map_err(|error| error.to_string())
-}
-
-/// Checks a merge of partial results, as [`check`] does for attention.
-///
-/// # Errors
-/// As [`check`].
-pub fn check_combine(problem: &FmhaCombineProblem) -> Result<(), String> {
-    let checked = host::combine(problem).and_then(|problem| Ok(problem.validate()?));
-    checked.map(|_| ()).map_err(|error| error.to_string())
-}
-
 /// A run of a plan of either sort.
 ///
 /// # Safety
@@ -145,7 +123,7 @@ pub unsafe extern "C" fn fmha_plan(
     // SAFETY: the caller keeps the contract of `fmha_plan`.
     unsafe {
         make_plan(device, problem, options, plan, |device, problem, choice| {
-            FmhaPlan::new(device, problem, choice)
+            FmhaPlan::new(device, problem, host::mask(problem)?, choice)
         })
     }
 }

@@ -1,12 +1,12 @@
 //! A plan behind the C pointer: made from a problem, run with arguments.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, DevBuffer,
-    DevSlice, DevSliceMut, Device, Dims, ElemType, Extents, FwdArgs, FwdPlan, FwdProblem, ListLength,
-    MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd,
-    Workspace,
+    DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan, FwdProblem, ListLength,
+    MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape, Strides, Totals,
+    ValidFwd, Workspace,
 };
 
 use crate::Result;
@@ -46,11 +46,21 @@ enum Planned {
 }
 
 impl FmhaPlan {
+    /// Plans a problem, for callers in Rust; `mask` is in place of its text, which is not read.
+    ///
+    /// # Errors
+    /// The first field that is wrong, by its name, with its value, or why no kernel takes the problem.
+    ///
     /// # Safety
     /// The host pointers of `problem` are null or point to what `fmha.h` says.
-    pub(crate) unsafe fn new(device: &Device, problem: &FmhaProblem, choice: &Choice) -> Result<Self> {
+    pub unsafe fn new(
+        device: &Device,
+        problem: &FmhaProblem,
+        mask: MaskSpec,
+        choice: &Choice,
+    ) -> Result<Self, Error> {
         // SAFETY: the caller keeps the contract of `new`.
-        let Given { problem, captures } = unsafe { Given::read(problem)? };
+        let Given { problem, captures } = unsafe { Given::read(problem, mask)? };
         let (planned, scratch, text) = match problem {
             AnyPass::Forward(problem) => {
                 let plan = device.plan_fwd(&problem.validate()?, &choice.plan)?;
@@ -66,23 +76,40 @@ impl FmhaPlan {
         Self::with(device, planned, (scratch, choice.caller_workspace), text)
     }
 
-    /// Checks a problem as [`Self::new`] does, for every device and without making a plan.
+    /// Refuses what [`Self::new`] refuses on every device, without one: for callers who know shapes before they know
+    /// memory.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
     ///
     /// # Safety
     /// As [`Self::new`].
-    pub(crate) unsafe fn check(problem: &FmhaProblem) -> Result<()> {
+    pub unsafe fn check(problem: &FmhaProblem, mask: MaskSpec) -> Result<(), Error> {
         // SAFETY: the caller keeps the contract of `check`.
-        match unsafe { Given::read(problem)? }.problem {
+        match unsafe { Given::read(problem, mask)? }.problem {
             AnyPass::Forward(problem) => problem.validate().map(|_| ())?,
             AnyPass::Backward(problem) => problem.validate().map(|_| ())?,
         }
         Ok(())
     }
 
-    pub(crate) fn combine(device: &Device, problem: &FmhaCombineProblem, choice: &Choice) -> Result<Self> {
+    /// Plans a merge of partial results.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn combine(device: &Device, problem: &FmhaCombineProblem, choice: &Choice) -> Result<Self, Error> {
         let plan = device.plan_combine(&host::combine(problem)?.validate()?, &choice.plan)?;
         let (scratch, text) = (plan.workspace(), plan.to_string());
         Self::with(device, Planned::Combine(plan), (scratch, choice.caller_workspace), text)
+    }
+
+    /// Checks a merge of partial results, as [`Self::check`] does attention.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn check_combine(problem: &FmhaCombineProblem) -> Result<(), Error> {
+        host::combine(problem)?.validate()?;
+        Ok(())
     }
 
     fn with(
@@ -100,7 +127,8 @@ impl FmhaPlan {
     }
 
     /// Bytes that each run has to bring.
-    pub(crate) fn workspace_bytes(&self) -> u64 {
+    #[must_use]
+    pub fn workspace_bytes(&self) -> u64 {
         match self.scratch {
             Scratch::Own(_) => 0,
             Scratch::Callers { bytes } => bytes,
@@ -141,15 +169,21 @@ impl FmhaPlan {
     }
 
     /// The plan for a reader.
-    pub(crate) fn text(&self) -> &CString {
+    #[must_use]
+    pub fn text(&self) -> &CStr {
         &self.text
     }
 
+    /// Queues a run on its stream.
+    ///
+    /// # Errors
+    /// What the problem has and the arguments lack, by its name, or the other way round, or what the driver said.
+    ///
     /// # Safety
     /// Every pointer of `args` that is not null is memory of the plan's device, as large as `fmha.h` says of the
     /// problem, and nobody else touches it until the work is done; its stream is null or one of the plan's device
     /// that lives until then; `captured` is null or host memory with as many as the problem has.
-    pub(crate) unsafe fn run(&self, args: &FmhaArgs) -> Result<()> {
+    pub unsafe fn run(&self, args: &FmhaArgs) -> Result<(), Error> {
         host::struct_bytes::<FmhaArgs>(args.struct_bytes)?;
         host::none("reserved", args.reserved)?;
         // SAFETY: the caller keeps the contract of `run`.
@@ -281,9 +315,14 @@ impl FmhaPlan {
         }
     }
 
+    /// Queues a merge of partial results.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    ///
     /// # Safety
     /// As [`Self::run`].
-    pub(crate) unsafe fn run_combine(&self, given: &FmhaCombineArgs) -> Result<()> {
+    pub unsafe fn run_combine(&self, given: &FmhaCombineArgs) -> Result<(), Error> {
         let Planned::Combine(plan) = &*self.planned else {
             return wrong_kind("fmha_run_combine", "attention", "fmha_run");
         };

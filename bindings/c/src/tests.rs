@@ -5,7 +5,7 @@
 use std::ffi::{CStr, c_void};
 use std::ptr::{null, null_mut};
 
-use fmha::{Backend, Device};
+use fmha::{Backend, Device, MaskSpec};
 use proptest::prelude::*;
 
 use crate::host::{self, Choice};
@@ -117,7 +117,7 @@ fn last_error() -> String {
 
 fn plan(call: &Call) -> Result<FmhaPlan, fmha::Error> {
     // SAFETY: every host pointer of a test's problem is memory of the test.
-    unsafe { FmhaPlan::new(&cpu(), &call.p, &Choice::default()) }
+    unsafe { FmhaPlan::new(&cpu(), &call.p, host::mask(&call.p)?, &Choice::default()) }
 }
 
 fn refused(call: &Call) -> String {
@@ -619,7 +619,7 @@ fn a_wrong_cache_is_refused_by_field_and_number() {
     let tree = with!(none, tree_mask = 1);
     let text = refused(&with!(base, p.cache = &raw const tree, p.mask = c"0".as_ptr()));
     assert!(text.contains("tree_mask"), "{text}");
-    // What a run brings is what the problem has.
+    // Arguments are refused that the problem is without, and the other way round.
     let at = table.as_ptr();
     let turned = with!(base.a, rotary_cos = at.cast(), rotary_sin = at.cast());
     let new = with!(base.a, k_new = at.cast(), v_new = at.cast());
@@ -709,7 +709,7 @@ fn a_run_with_the_callers_scratch_is_the_run_with_the_plans_own() {
         let [dq, dk, dv] = outputs.each_ref().map(|output| output.as_ptr().cast::<c_void>());
         let call = with!(base, a.dq = dq, a.dk = dk, a.dv = dv);
         // SAFETY: every pointer is the emulated device's memory, as large as the problem says.
-        let plan = match unsafe { FmhaPlan::new(&backend, &call.p, &choice) } {
+        let plan = match unsafe { FmhaPlan::new(&backend, &call.p, MaskSpec::CAUSAL, &choice) } {
             Ok(plan) => plan,
             Err(fmha::Error::NoDevice(reason)) => {
                 println!("absent: {reason}");

@@ -1,12 +1,11 @@
 //! Conversion of a [`Request`] to the C structs of its problem and its arguments. Shapes are compared with each other
 //! here (`shapes.rs`), since those structs have strides alone; the library checks everything else.
 
-use std::ffi::CString;
 use std::ptr;
 
+use fmha::{Accuracy, MaskAlign, MaskShape, MaskSpec, PlanOptions};
 use fmha_c::{
-    FMHA_EXACT, FMHA_FAST, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaGradients, FmhaLists, FmhaMasks,
-    FmhaOptions, FmhaProblem,
+    Choice, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaGradients, FmhaLists, FmhaMasks, FmhaProblem,
 };
 use smallvec::SmallVec;
 
@@ -46,7 +45,8 @@ pub struct Call {
     code: Option<Coded>,
     masks: Option<FmhaMasks>,
     block_scales: Option<FmhaBlockScales>,
-    mask: CString,
+    /// Which keys a query sees; the problem has no text of it.
+    pub mask: MaskSpec,
     softmax_scale: Option<f32>,
     softcap: Option<f32>,
     numbers: Numbers,
@@ -130,7 +130,6 @@ impl Call {
         }
         let code = self.code.as_ref().map(Coded::pointed);
         body(&FmhaProblem {
-            mask: self.mask.as_ptr(),
             softmax_scale: pointer(self.softmax_scale.as_ref()),
             softcap: pointer(self.softcap.as_ref()),
             gradients: pointer(self.gradients.as_ref()),
@@ -157,7 +156,7 @@ impl Call {
     }
 
     /// The options under which it is planned.
-    pub fn options(&self) -> FmhaOptions {
+    pub fn options(&self) -> Choice {
         options(self.numbers.options)
     }
 
@@ -197,21 +196,16 @@ pub(crate) fn add<T>(key: &mut Key, of: Option<&T>) {
 }
 
 /// The library's options from the bits of a request's. Scratch is always the caller's: two streams may run one plan.
-pub(crate) fn options(bits: i64) -> FmhaOptions {
-    let bit = |mask: i64| i32::from(bits & mask != 0);
-    FmhaOptions {
-        struct_bytes: size_of::<FmhaOptions>() as u64,
-        kernel: ptr::null(),
-        tile: ptr::null(),
-        allow_fallback: bit(ALLOW_FALLBACK),
-        accuracy: if bit(EXACT) == 1 { FMHA_EXACT } else { FMHA_FAST },
-        deterministic: bit(DETERMINISTIC),
-        batch_invariant: bit(BATCH_INVARIANT),
-        check_lengths: bit(CHECK_LENGTHS),
-        caller_workspace: 1,
-        row_invariant: bit(ROW_INVARIANT),
-        reserved: 0,
-    }
+pub(crate) fn options(bits: i64) -> Choice {
+    let bit = |mask: i64| bits & mask != 0;
+    let plan = PlanOptions::default()
+        .allow_fallback(bit(ALLOW_FALLBACK))
+        .accuracy(if bit(EXACT) { Accuracy::Exact } else { Accuracy::Fast })
+        .deterministic(bit(DETERMINISTIC))
+        .batch_invariant(bit(BATCH_INVARIANT))
+        .row_invariant(bit(ROW_INVARIANT))
+        .check_lengths(bit(CHECK_LENGTHS));
+    Choice { plan, caller_workspace: true }
 }
 
 pub(crate) fn word(number: i64) -> u64 {
@@ -231,20 +225,31 @@ fn single(name: &str, given: f64) -> Result<f32, Wrong> {
     Ok(rounded)
 }
 
-/// The text form of a mask.
-fn mask(numbers: &Numbers) -> Result<CString, Wrong> {
+/// The mask of a request's numbers.
+fn mask(numbers: &Numbers) -> Result<MaskSpec, Wrong> {
     let Numbers { mask, left, right, sink_columns, .. } = *numbers;
-    for (name, value) in [("left", left), ("right", right)] {
-        ensure!(value >= -1 || mask == 3, "mask: {name} {value} is below -1, which is unbounded");
-    }
-    ensure!(sink_columns >= 0, "mask: sink_columns {sink_columns} is below 0");
-    let sink = if sink_columns == 0 { String::new() } else { format!(",{sink_columns}") };
-    let text = match mask {
-        0 => "0".to_owned(),
-        1 => format!("t:{left},{right}{sink}"),
-        2 => format!("b:{left},{right}{sink}"),
-        3 => format!("g:{left},{right}{sink}"),
+    let sink_columns = u32::try_from(sink_columns)
+        .map_err(|_| format!("mask: sink_columns {sink_columns} is not in 0..2^32"))?;
+    let bound = |name: &str, value: i64| match value {
+        -1 => Ok(None),
+        _ => u32::try_from(value)
+            .map(Some)
+            .map_err(|_| format!("mask: {name} {value} is neither -1, which is unbounded, nor in 0..2^32")),
+    };
+    let window = |align| {
+        Ok::<_, Wrong>(MaskShape::Window { left: bound("left", left)?, right: bound("right", right)?, align })
+    };
+    let coordinate = |name: &str, value: i64| {
+        i32::try_from(value).map_err(|_| format!("mask: {name} {value} does not fit 32 bits"))
+    };
+    let shape = match mask {
+        0 => return Ok(MaskSpec::NONE),
+        1 => window(MaskAlign::TopLeft)?,
+        2 => window(MaskAlign::BottomRight)?,
+        3 => MaskShape::Generic { y: coordinate("y", left)?, x: coordinate("x", right)? },
         other => return Err(format!("mask: kind {other} is none of 0 to 3")),
     };
-    CString::new(text).map_err(|error| error.to_string())
+    let mut spec = MaskSpec::NONE;
+    (spec.shape, spec.sink_columns) = (shape, sink_columns);
+    Ok(spec)
 }

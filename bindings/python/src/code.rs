@@ -46,7 +46,7 @@ impl Coded {
         FmhaCode { captured: self.captured.as_ptr(), ..self.code }
     }
 
-    /// What a run captures, as long as this lives.
+    /// Captures of a run, as long as this lives.
     pub(crate) fn args(&self) -> *const FmhaCapturedArgs {
         if self.args.is_empty() { ptr::null() } else { self.args.as_ptr() }
     }

@@ -26,8 +26,8 @@ const NOT_SET: [(&str, &str); 15] = [
     ("masks.full_kv_num_blocks.dim_stride", "counts have no axis behind that of the blocks"),
     ("masks.kv_num_blocks.dim_stride", "likewise"),
     ("options.kernel", "left to the planner, who says what it chose"),
-    ("options.reserved", "0"),
     ("options.tile", "likewise"),
+    ("problem.mask", "given as a value, beside the problem"),
     ("problem.part", "`fmha.dist` makes parts of a whole, and runs them"),
     ("problem.reserved", "0"),
 ];
@@ -57,7 +57,7 @@ impl Seen {
 
     fn call(&mut self, request: &Request) {
         let call = Call::new(request).unwrap();
-        self.add("options", &call.options());
+        self.add("options", &call.options().plan);
         self.add("args", &call.args());
         call.with(|problem| {
             self.add("problem", problem);
@@ -353,7 +353,8 @@ fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
         seen.add("combine", &combine.problem);
         seen.add("combine_args", &combine.args());
     }
-    let zero = |held: &BTreeSet<String>| held.iter().all(|held| held == "0" || held == "0.0");
+    let none = ["0", "0.0", "None", "[]", "false", "Fast"];
+    let zero = |held: &BTreeSet<String>| held.iter().all(|held| none.contains(&&**held));
     let not_set: Vec<&str> =
         seen.0.iter().filter(|(_, held)| zero(held)).map(|(field, _)| &**field).collect();
     let mut known = NOT_SET.map(|(field, _)| field);

@@ -67,7 +67,7 @@ impl Local {
             )
         };
         // SAFETY: the caller keeps the contract of `read`.
-        let whole = match unsafe { Given::read(&contiguous(given))? }.problem {
+        let whole = match unsafe { Given::read(&contiguous(given), host::mask(given)?)? }.problem {
             AnyPass::Forward(problem) => problem,
             AnyPass::Backward(problem) => problem.fwd,
         };
