@@ -185,7 +185,7 @@ impl Call {
 
 /// Adds a struct of C to a key, word by word; its size comes first, 0 of none.
 pub(crate) fn add<T>(key: &mut Key, of: Option<&T>) {
-    const { assert!(size_of::<T>() % 8 == 0 && align_of::<T>() == 8) };
+    const { assert!(size_of::<T>().is_multiple_of(8) && align_of::<T>() == 8) };
     key.push(of.map_or(0, |_| size_of::<T>() as u64));
     if let Some(of) = of {
         // SAFETY: structs of C consist of numbers, and of pointers that are null here, without a byte between them.

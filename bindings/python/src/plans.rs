@@ -26,9 +26,9 @@ type Kept = Mutex<Option<LruCache<Key, Arc<FmhaPlan>>>>;
 /// A forked child has its own: another thread may have held the lock when it was made.
 static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
 
-/// An error of the library as the user reads it.
-fn said(error: impl ToString) -> Wrong {
-    error.to_string()
+/// A result of the library, with its error as the user reads it.
+fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
+    result.map_err(|error| error.to_string())
 }
 
 /// The plan of a key, made by `make` the first time.
@@ -44,7 +44,7 @@ fn plan(
     }
     // Planning happens without the lock, since a compiler may run for seconds. Two threads may plan the same
     // call, and one plan stays.
-    let device = device.name().parse::<Backend>().map_err(said)?.open().map_err(said)?;
+    let device = said(said(device.name().parse::<Backend>())?.open())?;
     let plan = Arc::new(make(&device)?);
     // The plan that `push` evicts is dropped after the lock is released.
     let old = plans().get_or_insert_with(|| LruCache::new(MOST)).push(key, Arc::clone(&plan));
@@ -56,14 +56,13 @@ fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
     plan(call.key(), call.device, |device| {
         call.check_types()?;
         // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-        let made = call.with(|problem| unsafe { FmhaPlan::new(device, problem, call.mask, &call.options()) });
-        made.map_err(said)
+        said(call.with(|problem| unsafe { FmhaPlan::new(device, problem, call.mask, &call.options()) }))
     })
 }
 
 fn planned_combine(call: &Combine) -> Result<Arc<FmhaPlan>, Wrong> {
     plan(call.key(), call.device, |device| {
-        FmhaPlan::combine(device, &call.problem, &options(call.options())).map_err(said)
+        said(FmhaPlan::combine(device, &call.problem, &options(call.options())))
     })
 }
 
@@ -85,12 +84,12 @@ pub fn device(request: &Request) -> Result<Device, Wrong> {
 /// What is wrong with the request.
 pub fn check(request: &Request) -> Result<(), Wrong> {
     if is_combine(request) {
-        return FmhaPlan::check_combine(&Combine::new(request)?.problem).map_err(said);
+        return said(FmhaPlan::check_combine(&Combine::new(request)?.problem));
     }
     let call = Call::new(request)?;
     call.check_types()?;
     // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-    call.with(|problem| unsafe { FmhaPlan::check(problem, call.mask) }).map_err(said)
+    said(call.with(|problem| unsafe { FmhaPlan::check(problem, call.mask) }))
 }
 
 /// The plan's description, one fact a line.
@@ -126,7 +125,7 @@ pub fn run<W>(
         let call = Combine::new(request)?;
         let (plan, args) = (planned_combine(&call)?, call.args());
         // SAFETY: who made the request promised its pointers.
-        return unsafe { plan.run_combine(&args) }.map_err(said);
+        return said(unsafe { plan.run_combine(&args) });
     }
     let call = Call::new(request)?;
     let (plan, mut args) = (planned(&call)?, call.args());
@@ -136,5 +135,5 @@ pub fn run<W>(
         (args.workspace, args.workspace_bytes) = (address.cast(), bytes);
     }
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
-    unsafe { plan.run(&args) }.map_err(said)
+    said(unsafe { plan.run(&args) })
 }
