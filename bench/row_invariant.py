@@ -235,15 +235,11 @@ def micros(run, times: int = 40) -> float:
 
 def with_gradients(call, held, q, k, v):
     """The backward of a call, whose forward has run."""
-    o, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1], device=DEVICE)
-    call.o, call.lse = ours._tensor(o), lse.data_ptr()
-    gradients = ours.FmhaGradients(struct_bytes=sizeof(ours.FmhaGradients), dtype_grad=ours.DTYPE[q.dtype])
-    tensors = dict(dout=torch.randn_like(q), dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
-    for name, x in tensors.items():
-        setattr(gradients, name, ours._tensor(x))
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=DEVICE)
+    call.problem.write_lse, call.args.lse = 1, lse.data_ptr()
     planned(call, True)()
-    call.gradients = pointer(gradients)
-    return call, (held, o, lse, gradients, tensors)
+    tensors = dict(dout=torch.randn_like(q), dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))
+    return call.backward(ours.DTYPE[q.dtype], **tensors), (call, held, lse, tensors)
 
 
 def ways(keys_of_parts):
