@@ -41,6 +41,7 @@
 
 mod backward;
 mod blocks;
+mod choose;
 mod code;
 mod combine;
 mod forward;
@@ -61,6 +62,7 @@ mod tile;
 use std::sync::Arc;
 
 use fmha_core::fork::PerProcess;
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{
     DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd,
     ValidCombine, ValidFwd, env,
@@ -214,5 +216,9 @@ unsafe impl FmhaBackend for CpuBackend {
 
     fn plan_combine(&self, _: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
         plan::combine(self, options)
+    }
+
+    fn plan_choose(&self, _: &ValidChoose, options: &PlanOptions) -> Result<Planned<ValidChoose>> {
+        plan::choose(self, options)
     }
 }

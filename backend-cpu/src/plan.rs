@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{
     Accuracy, Call, FwdProblem, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result,
     ScoreSums, ValidBwd, ValidCombine, ValidFwd, Workspace,
@@ -10,13 +11,14 @@ use fmha_core::{
 
 use crate::CpuBackend;
 use crate::backward::Backward;
+use crate::choose::Choice;
 use crate::combine::Combine;
 use crate::forward::{Blocks, FEW_QUERIES, Forward, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
 use crate::tasks::Pool;
 
 /// Every kernel.
-pub(crate) const KERNELS: [&str; 3] = ["cpu-fwd", "cpu-bwd", "cpu-combine"];
+pub(crate) const KERNELS: [&str; 4] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose"];
 
 /// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
 /// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless
@@ -184,6 +186,12 @@ pub(crate) fn combine(backend: &CpuBackend, options: &PlanOptions) -> Result<Pla
     Ok(ready(backend, backend.engine, planned))
 }
 
+/// A plan that chooses keys.
+pub(crate) fn choose(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidChoose>> {
+    let planned = plan(backend, "cpu-choose", false, options, |_| vec![("task", "8 tokens".into())])?;
+    Ok(ready(backend, backend.engine, planned))
+}
+
 /// The plan's description and tile. `max_may_lag`: the running maximum may lag unless the caller asks for the
 /// true one.
 fn plan(
@@ -204,11 +212,12 @@ fn plan(
     }
     let panel = backend.engine.query_panel();
     let mut blocks = if kernel == "cpu-bwd" { BACKWARD_BLOCKS } else { FORWARD_BLOCKS };
+    let has_tile = !matches!(kernel, "cpu-combine" | "cpu-choose");
     for (name, value) in &options.tile {
         let (side, unit) = match name.as_str() {
-            "block_m" if kernel != "cpu-combine" => (&mut blocks.block_m, panel),
-            "block_n" if kernel != "cpu-combine" => (&mut blocks.block_n, 4),
-            _ if kernel == "cpu-combine" => {
+            "block_m" if has_tile => (&mut blocks.block_m, panel),
+            "block_n" if has_tile => (&mut blocks.block_n, 4),
+            _ if !has_tile => {
                 return refuse(format!("tile {name}={value}: this kernel has no tile to set (known: none)"));
             }
             _ => return refuse(format!("tile {name}={value} is unknown (known: block_m, block_n)")),
@@ -284,5 +293,12 @@ impl<E: Kernels + Send + Sync> Launch<ValidCombine> for Ready<E> {
     unsafe fn launch(&self, call: &Call<'_, ValidCombine>) -> Result<()> {
         let Call { problem, args, .. } = *call;
         self.engine.combine(&Combine { problem, args }, self.threads.get()?)
+    }
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidChoose> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidChoose>) -> Result<()> {
+        let Call { problem, args, .. } = *call;
+        Choice { problem, args }.run(&self.engine, self.threads.get()?)
     }
 }

@@ -29,8 +29,7 @@ impl CpuBackend {
     pub fn index_scores(&self, call: &IndexCall<'_>, scores: &mut [f32]) -> Result<()> {
         let wanted = call.rows().saturating_mul(call.problem().seqlen_k as usize);
         has("scores", scores.len(), wanted)?;
-        scores.fill(f32::NEG_INFINITY);
-        let to = IndexTo::Scores(Bytes::of_f32(scores));
+        let to = IndexTo::scores(scores);
         self.engine.index(&Index { call, to }, self.threads.get()?)
     }
 
@@ -41,7 +40,7 @@ impl CpuBackend {
     /// `indices` of another length; memory for scratch that the system refuses.
     pub fn index_lists(&self, call: &IndexCall<'_>, topk: u32, indices: &mut [i32]) -> Result<()> {
         has("indices", indices.len(), call.rows().saturating_mul(topk as usize))?;
-        let to = IndexTo::Lists { topk: topk as usize, indices: Bytes::of_i32(indices) };
+        let to = IndexTo::lists(topk as usize, indices);
         self.engine.index(&Index { call, to }, self.threads.get()?)
     }
 }
@@ -56,15 +55,28 @@ fn has(field: &'static str, given: usize, wanted: usize) -> Result<()> {
 
 /// Destination of an indexer's scores.
 #[derive(Clone, Copy)]
-enum IndexTo {
+pub(crate) enum IndexTo {
     Scores(Bytes),
     Lists { topk: usize, indices: Bytes },
 }
 
+impl IndexTo {
+    /// Scores, -inf where a key is no candidate.
+    pub(crate) fn scores(scores: &mut [f32]) -> Self {
+        scores.fill(f32::NEG_INFINITY);
+        Self::Scores(Bytes::of_f32(scores))
+    }
+
+    /// Lists of `topk` entries.
+    pub(crate) fn lists(topk: usize, indices: &mut [i32]) -> Self {
+        Self::Lists { topk, indices: Bytes::of_i32(indices) }
+    }
+}
+
 /// A call of an indexer.
 pub(crate) struct Index<'a> {
-    call: &'a IndexCall<'a>,
-    to: IndexTo,
+    pub(crate) call: &'a IndexCall<'a>,
+    pub(crate) to: IndexTo,
 }
 
 /// Buffers of one thread, reused from task to task.

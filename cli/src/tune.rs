@@ -230,6 +230,7 @@ fn compile(
             AnyProblem::Forward(problem) => backend.plan_fwd(problem, &options).map(drop),
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
+            AnyProblem::Choose(problem) => backend.plan_choose(problem, &options).map(drop),
         }
     };
     // A problem that the kernel refuses, as masks beside functions, is refused by name and not counted.

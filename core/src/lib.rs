@@ -76,14 +76,15 @@ pub use problem::{block_scales, fp8};
 pub use problem::{bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, score};
 #[doc(hidden)]
 pub use text::{
-    abi, bind, bwd_workspace, cache_update, code_source, fields, scale_params, small_outputs, source, spec,
+    abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, scale_params, small_outputs,
+    source, spec,
 };
 
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType,
-    FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
+    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use block_scales::BlockFormat;
@@ -105,8 +106,8 @@ pub use masks::{BlockList, BlockLists, Intervals, MaskAxes, MaskBits, Masks};
 pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};
 pub use plan::{
-    Accuracy, BwdPlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts, Promises,
-    ResourceUsage, ScoreSums, Step, Workspace,
+    Accuracy, BwdPlan, ChoosePlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
+    Promises, ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
     BlockScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem,

@@ -8,12 +8,13 @@ use crate::cache::Precompile;
 use crate::call::{Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::dtype::DType;
-use crate::error::{Error, ProblemError, Result};
+use crate::error::{Error, ProblemError, Refusal, Result};
 use crate::peers::Peers;
 use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::roofline::Roofline;
+use crate::sparse::ValidChoose;
 use crate::tune::Tune;
 
 /// The interface that a vendor implements so that its devices run attention; a user has a
@@ -140,6 +141,15 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// # Errors
     /// As [`plan_fwd`](Self::plan_fwd).
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>>;
+
+    /// Chooses a kernel that chooses keys. A backend that has none refuses by its name.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    fn plan_choose(&self, problem: &ValidChoose, _: &PlanOptions) -> Result<Planned<ValidChoose>> {
+        let reason = format!("topk {}: it chooses no keys", problem.topk);
+        Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
+    }
 }
 
 /// Memory of a device, for callers who have no tensors of their own.

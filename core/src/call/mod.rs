@@ -14,8 +14,8 @@ pub mod tree;
 use std::fmt::Debug;
 
 use crate::args::{
-    BwdArgs, CacheSlice, CombineArgs, DevSliceMut, FwdArgs, MaskArgs, MemorySpace, SeqArgs, check_bwd,
-    check_combine, check_fwd,
+    BwdArgs, CacheSlice, ChooseArgs, CombineArgs, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace,
+    SeqArgs, check_bwd, check_choose, check_combine, check_fwd,
 };
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
@@ -31,18 +31,21 @@ use crate::problem::SmallOutputs;
 use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
 use crate::seq::SeqSpan;
+use crate::sparse::{ChooseProblem, ValidChoose};
 
 mod sealed {
     pub trait Sealed {}
     impl Sealed for crate::problem::ValidFwd {}
     impl Sealed for crate::bwd::ValidBwd {}
     impl Sealed for crate::combine::ValidCombine {}
+    impl Sealed for crate::sparse::ValidChoose {}
 }
 
-/// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`]. It says which arguments its
+/// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`],
+/// [`ValidChoose`]. It says which arguments its
 /// calls have, and how they are checked.
 pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
-    /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`].
+    /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`], [`ChooseArgs`].
     type Args<'a>;
 
     /// Operation of the problem.
@@ -427,6 +430,48 @@ impl Problem for ValidCombine {
     }
 
     fn borrowed<'a>(args: &'a CombineArgs<'_>) -> &'a CombineArgs<'a> {
+        args
+    }
+}
+
+impl Problem for ValidChoose {
+    type Args<'a> = ChooseArgs<'a>;
+    const OPERATION: Operation = Operation::Choose;
+    const HAS_LENGTHS: bool = false;
+
+    fn check(
+        &self,
+        args: &ChooseArgs<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError> {
+        check_choose(self, args, workspace, space)
+    }
+
+    fn lengths<'a>(&'a self, _: &'a ChooseArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        None
+    }
+
+    fn workspace<'a>(args: &'a ChooseArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        args.workspace.as_ref()
+    }
+
+    fn tell_types(&self, args: &ChooseArgs<'_>) {
+        args.indices.iter().for_each(|indices| indices.tell(ElemType::I32));
+        args.scores.iter().for_each(|scores| scores.tell(DType::F32));
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = ChooseProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.rows() == 0
+    }
+
+    fn borrowed<'a>(args: &'a ChooseArgs<'_>) -> &'a ChooseArgs<'a> {
         args
     }
 }

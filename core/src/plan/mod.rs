@@ -29,6 +29,7 @@ use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
 use crate::seq::{checked_spans, spans};
+use crate::sparse::ValidChoose;
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
 /// on its own stream.
@@ -126,8 +127,8 @@ unsafe fn zero(queues: Option<&dyn Queues>, address: *mut u8, bytes: u64, stream
     }
 }
 
-/// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`] and [`CombinePlan`] are its
-/// names. A copy is cheap.
+/// A chosen kernel for a problem `P`, and the device that runs it; [`FwdPlan`], [`BwdPlan`], [`CombinePlan`] and
+/// [`ChoosePlan`] are its names. A copy is cheap.
 ///
 /// Nothing of it can be changed, so that a run's arguments are checked against what was planned:
 ///
@@ -156,6 +157,8 @@ pub type FwdPlan = Plan<ValidFwd>;
 pub type BwdPlan = Plan<ValidBwd>;
 /// A plan for merging partial results.
 pub type CombinePlan = Plan<ValidCombine>;
+/// A plan that chooses keys or blocks.
+pub type ChoosePlan = Plan<ValidChoose>;
 
 /// Description of a plan that launches nothing of its own.
 static NO_LAUNCH: Explain =

@@ -9,8 +9,9 @@ use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::error::ProblemError;
 use crate::problem::ValidFwd;
+use crate::sparse::ValidChoose;
 
-/// One of the three things that a backend computes: part of the key of tuned tiles, bundles and
+/// One of the four things that a backend computes: part of the key of tuned tiles, bundles and
 /// precompiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -21,11 +22,13 @@ pub enum Operation {
     Backward,
     /// Partial results merged.
     Combine,
+    /// Keys or blocks chosen by their scores.
+    Choose,
 }
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Combine];
+    pub const ALL: [Self; 4] = [Self::Forward, Self::Backward, Self::Combine, Self::Choose];
 
     /// The name in keys, files and texts: `forward`.
     #[must_use]
@@ -34,6 +37,7 @@ impl Operation {
             Self::Forward => "forward",
             Self::Backward => "backward",
             Self::Combine => "combine",
+            Self::Choose => "choose",
         }
     }
 }
@@ -64,6 +68,8 @@ pub enum AnyProblem<'a> {
     Backward(&'a ValidBwd),
     /// Problem of [`plan_combine`](crate::FmhaBackend::plan_combine).
     Combine(&'a ValidCombine),
+    /// Problem of [`plan_choose`](crate::FmhaBackend::plan_choose).
+    Choose(&'a ValidChoose),
 }
 
 impl AnyProblem<'_> {
@@ -74,6 +80,7 @@ impl AnyProblem<'_> {
             Self::Forward(_) => Operation::Forward,
             Self::Backward(_) => Operation::Backward,
             Self::Combine(_) => Operation::Combine,
+            Self::Choose(_) => Operation::Choose,
         }
     }
 }
@@ -88,6 +95,9 @@ mod tests {
             assert_eq!(operation.to_string().parse(), Ok(operation));
         }
         let error = "decode".parse::<Operation>().unwrap_err();
-        assert!(error.field == "operation" && error.text.contains("forward, backward, combine"), "{error}");
+        assert!(
+            error.field == "operation" && error.text.contains("forward, backward, combine, choose"),
+            "{error}"
+        );
     }
 }

@@ -38,7 +38,7 @@ pub fn block_maxima(
 }
 
 /// How compressed blocks lie over the blocks that are chosen (NSA's l, d and l').
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockOverlap {
     /// Tokens of a compressed block: a multiple of `stride`.
     pub compressed: u32,
@@ -49,7 +49,7 @@ pub struct BlockOverlap {
 }
 
 impl BlockOverlap {
-    fn check(self) -> Result<(), ProblemError> {
+    pub(super) fn check(self) -> Result<(), ProblemError> {
         let Self { compressed, stride, selected } = self;
         ensure!(stride >= 1, "stride", "stride {stride} is not at least 1");
         for (field, value) in [("compressed", compressed), ("selected", selected)] {

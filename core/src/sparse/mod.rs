@@ -11,14 +11,21 @@
 //! index_gradients   the gradients of q, k and w from those of the scores
 //! ```
 //!
+//! A [`ChooseProblem`] says the first five of them for a [`Device`](crate::Device), which plans them.
+//!
 //! A list that [`choose`] gives is what [`KeyLists`](crate::KeyLists) takes: ascending positions, and -1 after them.
 
 mod blocks;
 mod choose;
 mod index;
 mod loss;
+mod problem;
 
 pub use blocks::{BlockOverlap, block_maxima, block_sums};
 pub use choose::{before, choose, choose_blocks};
 pub use index::{Candidates, IndexArgs, IndexCall, IndexProblem, index_scores};
 pub use loss::{IndexGradients, index_gradients, index_loss};
+pub use problem::{
+    BlockScore, CandidateKind, ChooseProblem, ChosenBlocks, IndexKeys, IndexStrides, Indexer,
+    MAX_INDEX_HEADS, ScoreSource, ValidChoose,
+};

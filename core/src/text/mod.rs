@@ -4,6 +4,7 @@ pub mod abi;
 pub mod bind;
 pub mod bwd_workspace;
 pub mod cache_update;
+pub mod choose_params;
 pub mod code_source;
 pub mod fields;
 pub mod scale_params;

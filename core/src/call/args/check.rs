@@ -4,8 +4,8 @@ use smallvec::SmallVec;
 
 use super::overlap::{Lattice, Meeting};
 use super::{
-    BwdArgs, CacheArgs, CacheSlice, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MaskArgs,
-    MemorySpace, ScoreArgs, SeqArgs,
+    BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs,
+    MaskArgs, MemorySpace, ScoreArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -17,6 +17,7 @@ use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
+use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
 
 const F32: ElemType = ElemType::Number(DType::F32);
 const I32: ElemType = ElemType::I32;
@@ -154,6 +155,53 @@ pub fn check_combine(
     }
     operands.tensor("o", Access::out(&args.o), problem.o, problem.shape(), problem.dtype_o)?;
     operands.numbers("lse", args.lse.as_ref().map(Access::out), problem.write_lse, (F32, lse_elems))?;
+    operands.disjoint()
+}
+
+/// Checks a choice's arguments against their problem and the plan's workspace, as [`check_fwd`] does.
+///
+/// # Errors
+/// The first argument that does not fit, with both numbers.
+pub fn check_choose(
+    problem: &ValidChoose,
+    args: &ChooseArgs<'_>,
+    workspace: Workspace,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    let mut operands = Operands::new(space);
+    let (rows, keys, entries) = (problem.rows(), problem.seqlen_k, problem.num_entries());
+    let indexer = problem.indexer();
+    let [q, k, scale, table] = indexer.map_or([0; 4], |indexer| problem.index_bytes(indexer));
+    for (name, slice, dtype, bytes) in [
+        ("q", &args.q, indexer.map(|indexer| indexer.dtype_q), q),
+        ("k", &args.k, indexer.map(|indexer| indexer.dtype_k), k),
+    ] {
+        let elem = dtype.map_or(ElemType::Bytes, Into::into);
+        let align = dtype.map_or(1, |dtype| dtype.size_bytes() as usize);
+        operands.optional(name, slice.as_ref().map(Access::input), dtype.is_some(), elem, bytes, align)?;
+    }
+    let heads = indexer.map_or(0, |indexer| u64::from(indexer.num_heads));
+    operands.read("weights", &args.weights, indexer.is_some(), (F32, rows.saturating_mul(heads)))?;
+    let scaled = indexer.is_some_and(|indexer| indexer.k_scale);
+    operands.read("k_scale", &args.k_scale, scaled, (F32, scale / 4))?;
+    let paged = indexer.is_some_and(|indexer| indexer.keys != IndexKeys::Batch);
+    operands.read("block_table", &args.block_table, paged, (I32, table / 4))?;
+    let given = rows.saturating_mul(keys.into());
+    operands.read("given", &args.given, indexer.is_none(), (F32, given))?;
+    operands.read("seqused_k", &args.seqused_k, problem.seqused_k, (I32, problem.batch.into()))?;
+    let ranges = problem.candidates == CandidateKind::Ranges;
+    operands.read("first", &args.first, ranges, (I32, rows))?;
+    operands.read("end", &args.end, ranges, (I32, rows))?;
+    let indices = args.indices.as_ref().map(Access::out);
+    operands.numbers(
+        "indices",
+        indices,
+        problem.topk > 0,
+        (I32, rows.saturating_mul(problem.topk.into())),
+    )?;
+    let scores = args.scores.as_ref().map(Access::out);
+    operands.numbers("scores", scores, problem.write_scores, (F32, rows.saturating_mul(entries.into())))?;
+    operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }
 

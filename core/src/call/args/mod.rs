@@ -13,7 +13,7 @@ use bytemuck::AnyBitPattern;
 
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
-pub use check::{check_bwd, check_combine, check_fwd};
+pub use check::{check_bwd, check_choose, check_combine, check_fwd};
 pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 
@@ -516,4 +516,34 @@ pub struct CombineArgs<'a> {
     pub o: DevSliceMut<'a>,
     /// The combined LSE, iff the problem writes it.
     pub lse: Option<DevSliceMut<'a>>,
+}
+
+/// The pointers of a choice.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct ChooseArgs<'a> {
+    /// An indexer's q, `[batch, seqlen_q, num_heads, head_dim]`.
+    pub q: Option<DevSlice<'a>>,
+    /// An indexer's k, `[batch, seqlen_k, head_dim]` or `[num_pages, page_size, head_dim]`.
+    pub k: Option<DevSlice<'a>>,
+    /// An indexer's weights of heads, f32 `[batch, seqlen_q, num_heads]`.
+    pub weights: Option<DevSlice<'a>>,
+    /// What each key is multiplied by, f32 `[batch, seqlen_k]` or `[num_pages, page_size]`.
+    pub k_scale: Option<DevSlice<'a>>,
+    /// Pages of each sequence, i32 `[batch, max_pages]`.
+    pub block_table: Option<DevSlice<'a>>,
+    /// Given scores, f32 `[batch, seqlen_q, seqlen_k]`.
+    pub given: Option<DevSlice<'a>>,
+    /// Keys of each sequence, i32 `[batch]`.
+    pub seqused_k: Option<DevSlice<'a>>,
+    /// The first candidate of each query, i32 `[batch, seqlen_q]`.
+    pub first: Option<DevSlice<'a>>,
+    /// One past the last candidate of each query, i32 `[batch, seqlen_q]`.
+    pub end: Option<DevSlice<'a>>,
+    /// The lists, i32 `[batch, seqlen_q, topk]`.
+    pub indices: Option<DevSliceMut<'a>>,
+    /// The scores, f32 `[batch, seqlen_q, seqlen_k]`, of blocks `[batch, seqlen_q, num_blocks]`.
+    pub scores: Option<DevSliceMut<'a>>,
+    /// Scratch of the plan's size.
+    pub workspace: Option<DevSliceMut<'a>>,
 }

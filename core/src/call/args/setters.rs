@@ -1,8 +1,8 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MaskArgs,
-    PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
+    MaskArgs, PartialResult, ScoreArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -31,6 +31,35 @@ impl<'a> SeqArgs<'a> {
         topk_length: impl Into<Option<DevSlice<'a>>> => topk_length;
         /// Words that announce the pieces of K and V.
         arrivals: impl Into<Option<Arrivals<'a>>> => arrivals;
+    }
+}
+
+impl<'a> ChooseArgs<'a> {
+    setters! {
+        /// An indexer's q.
+        q: impl Into<Option<DevSlice<'a>>> => q;
+        /// An indexer's k.
+        k: impl Into<Option<DevSlice<'a>>> => k;
+        /// An indexer's weights of heads, f32.
+        weights: impl Into<Option<DevSlice<'a>>> => weights;
+        /// What each key is multiplied by, f32.
+        k_scale: impl Into<Option<DevSlice<'a>>> => k_scale;
+        /// Pages of each sequence, i32.
+        block_table: impl Into<Option<DevSlice<'a>>> => block_table;
+        /// Given scores, f32.
+        given: impl Into<Option<DevSlice<'a>>> => given;
+        /// Keys of each sequence, i32.
+        seqused_k: impl Into<Option<DevSlice<'a>>> => seqused_k;
+        /// The first candidate of each query, i32.
+        first: impl Into<Option<DevSlice<'a>>> => first;
+        /// One past the last candidate of each query, i32.
+        end: impl Into<Option<DevSlice<'a>>> => end;
+        /// The lists, i32.
+        indices: impl Into<Option<DevSliceMut<'a>>> => indices;
+        /// The scores, f32.
+        scores: impl Into<Option<DevSliceMut<'a>>> => scores;
+        /// Scratch of the plan's size.
+        workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }
 }
 

@@ -21,11 +21,12 @@ use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
-use crate::plan::{BwdPlan, CombinePlan, FwdPlan, Plan, PlanOptions, Workspace};
+use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, FwdPlan, Plan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
+use crate::sparse::ValidChoose;
 use crate::tune::Tune;
 
 /// A device that can run attention: a backend that is open, with all the kernels that it has loaded. A copy is cheap
@@ -142,6 +143,14 @@ impl Device {
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<CombinePlan> {
         self.planned(problem, options, |problem, options| self.0.plan_combine(problem, options))
+    }
+
+    /// Chooses a kernel that chooses keys or blocks ([`sparse`](crate::sparse)).
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    pub fn plan_choose(&self, problem: &ValidChoose, options: &PlanOptions) -> Result<ChoosePlan> {
+        self.planned(problem, options, |problem, options| self.0.plan_choose(problem, options))
     }
 
     /// A plan, of which the program's logger is told.
