@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fmha_core::backend::unsupported;
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
 use fmha_core::source::{ENTRY, KernelSource};
+use fmha_core::sparse::ValidChoose;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
     AnyProblem, DType, DeviceMemory, Error, Explain, FmhaBackend, LaunchShape, Peers, PlanOptions, PlanParts,
@@ -28,6 +29,7 @@ macro_rules! whichever {
             AnyProblem::Forward($problem) => $value,
             AnyProblem::Backward($problem) => $value,
             AnyProblem::Combine($problem) => $value,
+            AnyProblem::Choose($problem) => $value,
         }
     };
 }
@@ -438,7 +440,7 @@ pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
         let tuned = P::recipes::<V>().into_iter().filter_map(|recipe| recipe.about.tiles);
         tuned.map(|Tiles { label, headers, .. }| TunedKernel { label, headers }).collect()
     }
-    [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat()
+    [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>(), of::<ValidChoose, V>()].concat()
 }
 
 // SAFETY: a plan's kernel was chosen for the problem by a recipe, whose launches keep to the operands of a checked
@@ -465,7 +467,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
             P::recipes::<V>().iter().map(Recipe::name).collect()
         }
         let mut names = Vec::new();
-        for name in [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>()].concat() {
+        for name in
+            [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>(), of::<ValidChoose, V>()]
+                .concat()
+        {
             // One name, `simt` for instance, may stand for a kernel of each operation.
             if !names.contains(&name) {
                 names.push(name);
@@ -519,6 +524,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn plan_combine(&self, problem: &ValidCombine, options: &PlanOptions) -> Result<Planned<ValidCombine>> {
+        self.plan(problem, options)
+    }
+
+    fn plan_choose(&self, problem: &ValidChoose, options: &PlanOptions) -> Result<Planned<ValidChoose>> {
         self.plan(problem, options)
     }
 }

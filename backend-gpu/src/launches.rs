@@ -23,6 +23,10 @@ pub enum Stage {
     Merge,
     /// Writes small outputs of the scores and probabilities.
     Small,
+    /// Scores blocks by the scores of their keys.
+    BlockScores,
+    /// Writes the lists of the greatest scores.
+    Lists,
     /// Sums gradients that the kernel itself does not.
     Gradients,
     /// Brings the sums of dQ to their rows, and sums dSink.

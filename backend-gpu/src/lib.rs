@@ -26,7 +26,10 @@ mod tile;
 pub use backend::{Backend, tuned_kernels};
 pub use driver::{Driver, Toolchain};
 pub use launches::{Grid, Launch, Launches, Stage};
-pub use portable::{Combine, OwnText, RowKernel, Simt, SimtBwd, lists, tile_list, update};
+pub use portable::{
+    Choose, Combine, NoIndexer, OwnText, RowKernel, ScoresIndex, Simt, SimtBwd, SimtIndexer, lists, tile_list,
+    update,
+};
 pub use ranges::{PopRange, PushRange, Ranges};
 pub use recipe::{
     About, AnyAddress, Choice, Facts, GpuProblem, Kernel, Operand, Planned, Recipe, Tiles, Vendor,

@@ -1,7 +1,9 @@
 //! A recipe: how one kernel computes an operation on a vendor's devices.
 
+use fmha_core::DevSlice;
 use fmha_core::fields::{Fields, knobs};
 use fmha_core::source::Literal;
+use fmha_core::sparse::ValidChoose;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};
 use fmha_core::{
@@ -11,7 +13,7 @@ use fmha_core::{
 
 use crate::driver::{Driver, Toolchain};
 use crate::launches::{Launch, Launches, Stage};
-use crate::portable::{RowKernel, small};
+use crate::portable::{Choose, NoIndexer, RowKernel, SimtIndexer, small};
 use crate::ranges::Ranges;
 use crate::steps::{Step, Steps};
 use crate::tile::settle;
@@ -41,6 +43,11 @@ pub trait Vendor: Sized + Send + Sync + 'static {
 
     /// Recipes of the merging of partial results, best first.
     fn combine() -> Vec<Recipe<ValidCombine, Self>>;
+
+    /// Recipes of the choice of keys, best first.
+    fn choose() -> Vec<Recipe<ValidChoose, Self>> {
+        vec![Recipe::of::<Choose<NoIndexer>>(), Recipe::of::<Choose<SimtIndexer>>()]
+    }
 }
 
 /// A problem of an operation for which vendors have recipes.
@@ -184,6 +191,17 @@ impl GpuProblem for ValidCombine {
 
     fn addresses(_: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
         []
+    }
+}
+
+impl GpuProblem for ValidChoose {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::choose()
+    }
+
+    fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        let address = |slice: &Option<DevSlice<'_>>| slice.map_or(0, |slice| slice.as_ptr() as u64);
+        [(Operand::Q, address(&args.q)), (Operand::K, address(&args.k))]
     }
 }
 

@@ -304,6 +304,9 @@ impl Facts for DeviceFacts {
         spec: &dyn Literal,
         [rows, _]: [u64; 2],
     ) -> Result<Launch, String> {
+        if kernel == RowKernel::Choose {
+            return rows::choose(at, spec, rows, self);
+        }
         Ok(rows::launch(at, rows::source(kernel, spec), rows, self))
     }
 

@@ -9,33 +9,44 @@ use crate::nvidia::{DeviceFacts, row_launch};
 
 /// Threads of a CTA.
 const NUM_THREADS: u32 = 128;
+/// Threads of a CTA that chooses keys: `ChooseCta::threads`.
+const CHOOSING_THREADS: u32 = 1024;
 
 /// Source text of a row kernel for a spec.
 #[must_use]
 pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
         OwnText::Combine => ["fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"],
+        OwnText::Choose => {
+            ["fmha/common/choose.cuh", "ChooseParams p", "choose::choose_rows<choose::ChooseCta>(p);"]
+        }
         OwnText::UpdateCache => [
             "fmha/common/update_cache.cuh",
             "FwdParams p, CacheUpdate update",
             "cache::Update<kSpec, cache::Warp>{p, update}.run();",
         ],
     });
-    entry(include, params, call, spec)
+    let threads = if kernel == RowKernel::Choose { CHOOSING_THREADS } else { NUM_THREADS };
+    entry_of(threads, include, params, call, spec)
 }
 
 fn entry(include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelSource {
+    entry_of(NUM_THREADS, include, params, call, spec)
+}
+
+fn entry_of(threads: u32, include: &str, params: &str, call: &str, spec: &dyn Literal) -> KernelSource {
     let params: Vec<_> = params.split(", ").map(|param| format!("const __grid_constant__ {param}")).collect();
     let entry = Entry {
         include,
         constants: &[("kSpec", spec)],
-        bounds: &format!("__launch_bounds__({NUM_THREADS})"),
+        bounds: &format!("__launch_bounds__({threads})"),
         params: &params.join(", "),
         call,
     };
     crate::source(entry.render(), || {
         [
             fmha_core::cache_update::header(),
+            fmha_core::choose_params::header(),
             fmha_core::lists::header(),
             fmha_core::masks::header(),
             fmha_core::small_outputs::header(),
@@ -53,6 +64,18 @@ pub(crate) fn launch(
 ) -> Launch {
     let grid = Grid::new(crate::row_grid(rows, NUM_THREADS, facts.num_sms), NUM_THREADS);
     row_launch(at, source, grid, facts)
+}
+
+/// Launch of the choice of keys, a CTA to a row.
+pub(crate) fn choose(
+    at: (Stage, &'static str),
+    spec: &dyn Literal,
+    rows: u64,
+    facts: &DeviceFacts,
+) -> Result<Launch, String> {
+    let groups = i32::try_from(rows).map_err(|_| format!("rows {rows} are more than a grid has CTAs"))?;
+    let grid = Grid::new(groups.unsigned_abs(), CHOOSING_THREADS);
+    Ok(row_launch(at, source(RowKernel::Choose, spec), grid, facts))
 }
 
 /// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where

@@ -10,6 +10,8 @@ use crate::device::{Device, launch};
 pub(crate) const UPDATE: &str = "cdna_update";
 /// Threads of a workgroup.
 pub(crate) const NUM_THREADS: u32 = 256;
+/// Threads of a workgroup that chooses keys: `ChooseGroup::threads`.
+const CHOOSING_THREADS: u32 = 1024;
 
 /// `fmha/rows.h`: what this file shares with the device.
 pub(crate) fn header() -> Header {
@@ -26,23 +28,32 @@ const MOST_UPDATING: u64 = 1 << 14;
 fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
         OwnText::Combine => ["fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"],
+        OwnText::Choose => {
+            ["fmha/amd/choose.h", "ChooseParams p", "choose::choose_rows<choose::ChooseGroup>(p);"]
+        }
         OwnText::UpdateCache => [
             "fmha/cdna/decode/update.h",
             "FwdParams p, CacheUpdate update",
             "cache::Update<kSpec, cache::Wave>{p, update}.run();",
         ],
     });
-    let bounds = &crate::group_of(NUM_THREADS);
+    let bounds = &crate::group_of(threads_of(kernel));
     let entry = Entry { include, constants: &[("kSpec", spec)], bounds, params, call };
     KernelSource::new(entry.render(), || {
         let mut headers = crate::headers();
         headers.extend([
             fmha_core::cache_update::header(),
+            fmha_core::choose_params::header(),
             fmha_core::scale_params::header(),
             fmha_core::small_outputs::header(),
         ]);
         headers
     })
+}
+
+/// Threads of a workgroup.
+fn threads_of(kernel: RowKernel) -> u32 {
+    if kernel == RowKernel::Choose { CHOOSING_THREADS } else { NUM_THREADS }
 }
 
 /// A launch of a kernel that every vendor has, as [`Facts::row_launch`](fmha_gpu::Facts::row_launch) says it.
@@ -53,10 +64,12 @@ pub(crate) fn row_launch(
     spec: &dyn Literal,
     [rows, elems]: [u64; 2],
 ) -> Result<Launch, String> {
+    let threads = threads_of(kernel);
     let of_group = u64::from(NUM_THREADS / device.arch.wave_threads());
     let groups = match kernel {
         RowKernel::Combine => (rows * elems).div_ceil(NUM_THREADS.into()),
         RowKernel::UpdateCache => rows.div_ceil(UPDATED_ROWS).min(MOST_UPDATING),
+        RowKernel::Choose => rows,
         RowKernel::Simt
         | RowKernel::SimtLists
         | RowKernel::SimtListsStats
@@ -70,9 +83,11 @@ pub(crate) fn row_launch(
         | RowKernel::MaskedSimtBwd
         | RowKernel::SmallRows { .. }
         | RowKernel::SmallHeads { .. }
-        | RowKernel::SmallKeys { .. } => rows.div_ceil(of_group),
+        | RowKernel::SmallKeys { .. }
+        | RowKernel::IndexScores
+        | RowKernel::BlockScores => rows.div_ceil(of_group),
     };
-    let most = u64::from(u32::MAX / NUM_THREADS);
+    let most = u64::from(u32::MAX / threads);
     if groups > most {
         return Err(match kernel {
             RowKernel::Simt
@@ -97,11 +112,14 @@ pub(crate) fn row_launch(
             RowKernel::SmallRows { .. } | RowKernel::SmallHeads { .. } | RowKernel::SmallKeys { .. } => {
                 format!("lengths, num_heads_q and batch make {groups} workgroups, more than {most}")
             }
+            RowKernel::IndexScores | RowKernel::BlockScores | RowKernel::Choose => {
+                format!("rows and keys make {groups} workgroups, more than {most}")
+            }
             RowKernel::Combine => format!(
                 "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"
             ),
         });
     }
     let name = if kernel == RowKernel::UpdateCache { UPDATE } else { name };
-    Ok(launch(stage, name, source(kernel, spec), groups, NUM_THREADS))
+    Ok(launch(stage, name, source(kernel, spec), groups, threads))
 }

@@ -1,5 +1,6 @@
 //! Recipes of the kernels that every vendor has in its own text: a warp or a wave takes rows one after another.
 
+mod choose;
 mod combine;
 pub mod lists;
 mod simt;
@@ -7,6 +8,7 @@ pub(crate) mod small;
 pub mod tile_list;
 pub mod update;
 
+pub use choose::{Choose, NoIndexer, ScoresIndex, SimtIndexer};
 pub use combine::Combine;
 pub use simt::{Simt, SimtBwd};
 
@@ -56,6 +58,13 @@ pub enum RowKernel {
     },
     /// The merge of partial results, of a [`CombineSpec`](fmha_core::spec::CombineSpec).
     Combine,
+    /// Scores of an indexer, of an [`IndexSpec`](fmha_core::choose_params::IndexSpec): a group of lanes takes as many
+    /// keys of a row.
+    IndexScores,
+    /// Scores of blocks, of any literal: a group of lanes takes as many of them.
+    BlockScores,
+    /// Lists of the greatest scores, of any literal: a group of threads takes a row.
+    Choose,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
 }
@@ -67,6 +76,8 @@ pub enum OwnText {
     Combine,
     /// [`RowKernel::UpdateCache`].
     UpdateCache,
+    /// [`RowKernel::Choose`].
+    Choose,
 }
 
 impl RowKernel {
@@ -75,6 +86,7 @@ impl RowKernel {
     /// # Errors
     /// The kernel, where its text is the vendor's own.
     pub fn shared_text(self) -> Result<[&'static str; 3], OwnText> {
+        const CHOOSE: &str = "fmha/simt/choose.h";
         const FWD: &str = "fmha/simt/fwd.h";
         const BWD: &str = "fmha/simt/bwd.h";
         const LISTS: &str = "fmha/simt/lists.h";
@@ -115,6 +127,9 @@ impl RowKernel {
             ],
             Self::Combine => return Err(OwnText::Combine),
             Self::UpdateCache => return Err(OwnText::UpdateCache),
+            Self::Choose => return Err(OwnText::Choose),
+            Self::IndexScores => [CHOOSE, "ChooseParams p", "simt::index_scores<kSpec>(p);"],
+            Self::BlockScores => [CHOOSE, "ChooseParams p", "simt::block_scores(p);"],
         })
     }
 }

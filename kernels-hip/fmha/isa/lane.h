@@ -34,6 +34,11 @@ FMHA_DEVICE float ds_bpermute_b32(int lane, float x) {
 // needs: gfx90a. DS_BPERMUTE_B32, CDNA3 ISA 12.12: of whole numbers.
 FMHA_DEVICE int ds_bpermute_b32(int lane, int x) { return __builtin_amdgcn_ds_bpermute(lane * 4, x); }
 
+// needs: gfx90a. DS_ADD_U32, CDNA3 ISA 12.12: adds to a word of LDS, whatever other lanes add.
+FMHA_DEVICE void ds_add_u32(uint32_t& word, uint32_t x) {
+  __hip_atomic_fetch_add(&word, x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+
 #if defined(__gfx950__)
 // needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.
 FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {

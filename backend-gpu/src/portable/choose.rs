@@ -1,0 +1,251 @@
+//! `choose`: scores of an indexer, scores of blocks, and lists of the greatest, in launches one after another.
+//!
+//! Scores lie in the workspace, of as many rows at a time as [`CHUNK_BYTES`] hold: the lists of a chunk are written
+//! while its scores are still in the L2, and the matrix of all scores is never there.
+
+use std::marker::PhantomData;
+
+use fmha_core::choose_params::{ChooseParams, IndexSpec, choose_params};
+use fmha_core::sparse::{Indexer, ScoreSource, ValidChoose};
+use fmha_core::tune::TileOptions;
+use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, Workspace};
+
+use super::RowKernel;
+use crate::launches::{Launch, Launches, Stage};
+use crate::recipe::{About, Choice, Facts as _, Kernel, Operand, Vendor, deterministic_rows};
+use crate::steps::Steps;
+
+/// Bytes of the scores of a chunk of rows, unless one row has more.
+const CHUNK_BYTES: u64 = 32 << 20;
+
+/// Most pieces of a launch.
+const MOST_PIECES: u64 = 1 << 31;
+
+/// The kernel that writes an indexer's scores before lists are made of them.
+pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
+    /// Name of the kernel in plans and refusals.
+    const NAME: &'static str;
+    /// Whether it is correct for all and fast for none.
+    const IS_FALLBACK: bool;
+
+    /// Checks that the device has what its instructions need.
+    ///
+    /// # Errors
+    /// The architecture, and what it lacks.
+    fn runs_on(_facts: &V::Facts) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// Takes an indexer, or given scores (`None`), or says why not.
+    ///
+    /// # Errors
+    /// The field that it does not take, and its number.
+    fn takes(indexer: Option<&Indexer>) -> Result<(), String>;
+
+    /// Bytes of which k's address and strides have to be a multiple.
+    fn alignment(_operand: Operand) -> u64 {
+        1
+    }
+
+    /// The launch over so many rows of so many keys; `None` where scores are given.
+    ///
+    /// # Errors
+    /// The fields that make more groups than a grid has.
+    fn launch(indexer: &Indexer, rows: u64, keys: u64, facts: &V::Facts) -> Result<Option<Launch>, String>;
+
+    /// How it computes, for readers.
+    fn words() -> &'static str;
+}
+
+/// Scores that the caller has.
+#[derive(Clone, Copy, Debug)]
+pub struct NoIndexer;
+
+impl<V: Vendor> ScoresIndex<V> for NoIndexer {
+    const NAME: &'static str = "choose";
+    const IS_FALLBACK: bool = false;
+
+    fn takes(indexer: Option<&Indexer>) -> Result<(), String> {
+        match indexer {
+            None => Ok(()),
+            Some(_) => Err("source index: it takes given scores alone".to_owned()),
+        }
+    }
+
+    fn launch(_: &Indexer, _: u64, _: u64, _: &V::Facts) -> Result<Option<Launch>, String> {
+        Ok(None)
+    }
+
+    fn words() -> &'static str {
+        "given"
+    }
+}
+
+/// Every indexer, a key to a lane.
+#[derive(Clone, Copy, Debug)]
+pub struct SimtIndexer;
+
+impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
+    const NAME: &'static str = "simt";
+    const IS_FALLBACK: bool = true;
+
+    fn takes(indexer: Option<&Indexer>) -> Result<(), String> {
+        match indexer {
+            Some(_) => Ok(()),
+            None => Err("source given: it scores keys for an indexer".to_owned()),
+        }
+    }
+
+    fn launch(indexer: &Indexer, rows: u64, keys: u64, facts: &V::Facts) -> Result<Option<Launch>, String> {
+        let pieces = rows * keys.div_ceil(facts.row_group().1.into());
+        let spec = IndexSpec::of(indexer);
+        let name = <Self as ScoresIndex<V>>::NAME;
+        facts.row_launch((Stage::Main, name), RowKernel::IndexScores, &spec, [pieces, 0]).map(Some)
+    }
+
+    fn words() -> &'static str {
+        "a key to a lane, heads and elements in their order, f32 sums"
+    }
+}
+
+/// A choice whose indexer's scores are `S`'s.
+#[derive(Clone, Copy, Debug)]
+pub struct Choose<S> {
+    chunk: Chunk,
+    scores: PhantomData<S>,
+}
+
+/// Rows of a chunk, and where its scores lie in the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Chunk {
+    rows: u64,
+    /// Scores of keys, where they are not an output.
+    keys: Option<u64>,
+    /// Scores of blocks, where they are not an output.
+    blocks: Option<u64>,
+    bytes: u64,
+}
+
+impl Chunk {
+    /// The chunk of a problem. `group`: lanes of a row kernel.
+    fn of(problem: &ValidChoose, group: u64) -> Self {
+        let has_blocks = problem.blocks.is_some();
+        let key_bytes = 4 * u64::from(problem.seqlen_k);
+        let block_bytes = 4 * u64::from(problem.num_entries());
+        let keys = problem.indexer().is_some() && (has_blocks || !problem.write_scores);
+        let blocks = has_blocks && !problem.write_scores;
+        let of_row = if keys { key_bytes } else { 0 } + if blocks { block_bytes } else { 0 };
+        let widest = u64::from(problem.seqlen_k.max(problem.num_entries())).div_ceil(group).max(1);
+        let by_pieces = (MOST_PIECES / group / widest).max(1);
+        let rows = (CHUNK_BYTES / of_row.max(1)).clamp(1, problem.rows().max(1)).min(by_pieces);
+        let at = (rows * key_bytes).next_multiple_of(Workspace::ALIGN as u64);
+        let blocks_at = if keys { at } else { 0 };
+        let bytes = if blocks { blocks_at + rows * block_bytes } else { blocks_at };
+        Self { rows, keys: keys.then_some(0), blocks: blocks.then_some(blocks_at), bytes }
+    }
+}
+
+impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
+    type Tile = ();
+
+    fn about() -> About<ValidChoose> {
+        About { is_fallback: S::IS_FALLBACK, ..About::new(S::NAME) }
+    }
+
+    fn runs_on(facts: &V::Facts) -> Result<(), String> {
+        S::runs_on(facts)
+    }
+
+    fn fit(
+        problem: &ValidChoose,
+        _: &V::Facts,
+        options: &PlanOptions,
+        _: &TileOptions,
+    ) -> Result<(), Refusal> {
+        options.refuse_tile(S::NAME)?;
+        S::takes(problem.indexer()).map_err(|text| Refusal::new(S::NAME, text))
+    }
+
+    fn plan(
+        (): (),
+        problem: &ValidChoose,
+        facts: &V::Facts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |text: String| Refusal::new(S::NAME, text);
+        let (group_name, group) = facts.row_group();
+        let chunk = Chunk::of(problem, group.into());
+        let index = match problem.indexer() {
+            Some(indexer) => {
+                S::launch(indexer, chunk.rows, problem.seqlen_k.into(), facts).map_err(refuse)?
+            }
+            None => None,
+        };
+        let stage = |own| if index.is_some() { own } else { Stage::Main };
+        let mut after = Vec::new();
+        if problem.blocks.is_some() {
+            let blocks = (chunk.rows * u64::from(problem.num_entries())).div_ceil(group.into());
+            let at = (stage(Stage::BlockScores), "choose_blocks");
+            after.push(facts.row_launch(at, RowKernel::BlockScores, &1, [blocks, 0]).map_err(refuse)?);
+        }
+        if problem.topk > 0 {
+            let own = if after.is_empty() { stage(Stage::Lists) } else { Stage::Lists };
+            let at = (own, "choose_lists");
+            after.push(facts.row_launch(at, RowKernel::Choose, &1, [chunk.rows, 0]).map_err(refuse)?);
+        }
+        let mut all = index.into_iter().chain(after);
+        let Some(main) = all.next() else {
+            return Err(refuse("topk 0: there is nothing to launch".to_owned()));
+        };
+        let launches = Launches::new([], main, all);
+        let mut details = vec![
+            ("scores", S::words().to_owned()),
+            ("rows at a time", format!("{} of {}", chunk.rows, problem.rows())),
+        ];
+        if problem.topk > 0 {
+            let words = format!("a group of threads to a row; {group_name} writes in order of positions");
+            details.push(("lists", words));
+        }
+        Ok(Choice {
+            kernel: Self { chunk, scores: PhantomData },
+            launches,
+            workspace: Workspace { bytes: chunk.bytes, zeroed_bytes: 0 },
+            // A row's scores have one order of sums, and counts are whole numbers.
+            promises: Promises { row_invariant: true, ..deterministic_rows() },
+            details,
+        })
+    }
+
+    fn alignment(&self, _: &ValidChoose, operand: Operand) -> u64 {
+        S::alignment(operand)
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidChoose>) -> Result<()> {
+        let (problem, args, chunk) = (call.problem, call.args, self.chunk);
+        let workspace = args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let given = args.given.map_or(0, |slice| slice.as_ptr() as u64);
+        let written = args.scores.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
+        let [key_row, entry_row] =
+            [problem.seqlen_k, problem.num_entries()].map(|entries| 4 * u64::from(entries));
+        for row in (0..problem.rows()).step_by(chunk.rows as usize) {
+            // Scores of keys are given, in the workspace, or an output.
+            let keys = match (problem.source, chunk.keys) {
+                (ScoreSource::Given, _) => given + row * key_row,
+                (_, Some(at)) => workspace + at,
+                (_, None) => written + row * key_row,
+            };
+            let scores = match (problem.blocks, chunk.blocks) {
+                (None, _) => keys,
+                (Some(_), Some(at)) => workspace + at,
+                (Some(_), None) => written + row * entry_row,
+            };
+            let params = choose_params(problem, args, [keys, scores]);
+            let row_end = problem.rows().min(row + chunk.rows) as i32;
+            let mut params = ChooseParams { row_begin: row as i32, row_end, ..params };
+            // SAFETY: the kernels take one ChooseParams; core saw that its memory covers the problem, and the workspace
+            // is as large as the plan said.
+            unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream)? };
+        }
+        Ok(())
+    }
+}
