@@ -16,6 +16,7 @@ pub mod sm100;
 pub mod sm100_bwd;
 pub mod sm80;
 pub mod sm80_bwd;
+pub mod sm80_index;
 pub mod sm80_lists_bwd;
 pub mod sm90;
 pub mod sm90_bwd;

@@ -1,11 +1,13 @@
 //! The recipes, best first: a line each. What a recipe is made of lies in its folder, its device text under `fmha/`.
 
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
-use fmha_gpu::{Combine, Recipe, Simt, SimtBwd};
+use fmha_gpu::{Choose, Combine, NoIndexer, Recipe, Simt, SimtBwd, SimtIndexer};
 
 use crate::nvidia::Nvidia;
 use crate::sm80::recipe::Sm80;
 use crate::sm80_bwd::recipe::Sm80Bwd;
+use crate::sm80_index::Sm80Index;
 use crate::sm80_lists_bwd::recipe::Sm80ListsBwd;
 use crate::sm90::recipe::Sm90;
 use crate::sm90_bwd::recipe::Sm90Bwd;
@@ -37,6 +39,16 @@ pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
         Recipe::of::<Sm80Bwd>(),
         Recipe::of::<Sm80ListsBwd>(),
         Recipe::of::<SimtBwd>(),
+    ]
+}
+
+/// Recipes of the choice of keys.
+#[must_use]
+pub fn choose<V: Nvidia>() -> Vec<Recipe<ValidChoose, V>> {
+    vec![
+        Recipe::of::<Choose<Sm80Index>>(),
+        Recipe::of::<Choose<NoIndexer>>(),
+        Recipe::of::<Choose<SimtIndexer>>(),
     ]
 }
 

@@ -3,6 +3,7 @@
 #[cfg(test)]
 pub(crate) mod tests;
 
+use fmha_core::sparse::ValidChoose;
 use fmha_core::{ValidBwd, ValidCombine, ValidFwd};
 use fmha_gpu::{Ranges, Recipe, Vendor};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
@@ -36,6 +37,10 @@ impl Vendor for Cuda {
 
     fn combine() -> Vec<Recipe<ValidCombine, Self>> {
         recipes::combine()
+    }
+
+    fn choose() -> Vec<Recipe<ValidChoose, Self>> {
+        recipes::choose()
     }
 }
 
