@@ -5,11 +5,13 @@
 
 mod amd;
 
+use fmha_core::cache::{Bundle, CompiledKernel, embed};
+use fmha_core::source::KernelSource;
 use fmha_core::sparse::{
     BlockOverlap, BlockScore, CandidateKind, ChooseProblem, ChosenBlocks, IndexKeys, IndexStrides, Indexer,
     ScoreSource, block_maxima, block_sums, choose, choose_blocks,
 };
-use fmha_core::{ChooseArgs, DType, DevBuffer, Device, Error, PlanOptions};
+use fmha_core::{AnyProblem, ChooseArgs, DType, DevBuffer, Device, Error, PlanOptions};
 
 /// A choice and its operands.
 #[derive(Clone)]
@@ -24,6 +26,8 @@ struct Case {
     given: Vec<f32>,
     used: Vec<i32>,
     ranges: [Vec<i32>; 2],
+    /// Groups of threads to a row, where the plan is told.
+    parts: Option<u32>,
 }
 
 /// Numbers by a seed.
@@ -78,6 +82,7 @@ impl Case {
             given: Vec::new(),
             used: Vec::new(),
             ranges: [Vec::new(), Vec::new()],
+            parts: None,
             problem,
         };
         let problem = &case.problem;
@@ -212,7 +217,9 @@ impl Case {
 
     /// Lists and scores of a device.
     fn run(&self, device: &Device, problem: &ChooseProblem, kernel: Option<&str>) -> (Vec<i32>, Vec<f32>) {
-        let mut options = PlanOptions::default().allow_fallback(true);
+        let parts =
+            self.parts.filter(|_| problem.topk > 0).map(|parts| ("parts".to_owned(), parts.to_string()));
+        let mut options = PlanOptions::default().allow_fallback(true).tile(parts);
         options.kernel = kernel.map(str::to_owned);
         let valid = problem.clone().validate().unwrap();
         let plan = device.plan_choose(&valid, &options).unwrap();
@@ -280,7 +287,13 @@ impl Case {
         }
         let (wanted_scores, wanted) = self.expected(&keys);
         let (lists, scores) = self.run(device, &self.problem, kernel);
-        assert_eq!(lists, wanted, "{name}");
+        if lists != wanted {
+            let (topk, differs) =
+                (self.problem.topk as usize, lists.iter().zip(&wanted).position(|(a, b)| a != b));
+            let at = differs.unwrap_or_default();
+            let (found, wanted) = (lists[at], wanted[at]);
+            panic!("{name}: entry {} of list {} is {found}, should be {wanted}", at % topk, at / topk);
+        }
         if self.problem.write_scores {
             for (at, (&found, &wanted)) in scores.iter().zip(&wanted_scores).enumerate() {
                 let is_equal = found == wanted || found.is_nan() && wanted.is_nan();
@@ -347,8 +360,8 @@ fn given_cases() -> Vec<Case> {
         |sizes: [u32; 3], topk| ChooseProblem::new(sizes[0], sizes[1], sizes[2], topk, ScoreSource::Given);
     let all = CandidateKind::All;
     let mut cases = vec![
-        Case::new("given, with ties", given([1, 2, 5000], 700).candidates(all), true, 20),
-        Case::new("given", given([1, 3, 9000], 2048).candidates(all), false, 21),
+        Case::new("given, with ties", given([1, 2, 2500], 700).candidates(all), true, 20),
+        Case::new("given", given([1, 2, 3000], 2048).candidates(all), false, 21),
         Case::new("given, one", given([2, 2, 33], 1), false, 22),
         Case::new("given blocks", given([1, 4, 900], 6).blocks(ChosenBlocks::maximum(64).last(1)), false, 23),
     ];
@@ -372,6 +385,9 @@ fn given_cases() -> Vec<Case> {
     cases.push(odd.clone());
     odd.problem.topk = 2900;
     cases.push(odd);
+    let mut zeros = Case::new("given, both zeros", given([1, 1, 90], 20).candidates(all), false, 28);
+    zeros.given.iter_mut().enumerate().for_each(|(at, score)| *score = if at % 3 == 0 { -0.0 } else { 0.0 });
+    cases.push(zeros);
     let mut equal = Case::new("given, all equal", given([1, 1, 2500], 300).candidates(all), true, 27);
     equal.given.fill(1.5);
     cases.push(equal);
@@ -405,30 +421,40 @@ fn rounded_cases() -> Vec<Case> {
     ]
 }
 
-fn all_hold(device: &Device) {
-    exact_cases().iter().for_each(|case| case.holds(device, true, None));
-    if device.kind() == "cuda" {
-        matrix_cases().iter().for_each(|case| case.holds(device, true, Some("sm80_index")));
-        // The slow kernel, where the fast one is chosen.
-        exact_cases().iter().filter(|case| case.problem.indexer().is_some()).step_by(3).for_each(|case| {
-            case.holds(device, true, Some("simt"));
-        });
+/// Every case, or one in `step`.
+fn all_hold(device: &Device, step: usize) {
+    fn each(cases: Vec<Case>, step: usize, hold: impl Fn(Case)) {
+        cases.into_iter().step_by(step).for_each(hold);
     }
-    given_cases().iter().for_each(|case| case.holds(device, true, None));
-    rounded_cases().iter().for_each(|case| case.holds(device, false, None));
+    each(exact_cases(), step, |case| case.holds(device, true, None));
+    each(given_cases(), step, |case| case.holds(device, true, None));
+    each(rounded_cases(), step, |case| case.holds(device, false, None));
+    if device.kind() == "cpu" {
+        return;
+    }
+    let in_parts = |case: Case| Case { parts: Some(3), ..case }.holds(device, true, None);
+    each(given_cases(), 2 * step, in_parts);
+    each(exact_cases(), 4 * step, in_parts);
+    if device.kind() == "cuda" {
+        each(matrix_cases(), 1, |case| case.holds(device, true, Some("sm80_index")));
+        // The slow kernel, where the fast one is chosen.
+        let mut slow = exact_cases();
+        slow.retain(|case| case.problem.indexer().is_some());
+        each(slow, 3 * step, |case| case.holds(device, true, Some("simt")));
+    }
 }
 
 #[test]
 fn the_cpu_chooses_as_the_definition_does() {
-    all_hold(&Device::new(fmha_cpu::CpuBackend::new().unwrap()));
+    all_hold(&Device::new(fmha_cpu::CpuBackend::new().unwrap()), 1);
 }
 
-fn nvidia(arch: &str) {
+fn nvidia(arch: &str, step: usize) {
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         return println!("absent: {reason}");
     }
     match fmha_cuda::open(0, Some(arch)) {
-        Ok(device) => all_hold(&device),
+        Ok(device) => all_hold(&device, step),
         Err(Error::NoDevice(reason)) => println!("absent: {reason}"),
         Err(error) => panic!("{arch}: {error}"),
     }
@@ -436,30 +462,92 @@ fn nvidia(arch: &str) {
 
 #[test]
 fn sm80_chooses_as_the_definition_does() {
-    nvidia("sm_80");
+    nvidia("sm_80", 1);
 }
 
-/// The cases of the architecture that [`hopper_chooses_as_the_definition_does`] names to a process of its own.
+/// Name of the test that does what another one asks of a process of its own.
+const OWN: &str = "the_work_of_this_process";
+
+/// Whether a process of its own, with this in its environment, succeeds.
+fn succeeds_apart(environment: &[(&str, &str)]) -> bool {
+    let mut own = std::process::Command::new(std::env::current_exe().unwrap());
+    own.args(["--exact", OWN, "--nocapture"]).envs(environment.iter().copied());
+    own.status().unwrap().success()
+}
+
 #[test]
-fn the_cases_of_this_process() {
+fn the_work_of_this_process() {
     if let Ok(arch) = std::env::var("CHOOSE_ARCH") {
-        nvidia(&arch);
+        nvidia(&arch, 3);
+    }
+    if let Ok(fault) = std::env::var("CHOOSE_FAULT") {
+        is_found(&FAULTS[fault.parse::<usize>().unwrap()]);
     }
 }
 
-/// A process emulates one architecture of NVIDIA's.
+/// A process emulates one architecture of NVIDIA's. Every access is ordered by vector clocks, so that a missing wait is
+/// an error.
 #[test]
 fn hopper_chooses_as_the_definition_does() {
-    let mut own = std::process::Command::new(std::env::current_exe().unwrap());
-    own.args(["--exact", "the_cases_of_this_process", "--nocapture"]).env("CHOOSE_ARCH", "sm_90a");
-    assert!(own.status().unwrap().success());
+    assert!(succeeds_apart(&[("CHOOSE_ARCH", "sm_90a"), ("FMHA_EMULATE_MODE", "hb")]));
+}
+
+/// A fault in a header: its name, the text, what stands in its place, and the case that finds it.
+type Fault = (&'static str, &'static str, &'static str, &'static str);
+
+const FAULTS: [Fault; 4] = [
+    ("fmha/choose_row.h", "rank < wanted))", "rank <= wanted))", "given, with ties"),
+    (
+        "fmha/choose.h",
+        "return 0;\n  const uint32_t bits",
+        "return kForced - 1;\n  const uint32_t bits",
+        "given, not finite",
+    ),
+    ("fmha/choose.h", "score == 0.f ? 0.f : score", "score", "given, both zeros"),
+    ("fmha/sm80/index/main.cuh", "* w[e / 2]", "* w[e % 2]", "64 heads of fp8"),
+];
+
+/// Holds that a case passes on the sound kernels, and not with the fault in them.
+fn is_found(&(name, text, put, case): &Fault) {
+    let open = || fmha_cuda::open(0, Some("sm_80"));
+    let (Ok(_), Ok(device)) = (fmha_cuda::nvrtc::nvrtc(), open()) else { return println!("absent") };
+    let mut cases = given_cases().into_iter().chain(matrix_cases());
+    let case = cases.find(|it| it.name == case).unwrap();
+    case.holds(&device, true, None);
+    let compiler = device.precompiler().unwrap();
+    let problem = case.problem.clone().validate().unwrap();
+    let jobs = compiler.jobs(AnyProblem::Choose(&problem), &PlanOptions::default()).unwrap();
+    let mut broken = Vec::new();
+    for job in jobs {
+        let mut headers = job.source.headers().to_vec();
+        let Some(header) = headers.iter_mut().find(|header| header.name == name) else { continue };
+        assert_eq!(header.text.matches(text).count(), 1, "{name}: `{text}`");
+        header.text = header.text.replace(text, put).into();
+        let mut other = job.clone();
+        other.source = KernelSource::with(job.source.entry.clone(), headers);
+        let kernel = compiler.precompile(&other).unwrap();
+        broken.push(CompiledKernel { key: job.key(), ..(*kernel).clone() }.into());
+    }
+    assert!(!broken.is_empty(), "no kernel of {} includes {name}", case.name);
+    // Devices that are opened from here on take the broken kernels.
+    embed(Bundle::new("planted", broken));
+    let device = open().unwrap();
+    let held = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case.holds(&device, true, None)));
+    assert!(held.is_err(), "{}: `{put}` in {name} is not found", case.name);
+}
+
+#[test]
+fn each_planted_fault_is_found() {
+    for fault in 0..FAULTS.len() {
+        assert!(succeeds_apart(&[("CHOOSE_FAULT", &fault.to_string())]), "{:?}", FAULTS[fault]);
+    }
 }
 
 #[test]
 fn cdna_and_rdna_choose_as_the_definition_does() {
-    for arch in ["gfx942", "gfx1201"] {
+    for (arch, step) in [("gfx942", 1), ("gfx1201", 4)] {
         if let Some(device) = amd::open(arch, "the choice of keys") {
-            all_hold(&device);
+            all_hold(&device, step);
         }
     }
 }

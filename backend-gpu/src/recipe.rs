@@ -219,6 +219,11 @@ pub trait Facts: Send + Sync + 'static {
     /// Threads that a row kernel gives each row, in words and in number: `a warp`, 32.
     fn row_group(&self) -> (&'static str, u32);
 
+    /// Groups of threads that the device runs at a time, where each has a multiprocessor to itself.
+    fn groups_at_once(&self) -> u32 {
+        1
+    }
+
     /// A launch of such a kernel, under a name, over so many rows of so many elements.
     ///
     /// # Errors

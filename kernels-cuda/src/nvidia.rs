@@ -297,6 +297,10 @@ impl Facts for DeviceFacts {
         ("a warp", 32)
     }
 
+    fn groups_at_once(&self) -> u32 {
+        self.num_sms
+    }
+
     fn row_launch(
         &self,
         at: (Stage, &'static str),

@@ -18,7 +18,7 @@ pub fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
         OwnText::Combine => ["fmha/combine.cuh", "CombineParams p", "combine::merge<kSpec>(p);"],
         OwnText::Choose => {
-            ["fmha/common/choose.cuh", "ChooseParams p", "choose::choose_rows<choose::ChooseCta>(p);"]
+            ["fmha/common/choose.cuh", "ChooseParams p", "choose::choose_rows<choose::ChooseCta, kSpec>(p);"]
         }
         OwnText::UpdateCache => [
             "fmha/common/update_cache.cuh",

@@ -116,7 +116,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
         facts: &DeviceFacts,
     ) -> Result<Option<Launch>, String> {
         let tile = IndexTile::of(indexer, facts);
-        let blocks = keys.div_ceil(tile.block_n()).max(1);
+        let blocks = keys.div_ceil(tile.block_n());
         // Rows that share keys' registers, as long as every multiprocessor has some CTAs.
         let wanted = rows * blocks / (4 * u64::from(facts.num_sms)).max(1);
         let groups = blocks * rows.div_ceil(wanted.clamp(1, MOST_ROWS)).max(1);

@@ -8,6 +8,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
+use fmha_core::choose_params::IndexSpec;
 use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
@@ -23,8 +24,8 @@ use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::tile_list::TileOf;
 use fmha_kernels_cuda::{
-    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_lists_bwd, sm90, sm90_bwd, sm90_mla, sm100, sm100_bwd,
-    tile_list,
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_mla, sm100,
+    sm100_bwd, tile_list,
 };
 use libloading::Library;
 
@@ -917,6 +918,38 @@ fn lists_do_not_spill(arch: &str, kernels: Vec<(String, KernelSource)>, step: us
 /// Shared memory and multiprocessors of an A100 and of an H200.
 const LISTS_A100: Room = Room { smem_bytes: 166_912, num_sms: 108 };
 const LISTS_H200: Room = Room { smem_bytes: 232_448, num_sms: 132 };
+
+/// Kernels that score keys for an indexer, and that choose them.
+fn choosing_kernels(converts_fp8: bool) -> Vec<(String, KernelSource)> {
+    let (fp8, bf16) = (DType::E4m3Fn, DType::Bf16);
+    let spec = |dtype_q, dtype_k, num_heads, head_dim, k_scale| IndexSpec {
+        dtype_q,
+        dtype_k,
+        num_heads,
+        head_dim,
+        k_scale,
+        paged: k_scale,
+    };
+    let tile = |warp_keys| sm80_index::IndexTile { num_threads: 256, warp_keys, converts_fp8 };
+    let mut kernels: Vec<_> = [
+        ("index_64x128_fp8", spec(fp8, fp8, 64, 128, true), 32),
+        ("index_64x128_bf16", spec(bf16, bf16, 64, 128, false), 32),
+        ("index_4x128_bf16_fp8", spec(bf16, fp8, 4, 128, true), 32),
+        ("index_32x256_bf16", spec(bf16, bf16, 32, 256, false), 16),
+    ]
+    .map(|(name, spec, keys)| (name.to_owned(), sm80_index::source(&spec, &tile(keys))))
+    .into();
+    for step in 0..=5 {
+        kernels.push((format!("choose_step_{step}"), rows::source(RowKernel::Choose, &step)));
+    }
+    kernels
+}
+
+#[test]
+fn kernels_that_choose_keys_compile_without_spills() {
+    lists_do_not_spill("sm_80", choosing_kernels(false), 1);
+    lists_do_not_spill("sm_90a", choosing_kernels(true), 1);
+}
 
 #[test]
 fn a_sample_of_kernels_over_lists_compiles_without_spills() {

@@ -100,6 +100,10 @@ impl Facts for DeviceFacts {
         ("a wave", self.device.arch.wave_threads())
     }
 
+    fn groups_at_once(&self) -> u32 {
+        self.device.num_compute_units
+    }
+
     fn row_launch(
         &self,
         at: (Stage, &'static str),

@@ -29,7 +29,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
     let [include, params, call] = kernel.shared_text().unwrap_or_else(|own| match own {
         OwnText::Combine => ["fmha/combine.h", "CombineParams p", "combine<kSpec>(p);"],
         OwnText::Choose => {
-            ["fmha/amd/choose.h", "ChooseParams p", "choose::choose_rows<choose::ChooseGroup>(p);"]
+            ["fmha/amd/choose.h", "ChooseParams p", "choose::choose_rows<choose::ChooseGroup, kSpec>(p);"]
         }
         OwnText::UpdateCache => [
             "fmha/cdna/decode/update.h",

@@ -5,7 +5,8 @@
 
 use std::marker::PhantomData;
 
-use fmha_core::choose_params::{ChooseParams, IndexSpec, choose_params};
+use fmha_core::abi::DevPtr;
+use fmha_core::choose_params::{ChooseParams, IndexSpec, ROW_BINS, choose_params};
 use fmha_core::sparse::{Indexer, ScoreSource, ValidChoose};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, Workspace};
@@ -17,6 +18,13 @@ use crate::steps::Steps;
 
 /// Bytes of the scores of a chunk of rows, unless one row has more.
 const CHUNK_BYTES: u64 = 32 << 20;
+
+/// Most groups of threads to a row's list, and the fewest keys of each.
+const MOST_PARTS: u32 = 16;
+const LEAST_KEYS: u32 = 8192;
+
+/// Warps of a group that chooses, at most: waves are of 64 lanes, or of 32.
+const MOST_WARPS: u64 = 32;
 
 /// Most pieces of a launch.
 const MOST_PIECES: u64 = 1 << 31;
@@ -123,12 +131,16 @@ struct Chunk {
     keys: Option<u64>,
     /// Scores of blocks, where they are not an output.
     blocks: Option<u64>,
+    /// Groups of threads to a row's list.
+    parts: u32,
+    /// Bytes of the histograms of rows in parts. They lie first, since each run clears them; counts of runs follow.
+    zeroed: u64,
     bytes: u64,
 }
 
 impl Chunk {
     /// The chunk of a problem. `group`: lanes of a row kernel.
-    fn of(problem: &ValidChoose, group: u64) -> Self {
+    fn of(problem: &ValidChoose, group: u64, parts: impl Fn(u64) -> u32) -> Self {
         let has_blocks = problem.blocks.is_some();
         let key_bytes = 4 * u64::from(problem.seqlen_k);
         let block_bytes = 4 * u64::from(problem.num_entries());
@@ -138,15 +150,22 @@ impl Chunk {
         let widest = u64::from(problem.seqlen_k.max(problem.num_entries())).div_ceil(group).max(1);
         let by_pieces = (MOST_PIECES / group / widest).max(1);
         let rows = (CHUNK_BYTES / of_row.max(1)).clamp(1, problem.rows().max(1)).min(by_pieces);
-        let at = (rows * key_bytes).next_multiple_of(Workspace::ALIGN as u64);
-        let blocks_at = if keys { at } else { 0 };
-        let bytes = if blocks { blocks_at + rows * block_bytes } else { blocks_at };
-        Self { rows, keys: keys.then_some(0), blocks: blocks.then_some(blocks_at), bytes }
+        // Histograms are cleared once a run: for one chunk.
+        let parts = if rows >= problem.rows() && problem.topk > 0 { parts(rows) } else { 1 };
+        let whole = |bytes: u64| bytes.next_multiple_of(Workspace::ALIGN as u64);
+        let zeroed = if parts > 1 { whole(rows * ROW_BINS * 4) } else { 0 };
+        let counts = if parts > 1 { whole(rows * u64::from(parts) * MOST_WARPS * 8) } else { 0 };
+        let keys_at = zeroed + counts;
+        let blocks_at = keys_at + if keys { whole(rows * key_bytes) } else { 0 };
+        let bytes = blocks_at + if blocks { rows * block_bytes } else { 0 };
+        let (keys, blocks) = (keys.then_some(keys_at), blocks.then_some(blocks_at));
+        Self { rows, keys, blocks, parts, zeroed, bytes }
     }
 }
 
 impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
-    type Tile = ();
+    /// Groups of threads to a row's list; `None`: as many as serve.
+    type Tile = Option<u32>;
 
     fn about() -> About<ValidChoose> {
         About { is_fallback: S::IS_FALLBACK, ..About::new(S::NAME) }
@@ -159,22 +178,41 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
     fn fit(
         problem: &ValidChoose,
         _: &V::Facts,
-        options: &PlanOptions,
-        _: &TileOptions,
-    ) -> Result<(), Refusal> {
-        options.refuse_tile(S::NAME)?;
-        S::takes(problem.indexer()).map_err(|text| Refusal::new(S::NAME, text))
+        _: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Option<u32>, Refusal> {
+        let refuse = |text: String| Refusal::new(S::NAME, text);
+        S::takes(problem.indexer()).map_err(refuse)?;
+        let mut parts = None;
+        for (name, value) in fields {
+            if name != "parts" {
+                return Err(refuse(format!("tile {name}={value} is unknown (known: parts)")));
+            }
+            let number = value.parse().ok().filter(|parts| (1..=MOST_PARTS).contains(parts));
+            parts =
+                Some(number.ok_or_else(|| refuse(format!("tile parts={value} is not in 1..={MOST_PARTS}")))?);
+        }
+        Ok(parts)
     }
 
     fn plan(
-        (): (),
+        wanted: Option<u32>,
         problem: &ValidChoose,
         facts: &V::Facts,
         _: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |text: String| Refusal::new(S::NAME, text);
         let (group_name, group) = facts.row_group();
-        let chunk = Chunk::of(problem, group.into());
+        let chunk = Chunk::of(problem, group.into(), |rows| {
+            // A group has a multiprocessor to itself, and each launch has to be worth starting.
+            let there = u64::from(facts.groups_at_once()) / rows.max(1);
+            let by_keys = problem.num_entries() / LEAST_KEYS;
+            wanted.unwrap_or((there.min(MOST_PARTS.into()) as u32).min(by_keys).max(1))
+        });
+        if let Some(wanted) = wanted.filter(|&wanted| wanted != chunk.parts) {
+            let (rows, all, topk) = (chunk.rows, problem.rows(), problem.topk);
+            return Err(refuse(format!("tile parts={wanted}: {rows} of {all} rows at a time, topk {topk}")));
+        }
         let index = match problem.indexer() {
             Some(indexer) => {
                 S::launch(indexer, chunk.rows, problem.seqlen_k.into(), facts).map_err(refuse)?
@@ -190,8 +228,22 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
         }
         if problem.topk > 0 {
             let own = if after.is_empty() { stage(Stage::Lists) } else { Stage::Lists };
-            let at = (own, "choose_lists");
-            after.push(facts.row_launch(at, RowKernel::Choose, &1, [chunk.rows, 0]).map_err(refuse)?);
+            let steps: &[(i32, &'static str)] = match chunk.parts {
+                1 => &[(0, "choose_lists")],
+                _ => &[
+                    (1, "choose_digit"),
+                    (2, "choose_digit"),
+                    (3, "choose_digit"),
+                    (4, "choose_counts"),
+                    (5, "choose_lists"),
+                ],
+            };
+            let groups = chunk.rows * u64::from(chunk.parts);
+            for (at, (step, name)) in steps.iter().enumerate() {
+                let stage = if at == 0 { own } else { Stage::Lists };
+                let launch = facts.row_launch((stage, name), RowKernel::Choose, step, [groups, 0]);
+                after.push(launch.map_err(refuse)?);
+            }
         }
         let mut all = index.into_iter().chain(after);
         let Some(main) = all.next() else {
@@ -203,13 +255,16 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             ("rows at a time", format!("{} of {}", chunk.rows, problem.rows())),
         ];
         if problem.topk > 0 {
-            let words = format!("a group of threads to a row; {group_name} writes in order of positions");
+            let words = match chunk.parts {
+                1 => format!("a group of threads to a row; {group_name} writes a run of keys"),
+                parts => format!("{parts} groups of threads to a row; {group_name} writes a run of keys"),
+            };
             details.push(("lists", words));
         }
         Ok(Choice {
             kernel: Self { chunk, scores: PhantomData },
             launches,
-            workspace: Workspace { bytes: chunk.bytes, zeroed_bytes: 0 },
+            workspace: Workspace { bytes: chunk.bytes, zeroed_bytes: chunk.zeroed },
             // A row's scores have one order of sums, and counts are whole numbers.
             promises: Promises { row_invariant: true, ..deterministic_rows() },
             details,
@@ -241,7 +296,14 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             };
             let params = choose_params(problem, args, [keys, scores]);
             let row_end = problem.rows().min(row + chunk.rows) as i32;
-            let mut params = ChooseParams { row_begin: row as i32, row_end, ..params };
+            let mut params = ChooseParams {
+                row_begin: row as i32,
+                row_end,
+                parts: chunk.parts.cast_signed(),
+                bins: DevPtr::new(workspace),
+                runs: DevPtr::new(workspace + chunk.zeroed),
+                ..params
+            };
             // SAFETY: the kernels take one ChooseParams; core saw that its memory covers the problem, and the workspace
             // is as large as the plan said.
             unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream)? };

@@ -1,5 +1,6 @@
 // The list of a row: its `topk` greatest scores, ties to the lower position, NaN last, positions ascending, -1 after
-// them. A group of threads takes a row.
+// them. A group of threads takes a row, or, where there are few rows, several take parts of one in launches one after
+// another.
 //
 // A radix selection of 32-bit numbers that grow with the scores finds the smallest number that is in, and how many keys
 // of just that number are: digits of 8, 12 and 12 bits from the top, a histogram each. Counts are whole numbers, so
@@ -13,13 +14,20 @@
 
 namespace fmha::choose {
 
-// `Group`: a vendor's group of threads (`threads`, `thread()`, `index()`, `row()`, `barrier()`, `add()`), of warps of
+// What a launch does: everything, or one of the steps of several groups to a row, which add up in memory.
+constexpr int32_t kWhole = 0, kTopDigit = 1, kMiddleDigit = 2, kLowDigit = 3, kCounts = 4, kLists = 5;
+
+constexpr int32_t kTopBits = 8, kLowBits = 12, kTopBins = 1 << kTopBits, kLowBins = 1 << kLowBits;
+// Words of a row's histograms in memory.
+constexpr int32_t kRowBins = kTopBins + 2 * kLowBins;
+
+// `Group`: a vendor's group of threads (`threads`, `thread()`, `index()`, `number()`, `barrier()`, `add()`), of warps of
 // `count` lanes, with `ballot`, `bits_in` and `from`, a lane's value.
 template <class Group>
 struct RowChooser {
   static constexpr int32_t warps = Group::threads / Group::count;
-  static constexpr int32_t lanes = 32, top_bits = 8, low_bits = 12;
-  static constexpr int32_t num_words = max((1 << top_bits) * lanes, 1 << low_bits);
+  static constexpr int32_t lanes = 32;
+  static constexpr int32_t num_words = max(kTopBins * lanes, kLowBins);
   // Keys that a thread loads before it uses the first: the memory's latency is paid once for all of them.
   static constexpr int32_t ahead = 8;
 
@@ -32,7 +40,9 @@ struct RowChooser {
   const ChooseParams& p;
   Shared& shared;
   const float* scores;
-  Range entries;
+  Range entries;   // candidates of the row
+  int64_t row;     // of the launch, from 0
+  int32_t part;    // of the row's `p.parts`
 
   FMHA_DEVICE uint32_t number_of(int32_t j, float score) const {
     const bool is_in = j - entries.begin < p.forced_first || entries.end - j <= p.forced_last;
@@ -76,39 +86,65 @@ struct RowChooser {
     return before;
   }
 
-  // The digit of the smallest number that is in, of `wanted` keys whose digits above are `prefix`. Afterwards `wanted`
-  // are those still to be found among keys of that digit, of which there are as many as it gives.
+  // The keys of this group: a multiple of the lanes, but for the last part.
+  FMHA_DEVICE Range own() const {
+    const int64_t share = int64_t(round_up(ceil_div(entries.end - entries.begin, p.parts), Group::count));
+    const int64_t begin = entries.begin + part * share;
+    return {int32_t(min<int64_t>(begin, entries.end)), int32_t(min<int64_t>(begin + share, entries.end))};
+  }
+
+  FMHA_DEVICE uint32_t* bins_of_row() const { return p.bins + row * kRowBins; }
+
+  // Counts the digits of keys whose digits above are `prefix`, in shared memory.
   template <int32_t bits, bool is_top>
-  FMHA_DEVICE uint32_t find_digit(uint32_t& prefix, uint32_t& wanted, int32_t shift) const {
-    constexpr int32_t num_bins = 1 << bits, own_bins = (num_bins + Group::threads - 1) / Group::threads;
-    constexpr int32_t words = is_top ? num_bins * lanes : num_bins;
+  FMHA_DEVICE void count(Range keys, uint32_t prefix, int32_t shift) const {
+    constexpr int32_t num_bins = 1 << bits, words = is_top ? num_bins * lanes : num_bins;
     Group::barrier();
 #pragma unroll 1
     for (int32_t at = Group::thread(); at < words; at += Group::threads) shared.bins[at] = 0;
     Group::barrier();
-    walk(entries.begin, entries.end, Group::threads, Group::thread(), [&](int32_t, uint32_t number, bool there) {
+    walk(keys.begin, keys.end, Group::threads, Group::thread(), [&](int32_t, uint32_t number, bool there) {
       const uint32_t digit = number >> shift & (num_bins - 1);
       if constexpr (is_top) {
-        if (there) Group::add(shared.bins[digit * lanes + Group::thread() % lanes]);
+        if (there) Group::add(shared.bins[digit * lanes + Group::thread() % lanes], 1);
       } else {
-        if (there && number >> (shift + bits) == prefix) Group::add(shared.bins[digit]);
+        if (there && number >> (shift + bits) == prefix) Group::add(shared.bins[digit], 1);
       }
     });
     Group::barrier();
+  }
+
+  // What `count` has counted of a digit.
+  template <bool is_top>
+  FMHA_DEVICE uint32_t counted(int32_t bin) const {
+    if constexpr (!is_top) return shared.bins[bin];
+    uint32_t sum = 0;
+#pragma unroll 4
+    for (int32_t lane = 0; lane < lanes; ++lane) sum += shared.bins[bin * lanes + (lane + bin) % lanes];
+    return sum;
+  }
+
+  // Adds what this group has counted to the row's histogram in memory.
+  template <int32_t bits, bool is_top>
+  FMHA_DEVICE void add_up(uint32_t* bins) const {
+#pragma unroll 1
+    for (int32_t bin = Group::thread(); bin < 1 << bits; bin += Group::threads) {
+      const uint32_t found = counted<is_top>(bin);
+      if (found > 0) Group::add_in_memory(bins[bin], found);
+    }
+  }
+
+  // Puts the digit of the smallest number that is in behind `prefix`: of `wanted` keys, whose digits `count_of` counts.
+  // Afterwards `wanted` are those still to be found among keys of that digit.
+  template <int32_t bits, class CountOf>
+  FMHA_DEVICE void find(uint32_t& prefix, uint32_t& wanted, CountOf count_of) const {
+    constexpr int32_t num_bins = 1 << bits, own_bins = (num_bins + Group::threads - 1) / Group::threads;
     // The thread's own bins, from the greatest down.
     uint32_t counts[own_bins], own = 0;
 #pragma unroll
     for (int32_t i = 0; i < own_bins; ++i) {
       const int32_t bin = num_bins - 1 - (Group::thread() * own_bins + i);
-      counts[i] = 0;
-      if constexpr (is_top) {
-        if (bin >= 0) {
-#pragma unroll 4
-          for (int32_t lane = 0; lane < lanes; ++lane) counts[i] += shared.bins[bin * lanes + (lane + bin) % lanes];
-        }
-      } else {
-        if (bin >= 0) counts[i] = shared.bins[bin];
-      }
+      counts[i] = bin >= 0 ? count_of(bin) : 0;
       own += counts[i];
     }
     uint32_t before = sum_before(own);
@@ -121,71 +157,152 @@ struct RowChooser {
       before += counts[i];
     }
     Group::barrier();
-    const uint32_t digit = shared.digit;
-    prefix = prefix << bits | digit;
+    prefix = prefix << bits | shared.digit;
     wanted -= shared.above;
-    return digit;
+    Group::barrier();
   }
 
-  // Writes the list.
-  FMHA_DEVICE void run(int32_t* list) const {
-    const int32_t count = entries.end - entries.begin, thread = Group::thread();
-    if (count <= p.topk) {
-#pragma unroll 1
-      for (int32_t at = thread; at < p.topk; at += Group::threads) list[at] = at < count ? entries.begin + at : -1;
-      return;
-    }
-    uint32_t smallest = 0, wanted = uint32_t(p.topk);
-    find_digit<top_bits, true>(smallest, wanted, 32 - top_bits);
-    find_digit<low_bits, false>(smallest, wanted, low_bits);
-    find_digit<low_bits, false>(smallest, wanted, 0);
+  // As `find`, of counts in memory.
+  template <int32_t bits>
+  FMHA_DEVICE void find_in_memory(uint32_t& prefix, uint32_t& wanted, const uint32_t* bins) const {
+    find<bits>(prefix, wanted, [&](int32_t bin) { return bins[bin]; });
+  }
 
-    // Each warp's run of keys; a multiple of the lanes, so that positions ascend with the lanes.
-    const int32_t warp = thread / Group::count, lane = Group::index();
-    const int64_t share = int64_t(round_up(ceil_div(count, warps), Group::count));
-    const int32_t first = int32_t(min<int64_t>(entries.begin + warp * share, entries.end));
-    const int32_t end = int32_t(min<int64_t>(first + share, entries.end));
-    uint32_t greater = 0, equal = 0;
-    walk(first, end, Group::count, lane, [&](int32_t, uint32_t number, bool there) {
-      greater += uint32_t(Group::bits_in(Group::ballot(there && number > smallest)));
-      equal += uint32_t(Group::bits_in(Group::ballot(there && number == smallest)));
-    });
-    Group::barrier();
-    if (lane == 0) {
-      shared.sums[2 * warp] = greater;
-      shared.sums[2 * warp + 1] = equal;
-    }
-    Group::barrier();
-    uint32_t greater_before = 0, equal_before = 0;
+  // The whole list of a row that has no more candidates than entries.
+  FMHA_DEVICE bool has_all(int32_t* list) const {
+    const int32_t count = entries.end - entries.begin;
+    if (count > p.topk) return false;
+    if (part == 0 && list) {
 #pragma unroll 1
-    for (int32_t w = 0; w < warp; ++w) {
-      greater_before += shared.sums[2 * w];
-      equal_before += shared.sums[2 * w + 1];
+      for (int32_t at = Group::thread(); at < p.topk; at += Group::threads)
+        list[at] = at < count ? entries.begin + at : -1;
     }
+    return true;
+  }
+
+  // The warp's run of the group's keys: a multiple of the lanes, so that positions ascend with the lanes.
+  FMHA_DEVICE Range run_of_warp() const {
+    const Range keys = own();
+    const int64_t share = int64_t(round_up(ceil_div(keys.end - keys.begin, warps), Group::count));
+    const int64_t begin = keys.begin + Group::thread() / Group::count * share;
+    return {int32_t(min<int64_t>(begin, keys.end)), int32_t(min<int64_t>(begin + share, keys.end))};
+  }
+
+  // Keys of the warp's run that are greater than the smallest number that is in, and equal to it.
+  struct Counts {
+    uint32_t greater, equal;
+  };
+  FMHA_DEVICE Counts count_run(uint32_t smallest) const {
+    const Range run = run_of_warp();
+    Counts counts = {0, 0};
+    walk(run.begin, run.end, Group::count, Group::index(), [&](int32_t, uint32_t number, bool there) {
+      counts.greater += uint32_t(Group::bits_in(Group::ballot(there && number > smallest)));
+      counts.equal += uint32_t(Group::bits_in(Group::ballot(there && number == smallest)));
+    });
+    return counts;
+  }
+
+  // Writes what the warp's run has of the list, behind what runs before it have; of equal numbers `wanted` are in.
+  FMHA_DEVICE void write_run(int32_t* list, uint32_t smallest, uint32_t wanted, Counts before) const {
+    const Range run = run_of_warp();
+    const int32_t lane = Group::index();
     const auto one = decltype(Group::ballot(true))(1);
     const auto lower = (one << lane) - 1;
-    walk(first, end, Group::count, lane, [&](int32_t j, uint32_t number, bool there) {
+    walk(run.begin, run.end, Group::count, lane, [&](int32_t j, uint32_t number, bool there) {
       const auto greaters = Group::ballot(there && number > smallest);
       const auto equals = Group::ballot(there && number == smallest);
-      const uint32_t rank = equal_before + uint32_t(Group::bits_in(equals & lower));
-      const uint32_t at = greater_before + uint32_t(Group::bits_in(greaters & lower)) + min(rank, wanted);
+      const uint32_t rank = before.equal + uint32_t(Group::bits_in(equals & lower));
+      const uint32_t at = before.greater + uint32_t(Group::bits_in(greaters & lower)) + min(rank, wanted);
       if (there && (number > smallest || (number == smallest && rank < wanted))) list[at] = j;
-      greater_before += uint32_t(Group::bits_in(greaters));
-      equal_before += uint32_t(Group::bits_in(equals));
+      before.greater += uint32_t(Group::bits_in(greaters));
+      before.equal += uint32_t(Group::bits_in(equals));
     });
+  }
+
+  // A row's list by one group.
+  FMHA_DEVICE void whole(int32_t* list) const {
+    if (has_all(list)) return;
+    uint32_t smallest = 0, wanted = uint32_t(p.topk);
+    count<kTopBits, true>(entries, 0, 32 - kTopBits);
+    find<kTopBits>(smallest, wanted, [&](int32_t bin) { return counted<true>(bin); });
+    count<kLowBits, false>(entries, smallest, kLowBits);
+    find<kLowBits>(smallest, wanted, [&](int32_t bin) { return counted<false>(bin); });
+    count<kLowBits, false>(entries, smallest, 0);
+    find<kLowBits>(smallest, wanted, [&](int32_t bin) { return counted<false>(bin); });
+    const int32_t warp = Group::thread() / Group::count;
+    const Counts counts = count_run(smallest);
+    if (Group::index() == 0) {
+      shared.sums[2 * warp] = counts.greater;
+      shared.sums[2 * warp + 1] = counts.equal;
+    }
+    Group::barrier();
+    Counts before = {0, 0};
+#pragma unroll 1
+    for (int32_t w = 0; w < warp; ++w) {
+      before.greater += shared.sums[2 * w];
+      before.equal += shared.sums[2 * w + 1];
+    }
+    write_run(list, smallest, wanted, before);
+  }
+
+  // One step of several groups to a row. Each finds the digits that launches before it have counted.
+  template <int32_t step>
+  FMHA_DEVICE void of_part(int32_t* list) const {
+    if (has_all(step == kLists ? list : nullptr)) return;
+    uint32_t* bins = bins_of_row();
+    uint32_t smallest = 0, wanted = uint32_t(p.topk);
+    if constexpr (step > kTopDigit) find_in_memory<kTopBits>(smallest, wanted, bins);
+    if constexpr (step > kMiddleDigit) find_in_memory<kLowBits>(smallest, wanted, bins + kTopBins);
+    if constexpr (step > kLowDigit) find_in_memory<kLowBits>(smallest, wanted, bins + kTopBins + kLowBins);
+    if constexpr (step == kTopDigit) {
+      count<kTopBits, true>(own(), 0, 32 - kTopBits);
+      add_up<kTopBits, true>(bins);
+    } else if constexpr (step == kMiddleDigit) {
+      count<kLowBits, false>(own(), smallest, kLowBits);
+      add_up<kLowBits, false>(bins + kTopBins);
+    } else if constexpr (step == kLowDigit) {
+      count<kLowBits, false>(own(), smallest, 0);
+      add_up<kLowBits, false>(bins + kTopBins + kLowBins);
+    } else {
+      // Counts of a row's runs, in their order.
+      const int32_t run = part * warps + Group::thread() / Group::count, lane = Group::index();
+      uint32_t* runs = p.runs + row * p.parts * warps * 2;
+      if constexpr (step == kCounts) {
+        const Counts counts = count_run(smallest);
+        if (lane == 0) {
+          runs[2 * run] = counts.greater;
+          runs[2 * run + 1] = counts.equal;
+        }
+      } else {
+        Counts before = {0, 0};
+#pragma unroll 1
+        for (int32_t at = lane; at < run; at += Group::count) {
+          before.greater += runs[2 * at];
+          before.equal += runs[2 * at + 1];
+        }
+#pragma unroll
+        for (int32_t lanes_apart = 1; lanes_apart < Group::count; lanes_apart *= 2) {
+          before.greater += Group::from(before.greater, lane ^ lanes_apart);
+          before.equal += Group::from(before.equal, lane ^ lanes_apart);
+        }
+        write_run(list, smallest, wanted, before);
+      }
+    }
   }
 };
 
-// The launch of a vendor's groups: a row each.
-template <class Group>
+// The launch of a vendor's groups: `p.parts` of them to a row.
+template <class Group, int32_t step>
 FMHA_DEVICE void choose_rows(const ChooseParams& p) {
   using Chooser = RowChooser<Group>;
   __shared__ typename Chooser::Shared shared;
-  const int64_t row = int64_t(p.row_begin) + Group::row();
-  if (row >= p.row_end) return;
-  const float* scores = p.scores + (row - p.row_begin) * p.num_entries;
-  const Chooser chooser{p, shared, scores, entries_of(p, int32_t(row))};
-  chooser.run(p.indices + row * p.topk);
+  const int64_t row = Group::number() / p.parts;
+  if (p.row_begin + row >= p.row_end) return;
+  const Range entries = entries_of(p, int32_t(p.row_begin + row));
+  const Chooser chooser{p, shared, p.scores + row * p.num_entries, entries, row, int32_t(Group::number() % p.parts)};
+  int32_t* list = p.indices + (p.row_begin + row) * p.topk;
+  if constexpr (step == kWhole) chooser.whole(list);
+  else chooser.template of_part<step>(list);
 }
 
 }  // namespace fmha::choose

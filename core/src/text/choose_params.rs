@@ -41,6 +41,9 @@ impl IndexSpec {
     }
 }
 
+/// Words of a row's histograms: `kRowBins`.
+pub const ROW_BINS: u64 = (1 << 8) + 2 * (1 << 12);
+
 abi_struct! {
     /// Parameters of the launches of a choice. Rows are tokens; a launch takes rows `row_begin .. row_end`.
     pub struct ChooseParams {
@@ -66,6 +69,10 @@ abi_struct! {
         pub scores: DevPtr<f32>,
         /// Lists, `[rows, topk]`: row 0 first.
         pub indices: DevPtr<i32>,
+        /// Histograms of rows that several groups share, `[rows of the launch, ROW_BINS]`.
+        pub bins: DevPtr<u32>,
+        /// Counts of the runs of keys of such rows, `[rows of the launch, parts, warps, 2]`.
+        pub runs: DevPtr<u32>,
         /// Stride of k from a sequence or page to the next, elements.
         pub k_outer: i64,
         /// Stride of k from a key to the next.
@@ -106,6 +113,10 @@ abi_struct! {
         pub per_compressed: i32,
         /// Whether scores of what is no candidate are written, -inf.
         pub fills: i32,
+        /// Groups of threads to a row's list.
+        pub parts: i32,
+        /// 0.
+        pub reserved: i32,
     }
 }
 
@@ -149,6 +160,8 @@ pub fn choose_params(
         key_scores: DevPtr::new(key_scores),
         scores: DevPtr::new(scores),
         indices: DevPtr::new(indices),
+        bins: DevPtr::NULL,
+        runs: DevPtr::NULL,
         k_outer,
         k_key,
         scale_outer,
@@ -173,6 +186,8 @@ pub fn choose_params(
         per_block,
         per_compressed,
         fills: problem.write_scores.into(),
+        parts: 1,
+        reserved: 0,
     }
 }
 

@@ -39,6 +39,11 @@ FMHA_DEVICE void ds_add_u32(uint32_t& word, uint32_t x) {
   __hip_atomic_fetch_add(&word, x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
 }
 
+// needs: gfx90a. GLOBAL_ATOMIC_ADD, CDNA3 ISA 12.15: adds to a word of memory, whatever other workgroups add.
+FMHA_DEVICE void global_atomic_add(uint32_t& word, uint32_t x) {
+  __hip_atomic_fetch_add(&word, x, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+
 #if defined(__gfx950__)
 // needs: gfx950. V_PERMLANE32_SWAP_B32, CDNA4 ISA 12.8: {low half of a and b, high half of a and b}.
 FMHA_DEVICE u32x2 v_permlane32_swap_b32(uint32_t a, uint32_t b) {
