@@ -11,7 +11,7 @@ import torch
 
 import fmha
 import fmha.sdpa
-from fmha import _arguments, _marks, _serving, bert_padding, flash_mla, flex
+from fmha import _arguments, _marks, _serving, bert_padding, flash_mla, flex, sparse
 from fmha import flash_attn as fa2, flash_attn_3 as fa3, flash_attn_4 as fa4
 from reference import DEVICE, appends_in_f32, offsets, tensors
 from test_engines import Mode, Pool, layer, sglang, vllm, vllm_batch  # noqa: F401
@@ -663,6 +663,91 @@ def combine():
 def add_parts():
     cases = dict(o=changes(torch.randn(2, 7, 4, 16)), dtype_o=changes("bfloat16"))
     return Door(fmha.add_parts, dict(o_parts=torch.randn(3, 2, 7, 4, 16)), cases)
+
+
+def range_cases(rows):
+    """Keywords of the candidates of ``rows`` queries over 12 keys or more; causal candidates are the plain ones."""
+    first, end = torch.full((1, rows), 2, dtype=torch.int32), torch.full((1, rows), 9, dtype=torch.int32)
+    return dict(
+        first=[changes(first, first - 1, end=end), refused(first)],
+        end=[changes(end, end - 1, first=first), refused(end)],
+        seqused_k=[changes(i32(8)), refused(i32(8, 8))],
+    )
+
+
+def indexed():
+    """An indexer's operands, and the cases that all of its functions have."""
+    q, k, weights = torch.randn(1, 3, 2, 16), torch.randn(1, 12, 16), torch.rand(1, 3, 2)
+    scale, table = torch.rand(1, 12), i32(2, 0, 1).view(1, 3)
+    cases = dict(
+        range_cases(3),
+        k_scale=[changes(scale), refused(torch.rand(1, 13))],
+        block_table=[
+            changes(table, table.flip(1), k=k.view(3, 4, 16)),
+            refused(table.long(), k=k.view(3, 4, 16)),
+        ],
+        causal=changes(False),
+        block=[changes(4), refused(-1)],
+        allow_fallback=hint(True, "the CPU has one kernel"),
+        kernel=refused("sm80_index"),
+    )
+    return dict(q=q, k=k, weights=weights), cases
+
+
+@door
+def index_scores():
+    return Door(sparse.index_scores, *indexed())
+
+
+@door
+def index_lists():
+    base, cases = indexed()
+    more = dict(
+        first_blocks=[changes(1, block=3), refused(1), refused(5, "blocks.first 5", block=3)],
+        last_blocks=[changes(1, block=3), refused(1), refused(5, "blocks.last 5", block=3)],
+        out=[hint(torch.zeros(1, 3, 1, dtype=torch.int32), "the same lists"), refused(torch.zeros(1, 3, 1), "indices")],
+    )
+    # The first block and the last have the lowest scores.
+    base["k"][:, :3] = base["k"][:, 9:] = 0
+    return Door(sparse.index_lists, dict(base, topk=1, causal=False), dict(cases, **more, causal=changes(True)))
+
+
+def given_scores(function, **base):
+    scores = torch.rand(1, 3, 12)
+    scores[..., :3] = scores[..., 9:] = -1
+    return Door(function, dict(scores=scores, **base), dict(range_cases(3), causal=changes(True)))
+
+
+@door
+def choose():
+    own = given_scores(sparse.choose, topk=6)
+    out = torch.zeros(1, 3, 6, dtype=torch.int32)
+    return own._replace(cases=dict(own.cases, out=[hint(out, "the same lists"), refused(out.long(), "indices")]))
+
+
+@door
+def choose_blocks():
+    own = given_scores(sparse.choose_blocks, topk=1, block=3)
+    out = torch.zeros(1, 3, 1, dtype=torch.int32)
+    more = dict(
+        first_blocks=[changes(1), refused(5, "blocks.first 5")],
+        last_blocks=[changes(1), refused(5, "blocks.last 5")],
+        out=[hint(out, "the same lists"), refused(out.long(), "indices")],
+    )
+    return own._replace(cases=dict(own.cases, **more))
+
+
+@door
+def block_maxima():
+    return given_scores(sparse.block_maxima, block=3)
+
+
+@door
+def block_sums():
+    cases = dict(
+        compressed=[changes(16), refused(0)], stride=[changes(8), refused(7)], selected=[changes(32), refused(40)]
+    )
+    return Door(sparse.block_sums, dict(probabilities=torch.rand(1, 2, 12), num_blocks=3), cases)
 
 
 @door
