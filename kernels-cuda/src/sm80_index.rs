@@ -4,7 +4,7 @@
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::choose_params::IndexSpec;
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::sparse::{IndexStrides, Indexer};
+use fmha_core::sparse::{IndexStrides, Indexer, ValidChoose};
 use fmha_core::{DType, abi_spec};
 use fmha_gpu::{Grid, Launch, Operand, ScoresIndex, Stage};
 
@@ -13,8 +13,11 @@ use crate::nvidia::{DeviceFacts, Nvidia, row_launch};
 /// The kernel's name.
 pub const NAME: &str = "sm80_index";
 
-/// Threads of a CTA.
+/// Threads of a CTA, half of them where a sequence has few rows.
 const NUM_THREADS: u32 = 256;
+
+/// Rows of a sequence from which on a CTA has all of its threads.
+const SHORT_ROWS: u32 = 8;
 
 /// Shared memory that a kernel has without asking for more, bytes.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -35,10 +38,12 @@ abi_spec! {
 }
 
 impl IndexTile {
-    fn of(indexer: &Indexer, facts: &DeviceFacts) -> Self {
+    fn of(indexer: &Indexer, num_threads: u32, facts: &DeviceFacts) -> Self {
         // A thread has head_dim / 4 registers of eight keys: 32 keys of 128 elements are 64.
         let warp_keys = if indexer.head_dim <= 128 { 32 } else { 16 };
-        Self { num_threads: NUM_THREADS as i32, warp_keys, converts_fp8: facts.instructions.converts_fp8 }
+        // A thread has the weight of one head.
+        let num_threads = num_threads.max(padded_heads(indexer).next_multiple_of(64)) as i32;
+        Self { num_threads, warp_keys, converts_fp8: facts.instructions.converts_fp8 }
     }
 
     fn block_n(&self) -> u64 {
@@ -110,18 +115,22 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
     }
 
     fn launch(
+        problem: &ValidChoose,
         indexer: &Indexer,
         rows: u64,
-        keys: u64,
         facts: &DeviceFacts,
     ) -> Result<Option<Launch>, String> {
-        let tile = IndexTile::of(indexer, facts);
-        let blocks = keys.div_ceil(tile.block_n());
-        // Rows that share keys' registers, as long as every multiprocessor has some CTAs.
+        // Rows of one sequence share keys' registers. Where they are few, small CTAs, more of which a multiprocessor
+        // holds, load keys while others multiply.
+        let is_short = problem.seqlen_q < SHORT_ROWS;
+        let tile = IndexTile::of(indexer, if is_short { NUM_THREADS / 2 } else { NUM_THREADS }, facts);
+        let blocks = u64::from(problem.seqlen_k).div_ceil(tile.block_n());
+        // As long as every multiprocessor has some CTAs.
         let wanted = rows * blocks / (4 * u64::from(facts.num_sms)).max(1);
-        let groups = blocks * rows.div_ceil(wanted.clamp(1, MOST_ROWS)).max(1);
+        let most = MOST_ROWS.min(problem.seqlen_q.into()).max(1);
+        let groups = blocks * rows.div_ceil(wanted.clamp(1, most)).max(1);
         let groups = i32::try_from(groups).map_err(|_| format!("{groups} CTAs are more than a grid has"))?;
-        let grid = Grid::new(groups.unsigned_abs(), NUM_THREADS);
+        let grid = Grid::new(groups.unsigned_abs(), tile.num_threads.unsigned_abs());
         let launch = row_launch((Stage::Main, NAME), source(&IndexSpec::of(indexer), &tile), grid, facts);
         Ok(Some(launch))
     }
@@ -142,7 +151,8 @@ pub fn source(spec: &IndexSpec, tile: &IndexTile) -> KernelSource {
     let entry = Entry {
         include: "fmha/sm80/index/main.cuh",
         constants: &[("kSpec", spec), ("kTile", tile)],
-        bounds: &format!("__launch_bounds__({NUM_THREADS}, 2)"),
+        // Registers of a thread: 168, or more where one CTA has a multiprocessor; 128 would spill.
+        bounds: &format!("__launch_bounds__({}, {})", tile.num_threads, 384 / tile.num_threads),
         params: "const __grid_constant__ ChooseParams p",
         call: "sm80::index_scores<kSpec, kTile>(p);",
     };

@@ -930,14 +930,15 @@ fn choosing_kernels(converts_fp8: bool) -> Vec<(String, KernelSource)> {
         k_scale,
         paged: k_scale,
     };
-    let tile = |warp_keys| sm80_index::IndexTile { num_threads: 256, warp_keys, converts_fp8 };
+    let tile = |warp_keys, num_threads| sm80_index::IndexTile { num_threads, warp_keys, converts_fp8 };
     let mut kernels: Vec<_> = [
-        ("index_64x128_fp8", spec(fp8, fp8, 64, 128, true), 32),
-        ("index_64x128_bf16", spec(bf16, bf16, 64, 128, false), 32),
-        ("index_4x128_bf16_fp8", spec(bf16, fp8, 4, 128, true), 32),
-        ("index_32x256_bf16", spec(bf16, bf16, 32, 256, false), 16),
+        ("index_64x128_fp8", spec(fp8, fp8, 64, 128, true), 32, 256),
+        ("index_64x128_fp8_short", spec(fp8, fp8, 64, 128, true), 32, 128),
+        ("index_64x128_bf16", spec(bf16, bf16, 64, 128, false), 32, 256),
+        ("index_4x128_bf16_fp8", spec(bf16, fp8, 4, 128, true), 32, 128),
+        ("index_32x256_bf16", spec(bf16, bf16, 32, 256, false), 16, 256),
     ]
-    .map(|(name, spec, keys)| (name.to_owned(), sm80_index::source(&spec, &tile(keys))))
+    .map(|(name, spec, keys, threads)| (name.to_owned(), sm80_index::source(&spec, &tile(keys, threads))))
     .into();
     for step in 0..=5 {
         kernels.push((format!("choose_step_{step}"), rows::source(RowKernel::Choose, &step)));

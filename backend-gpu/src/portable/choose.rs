@@ -55,11 +55,16 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         1
     }
 
-    /// The launch over so many rows of so many keys; `None` where scores are given.
+    /// The launch over so many rows of a problem with this indexer; `None` where scores are given.
     ///
     /// # Errors
     /// The fields that make more groups than a grid has.
-    fn launch(indexer: &Indexer, rows: u64, keys: u64, facts: &V::Facts) -> Result<Option<Launch>, String>;
+    fn launch(
+        problem: &ValidChoose,
+        indexer: &Indexer,
+        rows: u64,
+        facts: &V::Facts,
+    ) -> Result<Option<Launch>, String>;
 
     /// How it computes, for readers.
     fn words() -> &'static str;
@@ -80,7 +85,7 @@ impl<V: Vendor> ScoresIndex<V> for NoIndexer {
         }
     }
 
-    fn launch(_: &Indexer, _: u64, _: u64, _: &V::Facts) -> Result<Option<Launch>, String> {
+    fn launch(_: &ValidChoose, _: &Indexer, _: u64, _: &V::Facts) -> Result<Option<Launch>, String> {
         Ok(None)
     }
 
@@ -104,8 +109,13 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
         }
     }
 
-    fn launch(indexer: &Indexer, rows: u64, keys: u64, facts: &V::Facts) -> Result<Option<Launch>, String> {
-        let pieces = rows * keys.div_ceil(facts.row_group().1.into());
+    fn launch(
+        problem: &ValidChoose,
+        indexer: &Indexer,
+        rows: u64,
+        facts: &V::Facts,
+    ) -> Result<Option<Launch>, String> {
+        let pieces = rows * u64::from(problem.seqlen_k.div_ceil(facts.row_group().1));
         let spec = IndexSpec::of(indexer);
         let name = <Self as ScoresIndex<V>>::NAME;
         facts.row_launch((Stage::Main, name), RowKernel::IndexScores, &spec, [pieces, 0]).map(Some)
@@ -214,9 +224,7 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             return Err(refuse(format!("tile parts={wanted}: {rows} of {all} rows at a time, topk {topk}")));
         }
         let index = match problem.indexer() {
-            Some(indexer) => {
-                S::launch(indexer, chunk.rows, problem.seqlen_k.into(), facts).map_err(refuse)?
-            }
+            Some(indexer) => S::launch(problem, indexer, chunk.rows, facts).map_err(refuse)?,
             None => None,
         };
         let stage = |own| if index.is_some() { own } else { Stage::Main };
