@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import weakref
 from ctypes import c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Dict, Optional, Tuple
 
@@ -64,9 +65,8 @@ class _Plan:
     def __init__(self, handle: c_void_p) -> None:
         self.handle = handle
         self.workspace: int = _library.fmha_plan_workspace_bytes(handle)
-
-    def __del__(self) -> None:
-        _library.fmha_drop(self.handle)
+        # An interpreter that ends leaves plans to the process' end.
+        weakref.finalize(self, _library.fmha_drop, handle).atexit = False
 
 
 @functools.lru_cache(maxsize=256)
@@ -162,6 +162,13 @@ class _Call:
             self.call.workspace_bytes = plan.workspace
         _c.check(_library.fmha_run_choose(plan.handle, ctypes.byref(self.call)))
         del scratch
+
+
+def _count(name: str, value: Any) -> int:
+    count: int = _integer(name, value)
+    if count < 0:
+        raise ValueError(f"{name} {count} is below 0")
+    return count
 
 
 def _dtype_code(name: str, tensor: torch.Tensor) -> int:
@@ -290,7 +297,7 @@ def index_lists(
     it = _indexer(q, k, weights, k_scale, block_table, causal, first, end, seqused_k)
     _blocks(it, _integer("block", block), first_blocks, last_blocks)
     it.numbers(topk=topk)
-    lists = it.write("indices", (*q.shape[:2], topk), torch.int32, out)
+    lists = it.write("indices", (*q.shape[:2], _count("topk", topk)), torch.int32, out)
     it.run(kernel, allow_fallback)
     return lists
 
@@ -333,13 +340,13 @@ def choose_blocks(
     last_blocks: int = 0,
     out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """As :func:`choose`, of blocks of ``block`` keys, whose score is the greatest of their candidates'; a ``block`` of 1
-    lists what ``scores`` are of, with the first and the last ones in."""
+    """As :func:`choose`, of blocks of ``block`` keys, whose score is the greatest of their candidates'. A ``block`` of
+    1 lists what ``scores`` are of, with the first and the last ones in."""
     it = _given(scores, "scores")
     it.candidates(causal, first, end, seqused_k)
     _blocks(it, _integer("block", block), first_blocks, last_blocks)
     it.numbers(topk=topk)
-    lists = it.write("indices", (*scores.shape[:2], topk), torch.int32, out)
+    lists = it.write("indices", (*scores.shape[:2], _count("topk", topk)), torch.int32, out)
     it.run(None, False)
     return lists
 
@@ -353,8 +360,8 @@ def block_maxima(
     end: Optional[torch.Tensor] = None,
     seqused_k: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """The greatest score of each block's candidates, f32 ``[batch, seqlen_q, blocks]``: -inf of a block without one, NaN
-    where one is NaN."""
+    """The greatest score of each block's candidates, f32 ``[batch, seqlen_q, blocks]``: -inf of a block without one,
+    NaN where one is NaN."""
     it = _given(scores, "scores")
     it.candidates(causal, first, end, seqused_k)
     if _integer("block", block) < 1:
@@ -376,7 +383,7 @@ def block_sums(
     it.numbers(compressed=compressed, stride=stride, selected=selected, num_blocks=num_blocks)
     if compressed < 1:
         raise ValueError(f"compressed {compressed} is not at least 1")
-    sums = it.write("scores", (*probabilities.shape[:2], num_blocks), torch.float32)
+    sums = it.write("scores", (*probabilities.shape[:2], _count("num_blocks", num_blocks)), torch.float32)
     it.run(None, False)
     return sums
 
