@@ -2,9 +2,8 @@
 
 Each row draws an indexer's operands by the seed. Its scores are first held to float64 at some tokens, its lists to
 torch.topk of those scores (the same values, ascending positions) and to a second run. Then calls are timed inside a
-graph, with L2 full of other keys where they fit twice, and the median is printed: microseconds, TB/s of the indexer's
-keys read once, TFLOP/s of 2 num_heads head_dim a candidate, and the time of torch's own (matmul, relu, sum, topk, sort) in
-the same run. The exit status is 1 if a row was wrong. FMHA_NATIVE names the library where it is not in target/release.
+graph with the L2 full of other numbers, and the median is printed: microseconds, TB/s of the indexer's keys read once,
+TFLOP/s of 2 num_heads head_dim a candidate, and the time of torch's own (matmul, relu, sum, topk, sort) in the same run. The exit status is 1 if a row was wrong. FMHA_NATIVE names the library where it is not in target/release.
 """
 
 from __future__ import annotations
@@ -99,9 +98,8 @@ class Operands:
 
     def lists(self, row: Row, out: torch.Tensor | None = None) -> torch.Tensor:
         more = {"block": row.block, "last_blocks": 1} if row.block else {}
-        return sparse.index_lists(
-            self.q, self.k, self.weights, row.topk, k_scale=self.k_scale, kernel=arguments.kernel, out=out, **more, **self.more
-        )
+        more.update(self.more, k_scale=self.k_scale, kernel=arguments.kernel, out=out)
+        return sparse.index_lists(self.q, self.k, self.weights, row.topk, **more)
 
     def torchs(self, row: Row) -> torch.Tensor:
         """The lists by torch: rows at a time whose products are half a gigabyte."""

@@ -2,6 +2,9 @@
 //! [`KeyLists`](crate::KeyLists) and [`SeqArgs::indices`](crate::SeqArgs::indices) take. The other functions compute by
 //! definition; blocks and losses are small beside attention.
 //!
+//! On any device [`Device::plan_choose`](crate::Device::plan_choose) plans a [`ChooseProblem`]: an indexer's scores or
+//! given ones, of keys or of blocks, and the lists of the greatest. The plan says how much workspace a run needs.
+//!
 //! ```
 //! use fmha::sparse::{Candidates, IndexArgs, IndexCall, IndexProblem, index_lists};
 //! use fmha::{DType, DevSlice};
@@ -25,8 +28,9 @@ use fmha_core::host_memory::filled;
 use fmha_cpu::CpuBackend;
 
 pub use fmha_core::sparse::{
-    BlockOverlap, Candidates, IndexArgs, IndexCall, IndexGradients, IndexProblem, block_maxima, block_sums,
-    choose, choose_blocks, index_gradients, index_loss,
+    BlockOverlap, BlockScore, CandidateKind, Candidates, ChooseProblem, ChosenBlocks, IndexArgs, IndexCall,
+    IndexGradients, IndexKeys, IndexProblem, IndexStrides, Indexer, ScoreSource, ValidChoose, block_maxima,
+    block_sums, choose, choose_blocks, index_gradients, index_loss,
 };
 
 /// The scores of an indexer, f32 `[batch, seqlen_q, seqlen_k]`; -inf where a key is no candidate of a query.

@@ -63,8 +63,8 @@ pub enum RowKernel {
     IndexScores,
     /// Scores of blocks, of any literal: a group of lanes takes as many of them.
     BlockScores,
-    /// Lists of the greatest scores, of an i32 that says which step of them (`choose_row.h`): a group of threads takes a
-    /// row, or a part of one.
+    /// Lists of the greatest scores, of an i32 that says which step of them (`choose_row.h`): a group of threads takes
+    /// a row, or a part of one.
     Choose,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,

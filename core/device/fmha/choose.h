@@ -98,7 +98,8 @@ FMHA_DEVICE void index_keys(const ChooseParams& p, int64_t at) {
 // The greatest score of a block's candidates; -inf without one, NaN where one is NaN.
 FMHA_DEVICE float block_maximum(const ChooseParams& p, const float* scores, Range keys, int32_t b) {
   const int64_t begin = int64_t(b) * p.block;
-  const int32_t first = int32_t(max<int64_t>(begin, keys.begin)), end = int32_t(min<int64_t>(begin + p.block, keys.end));
+  const int32_t first = int32_t(max<int64_t>(begin, keys.begin));
+  const int32_t end = int32_t(min<int64_t>(begin + p.block, keys.end));
   float greatest = -infinity();
 #pragma unroll 1
   for (int32_t j = first; j < end; ++j) {

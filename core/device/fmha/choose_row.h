@@ -14,15 +14,15 @@
 
 namespace fmha::choose {
 
-// What a launch does: everything, or one of the steps of several groups to a row, which add up in memory.
+// Steps: a launch does everything, or one step of several groups to a row, which add up in memory.
 constexpr int32_t kWhole = 0, kTopDigit = 1, kMiddleDigit = 2, kLowDigit = 3, kCounts = 4, kLists = 5;
 
 constexpr int32_t kTopBits = 8, kLowBits = 12, kTopBins = 1 << kTopBits, kLowBins = 1 << kLowBits;
 // Words of a row's histograms in memory.
 constexpr int32_t kRowBins = kTopBins + 2 * kLowBins;
 
-// `Group`: a vendor's group of threads (`threads`, `thread()`, `index()`, `number()`, `barrier()`, `add()`), of warps of
-// `count` lanes, with `ballot`, `bits_in` and `from`, a lane's value.
+// `Group`: a vendor's group of threads (`threads`, `thread()`, `index()`, `number()`, `barrier()`; `add()` in shared
+// memory, `add_in_memory()`), of warps of `count` lanes, with `ballot`, `bits_in` and `from`, a lane's value.
 template <class Group>
 struct RowChooser {
   static constexpr int32_t warps = Group::threads / Group::count;
@@ -114,7 +114,7 @@ struct RowChooser {
     Group::barrier();
   }
 
-  // What `count` has counted of a digit.
+  // Keys of a digit, as `count` has counted them.
   template <bool is_top>
   FMHA_DEVICE uint32_t counted(int32_t bin) const {
     if constexpr (!is_top) return shared.bins[bin];

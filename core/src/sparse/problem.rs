@@ -59,7 +59,7 @@ pub struct Indexer {
     pub strides_scale: IndexStrides,
 }
 
-/// What is chosen among: an indexer's scores, or scores that the caller has.
+/// Source of the scores: an indexer, or the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScoreSource {
     /// Scores of an indexer.
@@ -133,7 +133,7 @@ pub struct ChooseProblem {
     pub seqlen_k: u32,
     /// Entries of a list; 0: no list is written.
     pub topk: u32,
-    /// What is chosen among.
+    /// Source of the scores.
     pub source: ScoreSource,
     /// Keys among which a query may choose. Of sums of blocks they are blocks, and not `Causal`.
     pub candidates: CandidateKind,

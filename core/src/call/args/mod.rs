@@ -528,7 +528,7 @@ pub struct ChooseArgs<'a> {
     pub k: Option<DevSlice<'a>>,
     /// An indexer's weights of heads, f32 `[batch, seqlen_q, num_heads]`.
     pub weights: Option<DevSlice<'a>>,
-    /// What each key is multiplied by, f32 `[batch, seqlen_k]` or `[num_pages, page_size]`.
+    /// Scales of keys, f32 `[batch, seqlen_k]` or `[num_pages, page_size]`.
     pub k_scale: Option<DevSlice<'a>>,
     /// Pages of each sequence, i32 `[batch, max_pages]`.
     pub block_table: Option<DevSlice<'a>>,

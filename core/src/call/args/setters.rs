@@ -42,7 +42,7 @@ impl<'a> ChooseArgs<'a> {
         k: impl Into<Option<DevSlice<'a>>> => k;
         /// An indexer's weights of heads, f32.
         weights: impl Into<Option<DevSlice<'a>>> => weights;
-        /// What each key is multiplied by, f32.
+        /// Scales of keys, f32.
         k_scale: impl Into<Option<DevSlice<'a>>> => k_scale;
         /// Pages of each sequence, i32.
         block_table: impl Into<Option<DevSlice<'a>>> => block_table;

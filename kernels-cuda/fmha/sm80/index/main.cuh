@@ -24,7 +24,9 @@ namespace fmha::sm80 {
 
 template <IndexSpec spec, IndexTile tile>
 struct IndexScores {
-  static constexpr DType wide = !is_fp8(spec.dtype_q) ? spec.dtype_q : !is_fp8(spec.dtype_k) ? spec.dtype_k : DType::F16;
+  static constexpr DType wide = !is_fp8(spec.dtype_q)   ? spec.dtype_q
+                                : !is_fp8(spec.dtype_k) ? spec.dtype_k
+                                                        : DType::F16;
   static constexpr int32_t threads = tile.num_threads, warps = threads / 32;
   static constexpr int32_t groups = tile.warp_keys / 8;        // of eight keys, columns of one product
   static constexpr int32_t block_n = warps * tile.warp_keys;   // keys of the CTA
@@ -45,7 +47,7 @@ struct IndexScores {
 
   static constexpr int32_t num_words = heads * 4 * words, own_words = ceil_div(num_words, threads);
 
-  // What a thread has of a row's q on its way from memory, where that is FP8, and of the weights.
+  // A thread's part of a row on its way from memory: bytes of q, where that is FP8, and a weight.
   struct Row {
     uint32_t bytes[is_fp8(spec.dtype_q) ? own_words : 1][2];
     float weight;
@@ -250,7 +252,8 @@ struct IndexScores {
   // -inf for the keys of the CTA, of which the row sees none.
   FMHA_DEVICE void fill(int32_t row, int32_t first) const {
     float* to = p.key_scores + int64_t(row - p.row_begin) * p.seqlen_k;
-    for (int32_t j = first + int32_t(threadIdx.x); j < min(first + block_n, p.seqlen_k); j += threads) to[j] = -infinity();
+    const int32_t end = min(first + block_n, p.seqlen_k);
+    for (int32_t j = first + int32_t(threadIdx.x); j < end; j += threads) to[j] = -infinity();
   }
 };
 
