@@ -665,13 +665,13 @@ def add_parts():
     return Door(fmha.add_parts, dict(o_parts=torch.randn(3, 2, 7, 4, 16)), cases)
 
 
-def range_cases(rows):
-    """Keywords of the candidates of ``rows`` queries over 12 keys or more; causal candidates are the plain ones."""
-    first, end = torch.full((1, rows), 2, dtype=torch.int32), torch.full((1, rows), 9, dtype=torch.int32)
+def range_cases(rows, **beside):
+    """Keywords of the candidates of ``rows`` queries over 12 keys; ``beside`` has every candidate in."""
+    first, end = torch.full((1, rows), 3, dtype=torch.int32), torch.full((1, rows), 9, dtype=torch.int32)
     return dict(
-        first=[changes(first, first - 1, end=end), refused(first)],
-        end=[changes(end, end - 1, first=first), refused(end)],
-        seqused_k=[changes(i32(8)), refused(i32(8, 8))],
+        first=[changes(first, first - 1, end=end, **beside), refused(first)],
+        end=[changes(end, end + 1, first=first, **beside), refused(end)],
+        seqused_k=[changes(i32(8), **beside), refused(i32(8, 8))],
     )
 
 
@@ -702,36 +702,53 @@ def index_scores():
 @door
 def index_lists():
     base, cases = indexed()
+    every = range_cases(3, topk=12)
+    # Each key has one element, and q is 1: a key's score is its element.
+    q, k, weights = torch.ones(1, 3, 2, 16), torch.zeros(1, 12, 16), torch.ones(1, 3, 2)
+    k[0, :, 0] = torch.tensor([0, 0, 0, 5, 7, 3, 2, 4, 6, 0, 0, 8.0])
+    scale = torch.ones(1, 12)
+    scale[0, 11] = 0
+    out = torch.zeros(1, 3, 1, dtype=torch.int32)
     more = dict(
+        every,
+        k_scale=[changes(scale), refused(torch.rand(1, 13))],
+        causal=changes(False),
+        block=[changes(4), refused(-1)],
         first_blocks=[changes(1, block=3), refused(1), refused(5, "blocks.first 5", block=3)],
-        last_blocks=[changes(1, block=3), refused(1), refused(5, "blocks.last 5", block=3)],
-        out=[hint(torch.zeros(1, 3, 1, dtype=torch.int32), "the same lists"), refused(torch.zeros(1, 3, 1), "indices")],
+        last_blocks=[changes(1, block=3, k=k.flip(1)), refused(1), refused(5, "blocks.last 5", block=3)],
+        out=[hint(out, "the same lists"), refused(out.long(), "indices")],
     )
-    # The first block and the last have the lowest scores.
-    base["k"][:, :3] = base["k"][:, 9:] = 0
-    return Door(sparse.index_lists, dict(base, topk=1, causal=False), dict(cases, **more, causal=changes(True)))
+    table = i32(0, 1, 2).view(1, 3)
+    pages = [
+        changes(table, table.flip(1), k=k.view(3, 4, 16)),
+        refused(table.long(), k=k.view(3, 4, 16)),
+    ]
+    return Door(sparse.index_lists, dict(q=q, k=k, weights=weights, topk=1), dict(cases, **more, block_table=pages))
 
 
-def given_scores(function, **base):
+def given_scores(function, topk, **base):
+    """Scores whose greatest is the last key's, which the first two queries do not see when they are causal."""
     scores = torch.rand(1, 3, 12)
-    scores[..., :3] = scores[..., 9:] = -1
-    return Door(function, dict(scores=scores, **base), dict(range_cases(3), causal=changes(True)))
+    scores[..., 9:11], scores[..., 11] = -1, 2
+    beside = dict(topk=topk) if topk else {}
+    base.update(scores=scores, **({"topk": 1} if topk else {}))
+    return Door(function, base, dict(range_cases(3, **beside), causal=changes(True)))
 
 
 @door
 def choose():
-    own = given_scores(sparse.choose, topk=6)
-    out = torch.zeros(1, 3, 6, dtype=torch.int32)
+    own = given_scores(sparse.choose, 12)
+    out = torch.zeros(1, 3, 1, dtype=torch.int32)
     return own._replace(cases=dict(own.cases, out=[hint(out, "the same lists"), refused(out.long(), "indices")]))
 
 
 @door
 def choose_blocks():
-    own = given_scores(sparse.choose_blocks, topk=1, block=3)
+    own = given_scores(sparse.choose_blocks, 4, block=3)
     out = torch.zeros(1, 3, 1, dtype=torch.int32)
     more = dict(
         first_blocks=[changes(1), refused(5, "blocks.first 5")],
-        last_blocks=[changes(1), refused(5, "blocks.last 5")],
+        last_blocks=[changes(1, scores=own.base["scores"].flip(2)), refused(5, "blocks.last 5")],
         out=[hint(out, "the same lists"), refused(out.long(), "indices")],
     )
     return own._replace(cases=dict(own.cases, **more))
@@ -739,7 +756,7 @@ def choose_blocks():
 
 @door
 def block_maxima():
-    return given_scores(sparse.block_maxima, block=3)
+    return given_scores(sparse.block_maxima, 0, block=3)
 
 
 @door
