@@ -13,6 +13,7 @@ use fmha_core::{
 
 use crate::driver::{Driver, Toolchain};
 use crate::launches::{Launch, Launches, Stage};
+use crate::portable::tile_list::TileListPlan;
 use crate::portable::{Choose, NoIndexer, RowKernel, SimtIndexer, small};
 use crate::ranges::Ranges;
 use crate::steps::{Step, Steps};
@@ -460,6 +461,11 @@ pub trait Kernel<P: GpuProblem, V: Vendor>: Send + Sync + 'static {
     /// one.
     fn for_any_address(&self, _problem: &P, _facts: &V::Facts, _options: &PlanOptions) -> AnyAddress<P, V> {
         AnyAddress::Fallback
+    }
+
+    /// Lists of tiles that the launches walk under masks, in the order of the steps that make them.
+    fn lists(&self) -> &[TileListPlan] {
+        &[]
     }
 
     /// Binds the arguments and queues the steps, which are those of its choice's launches.

@@ -5,10 +5,12 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use fmha_core::cache::{Module, only_plans};
-use fmha_core::{Call, Error, ProblemError, Result};
+use fmha_core::masks::mask_data_params;
+use fmha_core::{Call, Error, ListsCall, ProblemError, Result, TileLists, TileOf, bind};
 
 use crate::driver::Driver;
 use crate::launches::{Grid, Stage};
+use crate::portable::tile_list::TileListPlan;
 use crate::ranges::Range;
 use crate::recipe::{GpuProblem, Planned, Vendor};
 
@@ -116,6 +118,33 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
     fn takes_addresses(&self, call: &Call<'_, P>) -> Result<(), ProblemError> {
         // The fallback takes all addresses, and `launch` chooses between the two plans.
         if self.fallback.is_some() { Ok(()) } else { self.chosen.planned.takes_addresses(call) }
+    }
+
+    fn tile_lists(&self) -> Vec<TileLists> {
+        let ready = [Some(&self.chosen), self.fallback.as_ref()].into_iter().flatten();
+        ready.flat_map(|ready| ready.planned.kernel.lists()).map(TileListPlan::shape).collect()
+    }
+
+    unsafe fn build_list(&self, call: &ListsCall<'_, P>) -> Result<()> {
+        let ListsCall { problem, seq, masks, list, address, stream } = *call;
+        let Some(problem) = problem.forward() else { return Ok(()) };
+        // Without queries or keys a tile of keys sees nothing, and nobody reads its list.
+        if list.of == TileOf::Keys && (problem.dims.seqlen_q == 0 || problem.dims.seqlen_k == 0) {
+            return Ok(());
+        }
+        let _entered = self.driver.as_ref().ok_or_else(only_plans)?.enter()?;
+        for Ready { planned, steps, .. } in [Some(&self.chosen), self.fallback.as_ref()].into_iter().flatten()
+        {
+            let of_lists = steps.iter().filter(|step| step.stage == Stage::ListTiles);
+            for (plan, step) in planned.kernel.lists().iter().zip(of_lists) {
+                if plan.is_of(list.of, list.block) {
+                    let arguments = (bind::list_params(problem, seq), mask_data_params(problem, masks));
+                    // SAFETY: the caller keeps the contract of `build_list`; the step is of this list.
+                    return unsafe { plan.make_at(step, arguments, address, stream) };
+                }
+            }
+        }
+        Ok(())
     }
 
     unsafe fn launch(&self, call: &Call<'_, P>) -> Result<()> {

@@ -67,7 +67,7 @@ mod toy;
 
 use call::peers;
 #[doc(hidden)]
-pub use call::{args, backend, device, lengths, lists, queues, scaled_rows, seq, tree};
+pub use call::{args, backend, device, lengths, lists, mask_object, queues, scaled_rows, seq, tree};
 #[doc(hidden)]
 pub use plan::{roofline, work};
 #[doc(inline)]
@@ -102,6 +102,7 @@ pub use layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
 #[doc(hidden)]
 pub use mask::{BlockClass, MaskBand, MaskBounds, MaskKind};
 pub use mask::{MaskAlign, MaskShape, MaskSpec};
+pub use mask_object::{ListsCall, MaskObject, TileLists, TileOf};
 pub use masks::{BlockList, BlockLists, Intervals, MaskAxes, MaskBits, Masks};
 pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};

@@ -226,6 +226,13 @@ impl Queues for Toy {
         Ok(())
     }
 
+    unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()> {
+        self.log.add(format!("copy {bytes} on {stream}"));
+        // SAFETY: the caller keeps the contract of `copy_bytes`; it is the host's memory.
+        unsafe { to.copy_from_nonoverlapping(from, bytes as usize) };
+        Ok(())
+    }
+
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         self.log.add(format!("read {}", to.len()));
         // SAFETY: the caller keeps the contract of `read`; it is the host's memory.

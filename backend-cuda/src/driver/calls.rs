@@ -89,6 +89,11 @@ impl Queues for Device {
         call!(cuMemsetD8Async(address as u64, 0, bytes as usize, stream as sys::Handle))
     }
 
+    unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()> {
+        let _entered = self.enter()?;
+        call!(cuMemcpyDtoDAsync_v2(to as u64, from as u64, bytes as usize, stream as sys::Handle))
+    }
+
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         let _entered = self.enter()?;
         call!(cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from as u64, to.len()))

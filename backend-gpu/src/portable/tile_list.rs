@@ -1,13 +1,17 @@
 //! Lists of the blocks of keys that tiles of queries see under masks as data, or of the blocks of queries that see
 //! tiles of keys: one small launch makes them in the workspace before the kernel that walks them.
 
-use fmha_core::abi::{AbiStruct as _, DevPtr};
+pub use fmha_core::TileOf;
+use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::expr::{Function, Node, Variable};
+use fmha_core::masks::MaskDataParams;
 use fmha_core::source::Header;
 use fmha_core::spec::{CodeKind, FwdSpec};
-use fmha_core::{FwdProblem, KvLayout, QLayout, Workspace, abi_struct};
+use fmha_core::{FwdProblem, KvLayout, MaskArgs, QLayout, Result, TileLists, Workspace, abi_struct};
 
-use crate::launches::Launch;
+use crate::driver::Driver;
+use crate::launches::{Launch, Stage};
+use crate::steps::Step;
 
 /// The launch's name in plans.
 pub const NAME: &str = "tile_list";
@@ -47,15 +51,6 @@ abi_struct! {
         /// Query heads to one of them.
         pub heads_ratio: i32,
     }
-}
-
-/// Rows of a tile: queries or keys. The list of a tile has blocks of the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TileOf {
-    /// Queries, as forward.
-    Queries,
-    /// Keys, as backward.
-    Keys,
 }
 
 /// Lists of a problem's tiles, and where they lie in the workspace.
@@ -127,11 +122,75 @@ impl TileListPlan {
         (self.of, self.block) == (of, block)
     }
 
-    /// Lists in a workspace.
+    /// Lists whose memory begins at an address.
+    fn at(&self, address: u64) -> TileList {
+        let blocks = DevPtr::new(address + (self.blocks - self.counts));
+        TileList { counts: DevPtr::new(address), blocks, ..self.list }
+    }
+
+    /// Lists of a call, and whether its mask object has made them; else they lie in the workspace, and
+    /// [the call makes them](Self::made).
     #[must_use]
-    pub fn at(&self, address: u64) -> TileList {
-        let (counts, blocks) = (DevPtr::new(address + self.counts), DevPtr::new(address + self.blocks));
-        TileList { counts, blocks, ..self.list }
+    pub fn of_call(&self, masks: &MaskArgs<'_>, workspace: u64) -> (TileList, bool) {
+        match masks.built.and_then(|object| object.list_at(self.of, self.block)) {
+            Some(address) => (self.at(address), true),
+            None => (self.at(workspace + self.counts), false),
+        }
+    }
+
+    /// What a mask object knows of them.
+    #[must_use]
+    pub fn shape(&self) -> TileLists {
+        let bytes =
+            self.blocks - self.counts + 4 * u64::from(self.rows) * self.list.max_blocks.unsigned_abs() as u64;
+        TileLists { of: self.of, block: self.block, bytes }
+    }
+
+    /// Queues what makes lists at an address, by the plan's step for them.
+    ///
+    /// # Safety
+    /// The step is of [`launch`](Self::launch); the lists' memory is there, and lengths and masks have passed the check
+    /// of their call. The stream is live, and the device entered.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub(crate) unsafe fn make_at<D: Driver>(
+        &self,
+        step: &Step<D>,
+        (mut params, mut masks): (FwdParams, MaskDataParams),
+        address: u64,
+        stream: u64,
+    ) -> Result<()> {
+        let mut list = self.at(address);
+        let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+        // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; the caller keeps the rest.
+        unsafe { step.launch(&mut arguments, stream) }
+    }
+
+    /// Lists of a call, made by the plan's step where its mask object has not made them.
+    ///
+    /// # Safety
+    /// As [`Kernel::launch`](crate::Kernel::launch); `params` and `masks` are of the same call, and its workspace is
+    /// as large as the plan says.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub unsafe fn made<D: Driver>(
+        &self,
+        steps: &[Step<D>],
+        params: &mut FwdParams,
+        mut masks: MaskDataParams,
+        args: &MaskArgs<'_>,
+        stream: u64,
+    ) -> Result<TileList> {
+        let (mut list, is_built) = self.of_call(args, params.workspace.0);
+        let step = steps.iter().find(|step| step.stage == Stage::ListTiles);
+        if let (false, Some(step)) = (is_built, step) {
+            let mut arguments = [(&raw mut *params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
+            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; the caller keeps the rest.
+            unsafe { step.launch(&mut arguments, stream)? };
+        }
+        Ok(list)
     }
 
     /// The launch that makes them.
@@ -144,7 +203,7 @@ impl TileListPlan {
     pub fn words(&self) -> String {
         let what = if self.of == TileOf::Queries { "keys" } else { "queries" };
         format!(
-            "{} of up to {} blocks of {what}, made on the device before each run",
+            "{} of up to {} blocks of {what}, made on the device before each run, or by a mask object",
             self.rows, self.list.max_blocks
         )
     }

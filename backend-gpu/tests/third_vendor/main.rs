@@ -128,6 +128,12 @@ impl Queues for Toy {
         Ok(())
     }
 
+    unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, _: u64) -> Result<()> {
+        // SAFETY: the caller keeps the contract of `copy_bytes`.
+        unsafe { to.copy_from_nonoverlapping(from, bytes as usize) };
+        Ok(())
+    }
+
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         // SAFETY: the caller keeps the contract of `read`.
         unsafe { to.as_mut_ptr().copy_from_nonoverlapping(from, to.len()) };

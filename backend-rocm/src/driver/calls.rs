@@ -136,6 +136,14 @@ impl Queues for Driver {
         self.check("hipMemsetAsync", status)
     }
 
+    unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()> {
+        let _selected = self.select()?;
+        let copy = optional!(self, hipMemcpyDtoDAsync)?;
+        // SAFETY: the caller keeps the contract of `copy_bytes`.
+        let status = unsafe { copy(to.cast(), from.cast_mut().cast(), bytes as usize, stream as Handle) };
+        self.check("hipMemcpyDtoDAsync", status)
+    }
+
     unsafe fn read(&self, from: *const u8, to: &mut [u8]) -> Result<()> {
         let _selected = self.select()?;
         // SAFETY: the caller promised `from`; `to` is a slice.

@@ -96,6 +96,7 @@ functions! {
     required fn hipFree(address: Handle) -> HipStatus;
     required fn hipMemcpyHtoD(to: Handle, from: *const c_void, bytes: usize) -> HipStatus;
     required fn hipMemcpyDtoH(to: *mut c_void, from: Handle, bytes: usize) -> HipStatus;
+    optional fn hipMemcpyDtoDAsync(to: Handle, from: Handle, bytes: usize, stream: Handle) -> HipStatus;
     required fn hipMemsetAsync(to: Handle, value: c_int, bytes: usize, stream: Handle) -> HipStatus;
     required fn hipDeviceSynchronize() -> HipStatus;
     required fn hipStreamCreateWithFlags(stream: *mut Handle, flags: c_uint) -> HipStatus;

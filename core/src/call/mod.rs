@@ -5,6 +5,7 @@ pub mod backend;
 pub mod device;
 pub mod lengths;
 pub mod lists;
+pub mod mask_object;
 pub(crate) mod peers;
 pub mod queues;
 pub mod scaled_rows;
@@ -24,6 +25,7 @@ use crate::combine::{CombineProblem, ValidCombine};
 use crate::dtype::DType;
 use crate::error::{ProblemError, Refusal, Result};
 use crate::layout::{Shape, Strides};
+use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::Masks;
 use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
@@ -523,6 +525,24 @@ pub trait Launch<P: Problem>: Send + Sync {
     /// # Errors
     /// The operand, its address and the alignment that it lacks.
     fn takes_addresses(&self, _call: &Call<'_, P>) -> Result<(), ProblemError> {
+        Ok(())
+    }
+
+    /// Lists of tiles that the launches walk under masks; none where they ask each pair.
+    fn tile_lists(&self) -> Vec<TileLists> {
+        Vec::new()
+    }
+
+    /// Queues what makes one of these lists in a mask object's memory.
+    ///
+    /// # Safety
+    /// `call.problem` is the one that was planned, and its list is of [`tile_lists`](Self::tile_lists). Lengths and
+    /// masks have passed the check of the object; the list's memory has the bytes that it takes, and nobody else uses
+    /// it until the work is done. `call.stream` is a live queue of the backend's device.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn build_list(&self, _call: &ListsCall<'_, P>) -> Result<()> {
         Ok(())
     }
 

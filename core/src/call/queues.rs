@@ -42,6 +42,17 @@ pub trait Queues: Send + Sync {
     /// What the driver said.
     unsafe fn zero(&self, address: *mut u8, bytes: u64, stream: u64) -> Result<()>;
 
+    /// Queues a copy from device memory to device memory: in the order of `stream`, and as a part of what is captured
+    /// from it.
+    ///
+    /// # Safety
+    /// A live stream; both are memory of the device, of `bytes` bytes that do not overlap; by then `from` is the
+    /// stream's to read and `to` its to write.
+    ///
+    /// # Errors
+    /// What the driver said.
+    unsafe fn copy_bytes(&self, from: *const u8, to: *mut u8, bytes: u64, stream: u64) -> Result<()>;
+
     /// Copies to the host, and waits for that.
     ///
     /// # Safety

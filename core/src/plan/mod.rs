@@ -17,13 +17,14 @@ pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
 pub(crate) use sums::in_order;
 
-use crate::args::MemorySpace;
+use crate::args::{MaskArgs, MemorySpace, SeqArgs};
 use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Refusal, Result};
 use crate::lengths::{check_lengths, read_host};
+use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::check_masks;
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
@@ -263,6 +264,11 @@ impl<P: Problem> Plan<P> {
     unsafe fn checked_run(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
         let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence } = &*self.0;
         problem.check(args, parts.workspace, *space)?;
+        if let (Some(object), Some(fwd)) =
+            (P::mask_args(args).and_then(|masks| masks.built), problem.forward())
+        {
+            object.serves(fwd, device, self.kernel(), &self.tile_lists())?;
+        }
         problem.tell_types(args);
         let args = P::borrowed(args);
         let queues = device.queues()?;
@@ -304,6 +310,31 @@ impl<P: Problem> Plan<P> {
         }
         // SAFETY: checked and cleared above, for the problem that the backend planned; the stream is live.
         unsafe { launch.launch(&call) }
+    }
+
+    /// Lists of tiles that the plan's launches walk under masks.
+    pub(crate) fn tile_lists(&self) -> Vec<TileLists> {
+        let Sealed { launch, has_no_sequence, .. } = &*self.0;
+        if *has_no_sequence { Vec::new() } else { launch.tile_lists() }
+    }
+
+    /// Queues what makes one of them.
+    ///
+    /// # Safety
+    /// As [`Launch::build_list`], but for the problem and the list, which are the plan's.
+    ///
+    /// # Errors
+    /// What the driver said.
+    pub(crate) unsafe fn build_list(
+        &self,
+        seq: &SeqArgs<'_>,
+        masks: &MaskArgs<'_>,
+        list: TileLists,
+        (address, stream): (u64, u64),
+    ) -> Result<()> {
+        let call = ListsCall { problem: &self.0.problem, seq, masks, list, address, stream };
+        // SAFETY: the caller keeps the contract of `build_list`.
+        unsafe { self.0.launch.build_list(&call) }
     }
 
     /// The problem that the plan computes.

@@ -4,7 +4,9 @@ use crate::abi::{
     ArrivalParams, BwdParams, CombineParams, DevPtr, FwdParams, HeadScalars, MAX_PARTS, MaskParams,
     PartPointers, View,
 };
-use crate::args::{BwdArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, ScoreArgs, SeqArgs};
+use crate::args::{
+    BwdArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MemorySpace, ScoreArgs, SeqArgs,
+};
 use crate::bwd::BwdProblem;
 use crate::code_source::CodeSource;
 use crate::combine::CombineProblem;
@@ -24,6 +26,14 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     params.scale_o = pointer(args.scale_o.as_ref());
     params.workspace = pointer_mut(args.workspace.as_ref());
     params
+}
+
+/// Arguments of a launch that makes lists of tiles: lengths and mask, and no operand. A mask as code captures nothing.
+#[must_use]
+pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> FwdParams {
+    // SAFETY: no memory at all.
+    let none = unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, ElemType::Bytes) };
+    inputs(problem, [&none; 3], seq, &ScoreArgs::default())
 }
 
 /// The arguments of a backward kernel, but for those in its workspace, which it lays out itself. `args` have passed

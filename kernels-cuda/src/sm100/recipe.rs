@@ -152,6 +152,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         }
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        self.list.as_slice()
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule, list, own }, fwd) = (*self, steps.main());
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same part of it.
@@ -162,14 +166,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let tree = tree_mask::bind(call.problem, call.args);
         let turned = call.problem.cache.rotary.map(|_| whole.q);
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let list = list.map(|plan| plan.at(whole.workspace.0));
-        if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
-            let (mut masks, mut list) = (masks, list);
-            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
-            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_fwd` saw that the memory covers
-            // the problem, and that the workspace is as large as the plan says.
-            unsafe { prepare.launch(&mut arguments, call.stream)? };
-        }
+        let list = match list {
+            None => None,
+            // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as the
+            // plan says.
+            Some(plan) => {
+                Some(unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? })
+            }
+        };
         let maps = match tile.copy_bytes {
             0 => {
                 fwd.kept.of_turned::<V::Driver>(call, turned, None, || boxes(call.problem, &tile, turned))?

@@ -188,25 +188,32 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         if matters { ALIGN } else { 1 }
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        self.list.as_slice()
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = self.workspace.bind(bind::bwd_params(call.problem, call.args), address);
         let dims = call.problem.fwd().dims;
         let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
-        let mut list = self.list.map(|plan| plan.at(address));
+        let (mut list, is_built) = self.list.map(|plan| plan.of_call(&call.args.masks, address)).unzip();
         for step in steps.iter() {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
                 // Without queries or keys no list has a tile, and none is read.
-                (Stage::ListTiles, Some(list)) if dims.seqlen_q > 0 && dims.seqlen_k > 0 => {
+                (Stage::ListTiles, Some(list))
+                    if dims.seqlen_q > 0 && dims.seqlen_k > 0 && is_built == Some(false) =>
+                {
                     let mut arguments =
                         [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
                     // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory
                     // covers the problem, and the workspace is as large as the plan said.
                     unsafe { step.launch(&mut arguments, call.stream)? };
                 }
-                // Without keys there is no block of them, nor a tensor for the maps.
+                // A mask object has made them, or nobody reads them.
                 (Stage::ListTiles, _) => {}
+                // Without keys there is no block of them, nor a tensor for the maps.
                 (Stage::Main, _) if dims.seqlen_k == 0 => {}
                 (Stage::Main, list) => {
                     let mut maps = maps::<V::Driver>(call)?;

@@ -374,6 +374,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         }
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        self.list.as_slice()
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule, values, list }, fwd) = (*self, steps.main());
         let mut whole = bind::fwd_params(call.problem, call.args);
@@ -391,14 +395,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let list = list.map(|plan| plan.at(workspace));
-        if let (Some(prepare), Some(list)) = (steps.at(Stage::ListTiles), list) {
-            let (mut masks, mut list) = (masks, list);
-            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
-            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_fwd` saw that the memory covers
-            // the problem, and that the workspace is as large as the plan says.
-            unsafe { prepare.launch(&mut arguments, call.stream)? };
-        }
+        let list = match list {
+            None => None,
+            // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as the
+            // plan says.
+            Some(plan) => {
+                Some(unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? })
+            }
+        };
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);

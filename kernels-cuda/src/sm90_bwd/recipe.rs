@@ -258,18 +258,22 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         if matters { ALIGN } else { 1 }
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        self.list.as_slice()
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &BwdCall<'_>) -> Result<()> {
         let Self { tile, mut schedule, workspace, head_sums, list, .. } = *self;
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         schedule.head_sums = DevPtr::new(address + head_sums);
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
-        let mut list = list.map(|plan| plan.at(address));
+        let (mut list, is_built) = list.map(|plan| plan.of_call(&call.args.masks, address)).unzip();
         let (has_queries, has_tiles) = (schedule.num_q_blocks > 0, schedule.num_tiles > 0);
         for step in steps.iter() {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
-                Stage::ListTiles => has_tiles && has_queries,
+                Stage::ListTiles => has_tiles && has_queries && is_built == Some(false),
                 // Without queries they are zeros, but written.
                 Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.

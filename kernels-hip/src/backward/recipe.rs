@@ -137,14 +137,19 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
         AnyAddress::by_element::<Self>(self.kernel.for_any_address(), problem, facts, options)
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        &self.lists
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidBwd>) -> Result<()> {
         let address = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params =
             self.kernel.params(call.problem, &bind::bwd_params(call.problem, call.args), address);
         let mut rows = params.bwd;
         let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
-        let lists: Vec<TileList> = self.lists.iter().map(|plan| plan.at(address)).collect();
-        let mut unmade = lists.clone().into_iter();
+        let (lists, are_built): (Vec<TileList>, Vec<bool>) =
+            self.lists.iter().map(|plan| plan.of_call(&call.args.masks, address)).unzip();
+        let mut unmade = lists.clone().into_iter().zip(are_built);
         let mut of_launches = self.list_of_launch.iter();
         for step in steps.iter() {
             let is_masked = !lists.is_empty();
@@ -157,7 +162,7 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                     unsafe { step.launch(&mut arguments[..count], call.stream)? };
                 }
                 Stage::ListTiles => {
-                    let Some(mut list) = unmade.next() else { continue };
+                    let Some((mut list, false)) = unmade.next() else { continue };
                     let mut arguments =
                         [(&raw mut rows.fwd).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
                     // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; core saw that the memory covers

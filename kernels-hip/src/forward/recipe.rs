@@ -178,23 +178,22 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         AnyAddress::by_element::<Self>(self.kernel.for_any_address(problem), problem, facts, options)
     }
 
+    fn lists(&self) -> &[TileListPlan] {
+        self.list.as_slice()
+    }
+
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let mut whole = bind::fwd_params(call.problem, call.args);
         let mut params = params(call.problem, &whole);
-        let Some(list) = self.list.map(|plan| plan.at(whole.workspace.0)) else {
+        let Some(plan) = self.list else {
             // SAFETY: the kernel takes one CdnaParams, whose size it asserts; core saw that its memory covers the
             // problem.
             return unsafe { steps.main().launch(&mut [(&raw mut params).cast()], call.stream) };
         };
         let masks = mask_data_params(call.problem, &call.args.masks);
+        // SAFETY: core saw that the memory covers the problem, and that the workspace is as large as the plan says.
+        let list = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
         let mut masked = MaskedCdnaParams { cdna: params, masks, list };
-        if let Some(lists) = steps.at(Stage::ListTiles) {
-            let (mut masks, mut list) = (masks, list);
-            let mut arguments = [(&raw mut whole).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
-            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; core saw that the memory covers the
-            // problem, and that the workspace is as large as the plan says.
-            unsafe { lists.launch(&mut arguments, call.stream)? };
-        }
         // SAFETY: under masks as data the kernel takes one MaskedCdnaParams; core saw that its memory covers the
         // problem.
         unsafe { steps.main().launch(&mut [(&raw mut masked).cast()], call.stream) }

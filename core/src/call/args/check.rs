@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::error::{ProblemError, ensure};
 use crate::expr::Stored;
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
+use crate::mask_object::MaskObject;
 use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
@@ -261,6 +262,54 @@ struct Operands {
     all: SmallVec<[Operand; 24]>,
 }
 
+/// Names of a call's masks as data in the order of [`MaskArgs::tensors`], their types and, of those that the problem
+/// has, the bytes that they reach.
+pub(crate) fn mask_tensors(
+    problem: &FwdProblem,
+    totals: Totals,
+) -> [(&'static str, ElemType, Option<u64>); 6] {
+    let masks = &problem.masks;
+    let lists = masks.block_lists;
+    let of_list = |list: Option<BlockList>| {
+        let (lists, list) = (lists?, list?);
+        let counts = (list.counts, problem.shape_block_lists(&lists, 1));
+        Some((counts, (list.indices, problem.shape_block_lists(&lists, list.max_blocks))))
+    };
+    let partial = of_list(lists.and_then(|lists| lists.partial));
+    let full = of_list(lists.and_then(|lists| lists.full));
+    let intervals = masks.intervals.map(|it| (it.strides, problem.shape_intervals(&it, totals)));
+    let bits = masks.bits.map(|it| (it.strides, problem.shape_mask_bits(&it, totals)));
+    let [[partial_counts, partial_indices], [full_counts, full_indices]] = LIST_NAMES;
+    [
+        ("intervals", I32, intervals),
+        ("mask_bits", U32, bits),
+        (partial_counts, I32, partial.map(|it| it.0)),
+        (partial_indices, I32, partial.map(|it| it.1)),
+        (full_counts, I32, full.map(|it| it.0)),
+        (full_indices, I32, full.map(|it| it.1)),
+    ]
+    .map(|(name, elem, wanted)| {
+        let bytes = wanted.map(|(strides, shape)| ValidFwd::extent_bytes(strides, shape, DType::F32));
+        (name, elem, bytes)
+    })
+}
+
+/// Checks the lengths and masks as data that a mask object is built from.
+///
+/// # Errors
+/// The first that does not fit, with both byte counts.
+pub(crate) fn check_build(
+    problem: &FwdProblem,
+    seq: &SeqArgs<'_>,
+    masks: &MaskArgs<'_>,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    problem.checked_extents(seq.totals)?;
+    let mut operands = Operands::new(space);
+    operands.lengths(problem, seq)?;
+    operands.masks(problem, masks, seq.totals)
+}
+
 impl Operands {
     fn new(space: MemorySpace) -> Self {
         Self { space, all: SmallVec::new() }
@@ -282,13 +331,8 @@ impl Operands {
         }
 
         let dims = problem.dims;
-        let (packed_q, packed_k) =
-            (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
         let batch = u64::from(dims.batch);
-        self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, (I32, batch + 1))?;
-        self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, (I32, batch + 1))?;
-        self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, (I32, batch))?;
-        self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, (I32, batch))?;
+        self.lengths(problem, seq)?;
         let pieces = u64::from(problem.arrivals);
         self.read("arrivals.ends", &seq.arrivals.map(|keys| keys.ends), pieces > 0, (U32, pieces))?;
         self.read("arrivals.flags", &seq.arrivals.map(|keys| keys.flags), pieces > 0, (U32, pieces + 1))?;
@@ -351,6 +395,17 @@ impl Operands {
         Ok(extents)
     }
 
+    /// Checks the lengths of sequences.
+    fn lengths(&mut self, problem: &FwdProblem, seq: &SeqArgs<'_>) -> Result<(), ProblemError> {
+        let (packed_q, packed_k) =
+            (problem.layout.q == QLayout::Packed, problem.layout.kv == KvLayout::Packed);
+        let batch = u64::from(problem.dims.batch);
+        self.read("cu_seqlens_q", &seq.cu_seqlens_q, packed_q, (I32, batch + 1))?;
+        self.read("cu_seqlens_k", &seq.cu_seqlens_k, packed_k, (I32, batch + 1))?;
+        self.read("seqused_q", &seq.seqused_q, problem.layout.seqused_q, (I32, batch))?;
+        self.read("seqused_k", &seq.seqused_k, problem.layout.seqused_k, (I32, batch))
+    }
+
     /// Masks as data.
     fn masks(
         &mut self,
@@ -358,31 +413,13 @@ impl Operands {
         args: &MaskArgs<'_>,
         totals: Totals,
     ) -> Result<(), ProblemError> {
-        let masks = &problem.masks;
-        let lists = masks.block_lists;
-        let of_list = |list: Option<BlockList>| {
-            let (lists, list) = (lists?, list?);
-            let counts = (list.counts, problem.shape_block_lists(&lists, 1));
-            Some((counts, (list.indices, problem.shape_block_lists(&lists, list.max_blocks))))
-        };
-        let partial = of_list(lists.and_then(|lists| lists.partial));
-        let full = of_list(lists.and_then(|lists| lists.full));
-        let intervals = masks.intervals.map(|it| (it.strides, problem.shape_intervals(&it, totals)));
-        let bits = masks.bits.map(|it| (it.strides, problem.shape_mask_bits(&it, totals)));
-        let [[partial_counts, partial_indices], [full_counts, full_indices]] = LIST_NAMES;
-        for (name, slice, elem, wanted) in [
-            ("intervals", &args.intervals, I32, intervals),
-            ("mask_bits", &args.bits, U32, bits),
-            (partial_counts, &args.kv_num_blocks, I32, partial.map(|it| it.0)),
-            (partial_indices, &args.kv_indices, I32, partial.map(|it| it.1)),
-            (full_counts, &args.full_kv_num_blocks, I32, full.map(|it| it.0)),
-            (full_indices, &args.full_kv_indices, I32, full.map(|it| it.1)),
-        ] {
-            let bytes =
-                wanted.map_or(0, |(strides, shape)| ValidFwd::extent_bytes(strides, shape, DType::F32));
-            self.optional(name, slice.as_ref().map(Access::input), wanted.is_some(), elem, bytes, 4)?;
+        for ((name, elem, bytes), slice) in mask_tensors(problem, totals).into_iter().zip(args.tensors()) {
+            let access = slice.as_ref().map(Access::input);
+            self.optional(name, access, bytes.is_some(), elem, bytes.unwrap_or(0), 4)?;
         }
-        Ok(())
+        // An output over an object's lists would change them while they are walked.
+        let Some(memory) = args.built.map(MaskObject::memory) else { return Ok(()) };
+        self.push("mask", Access::input(&memory), memory.elem(), memory.bytes(), 1, None)
     }
 
     /// Checks Q, K and V that have scales by blocks, and the scales.

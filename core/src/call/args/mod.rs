@@ -13,6 +13,7 @@ use bytemuck::AnyBitPattern;
 
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
+pub(crate) use check::{check_build, mask_tensors};
 pub use check::{check_bwd, check_choose, check_combine, check_fwd};
 pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
@@ -20,6 +21,7 @@ pub use elem::{Elem, ElemType};
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
 use crate::layout::Totals;
+use crate::mask_object::MaskObject;
 
 /// The processor that can read an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -359,6 +361,8 @@ pub struct MaskArgs<'a> {
     pub full_kv_num_blocks: Option<DevSlice<'a>>,
     /// i32 `[batch or 1, heads, blocks_q, max_blocks]`: their indices.
     pub full_kv_indices: Option<DevSlice<'a>>,
+    /// Mask object that the tensors are [of](crate::MaskObject::args), and whose lists of tiles the call walks.
+    pub built: Option<&'a MaskObject>,
 }
 
 /// The pointers of a forward call: [`FwdArgs::new`], then setters, or the fields. It may grow, so it is not

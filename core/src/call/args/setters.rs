@@ -107,6 +107,19 @@ impl<'a> MaskArgs<'a> {
         /// i32 `[batch or 1, heads, blocks_q, max_blocks]`.
         full_kv_indices: impl Into<Option<DevSlice<'a>>> => full_kv_indices;
     }
+
+    /// The tensors, each where it is given: intervals, bits, counts and indices of the partial list and of the full
+    /// one.
+    pub(crate) fn tensors(&self) -> [Option<DevSlice<'a>>; 6] {
+        [
+            self.intervals,
+            self.bits,
+            self.kv_num_blocks,
+            self.kv_indices,
+            self.full_kv_num_blocks,
+            self.full_kv_indices,
+        ]
+    }
 }
 
 impl<'a> CacheArgs<'a> {

@@ -1,0 +1,353 @@
+//! Mask objects: masks as data that are copied and listed once, for many calls.
+
+use crate::args::{DevSlice, ElemType, MaskArgs, SeqArgs, check_build, mask_tensors};
+use crate::backend::DevBuffer;
+use crate::call::Problem;
+use crate::device::{Device, Stream};
+use crate::error::{ProblemError, Result, ensure};
+use crate::layout::Totals;
+use crate::plan::{BwdPlan, FwdPlan, Plan};
+use crate::problem::{Code, FwdProblem};
+
+/// Rows of a tile: queries or keys. The list of a tile has blocks of the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TileOf {
+    /// Queries, as forward.
+    Queries,
+    /// Keys, as backward.
+    Keys,
+}
+
+/// Lists of tiles that a kernel walks under masks: of each tile the blocks that it sees. Two kernels of one problem
+/// with the same `of` and `block` walk the same lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileLists {
+    /// What a tile has rows of.
+    pub of: TileOf,
+    /// Queries and keys of a tile and its blocks.
+    pub block: [i32; 2],
+    /// Memory that they take, from an address that is a multiple of [`ALIGN`](Self::ALIGN) on.
+    pub bytes: u64,
+}
+
+impl TileLists {
+    /// Alignment of their memory, bytes.
+    pub const ALIGN: u64 = 256;
+
+    fn are_as(&self, other: &Self) -> bool {
+        (self.of, self.block) == (other.of, other.block)
+    }
+
+    fn words(&self) -> String {
+        let [queries, keys] = self.block;
+        let of = if self.of == TileOf::Queries { "queries" } else { "keys" };
+        format!("tiles of {of}, of {queries} queries x {keys} keys")
+    }
+}
+
+/// The making of lists, as [`Launch::build_list`](crate::Launch::build_list) takes it.
+#[derive(Debug)]
+pub struct ListsCall<'a, P: Problem> {
+    /// The problem that was planned.
+    pub problem: &'a P,
+    /// Lengths.
+    pub seq: &'a SeqArgs<'a>,
+    /// Masks as data.
+    pub masks: &'a MaskArgs<'a>,
+    /// Which of the plan's lists.
+    pub list: TileLists,
+    /// Where they go.
+    pub address: u64,
+    /// The queue, by the driver's own handle.
+    pub stream: u64,
+}
+
+/// Masks as data, built once and used by many calls, forward and backward: copies of their tensors, and the lists of
+/// tiles that kernels walk.
+///
+/// [`build`](Self::build) copies and lists; [`args`](Self::args) are the masks of a call. A call reads what was last
+/// built: until the next `build` a change of the tensors changes nothing, and a call makes no lists of its own. Calls
+/// only read the object, so several may share it at a time; whoever builds waits for those on other streams. The
+/// sequences of a call have the lengths that the object was built with: on a device nobody compares them.
+///
+/// ```no_run
+/// # use fmha_core::{BwdPlan, DevSlice, FwdArgs, FwdPlan, MaskArgs, MaskObject, SeqArgs, Stream};
+/// # fn run(forward: &FwdPlan, backward: &BwdPlan, endpoints: DevSlice<'_>, layers: &mut [FwdArgs<'_>],
+/// #     stream: &Stream) -> fmha_core::Result<()> {
+/// let mut object = MaskObject::new(Some(forward), Some(backward), Default::default())?;
+/// object.build(&SeqArgs::default(), &MaskArgs::default().intervals(endpoints), stream)?;
+/// # let _ = layers;
+/// let masks = object.args();
+/// // `args.masks(masks)` in the calls of every layer.
+/// # let _ = masks;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct MaskObject {
+    device: Device,
+    like: FwdProblem,
+    totals: Totals,
+    tensors: [Option<Copied>; 6],
+    lists: Vec<(TileLists, u64)>,
+    forward: Option<FwdPlan>,
+    backward: Option<BwdPlan>,
+    memory: DevBuffer,
+    is_built: bool,
+}
+
+/// Copy of a tensor in the object's memory.
+#[derive(Clone, Copy, Debug)]
+struct Copied {
+    elem: ElemType,
+    place: u64,
+    bytes: u64,
+}
+
+impl MaskObject {
+    /// An object for the calls of these plans, with memory of the device. Where both walk the same lists it has one;
+    /// else one for each. `totals`: rows of packed tensors, as in the calls.
+    ///
+    /// # Errors
+    /// No plan; a problem without masks as data; plans whose masks, lengths, heads or device differ, with what differs;
+    /// a mask as code that captures something, of which there is no copy; memory that is not there.
+    pub fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
+        let (device, like) = match (forward, backward) {
+            (Some(plan), _) => (plan.device(), FwdProblem::clone(plan.problem())),
+            (None, Some(plan)) => (plan.device(), FwdProblem::clone(plan.problem().fwd())),
+            (None, None) => return Err(refused("plan: a mask object has 0 of them, and serves 1 at least")),
+        };
+        if like.masks.is_empty() {
+            return Err(refused("mask: the problem has 0 masks as data, of which an object is built"));
+        }
+        if let Some(capture) = like.code.mask.as_ref().and_then(|mask| mask.graph().captures().first()) {
+            let name = &capture.name;
+            return Err(refused(&format!(
+                "mask: its function captures {name}, of which a mask object has no copy"
+            )));
+        }
+        let mut place = 0;
+        let mut take = |bytes: u64| {
+            let here = place;
+            place = (here + bytes).next_multiple_of(TileLists::ALIGN);
+            here
+        };
+        like.checked_extents(totals)?;
+        let tensors = mask_tensors(&like, totals)
+            .map(|(_, elem, bytes)| bytes.map(|bytes| Copied { elem, place: take(bytes), bytes }));
+        let mut lists: Vec<(TileLists, u64)> = Vec::new();
+        let of_plans =
+            [forward.map(FwdPlan::tile_lists), backward.map(BwdPlan::tile_lists)].into_iter().flatten();
+        for list in of_plans.flatten() {
+            if !lists.iter().any(|(other, _)| other.are_as(&list)) {
+                lists.push((list, take(list.bytes)));
+            }
+        }
+        let memory = device.memory().alloc(place.max(1))?;
+        let object = Self {
+            device: device.clone(),
+            like,
+            totals,
+            tensors,
+            lists,
+            forward: forward.cloned(),
+            backward: backward.cloned(),
+            memory,
+            is_built: false,
+        };
+        if let Some(plan) = backward {
+            object.is_for(plan.problem().fwd(), plan.device())?;
+        }
+        Ok(object)
+    }
+
+    /// Queues the copies of the tensors and the making of the lists, and returns; where there are no streams it is done
+    /// by then. It may be captured: each replay builds again. Nothing wrong is queued.
+    ///
+    /// # Errors
+    /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, and for lengths and tensors that do
+    /// not fit; what the driver said.
+    pub fn build(&mut self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: &Stream) -> Result<()> {
+        let handle = stream.of(&self.device)?;
+        // SAFETY: `Stream::of` gave a live handle of this device's.
+        unsafe { self.build_on_raw(seq, masks, handle) }
+    }
+
+    /// Builds as [`build`](Self::build) does, on a stream given by its driver's handle (0: the default one).
+    ///
+    /// # Safety
+    /// As [`Stream::from_raw`].
+    ///
+    /// # Errors
+    /// As [`build`](Self::build).
+    pub unsafe fn build_on_raw(
+        &mut self,
+        seq: &SeqArgs<'_>,
+        masks: &MaskArgs<'_>,
+        stream: u64,
+    ) -> Result<()> {
+        if masks.built.is_some() {
+            return Err(refused("mask: a mask object is not built from another one's tensors"));
+        }
+        if seq.totals != self.totals {
+            let (given, own) = (seq.totals, self.totals);
+            return Err(refused(&format!("mask: the object was made for {own:?}, not for {given:?}")));
+        }
+        check_build(&self.like, seq, masks, self.device.memory().space())?;
+        let queues = self.device.queues()?;
+        for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
+            let (Some(copied), Some(slice)) = (copied, slice) else { continue };
+            let (from, to) = (slice.as_ptr(), self.memory.as_ptr().wrapping_add(copied.place as usize));
+            match queues {
+                _ if copied.bytes == 0 => {}
+                // SAFETY: the check saw that the slice covers the bytes; the object's memory has room for them, and is
+                // its own.
+                Some(queues) => unsafe { queues.copy_bytes(from, to, copied.bytes, stream)? },
+                // SAFETY: as above; without queues it is the host's memory.
+                None => unsafe { to.copy_from_nonoverlapping(from, copied.bytes as usize) },
+            }
+        }
+        let own = MaskArgs { built: None, ..self.slices() };
+        let mut made: Vec<TileLists> = Vec::new();
+        if let Some(plan) = &self.forward {
+            // SAFETY: the caller keeps the contract of `build_on_raw`.
+            unsafe { self.build_of(plan, seq, &own, stream, &mut made)? };
+        }
+        if let Some(plan) = &self.backward {
+            // SAFETY: the caller keeps the contract of `build_on_raw`.
+            unsafe { self.build_of(plan, seq, &own, stream, &mut made)? };
+        }
+        self.is_built = true;
+        Ok(())
+    }
+
+    /// Makes the lists of a plan that are not yet made.
+    ///
+    /// # Safety
+    /// A live stream of the device; lengths and masks have passed the check.
+    unsafe fn build_of<P: Problem>(
+        &self,
+        plan: &Plan<P>,
+        seq: &SeqArgs<'_>,
+        masks: &MaskArgs<'_>,
+        stream: u64,
+        made: &mut Vec<TileLists>,
+    ) -> Result<()> {
+        for list in plan.tile_lists() {
+            if made.iter().any(|other| other.are_as(&list)) {
+                continue;
+            }
+            made.push(list);
+            let Some(address) = self.list_at(list.of, list.block) else { continue };
+            // SAFETY: the caller keeps the contract of `build_of`; the object has room for the list.
+            unsafe { plan.build_list(seq, masks, list, (address, stream))? };
+        }
+        Ok(())
+    }
+
+    /// Masks of a call that uses the object.
+    #[must_use]
+    pub fn args(&self) -> MaskArgs<'_> {
+        MaskArgs { built: Some(self), ..self.slices() }
+    }
+
+    fn slices(&self) -> MaskArgs<'_> {
+        let [intervals, bits, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices] =
+            self.tensors.map(|copied| copied.map(|copied| self.slice_of(copied)));
+        MaskArgs {
+            intervals,
+            bits,
+            kv_num_blocks,
+            kv_indices,
+            full_kv_num_blocks,
+            full_kv_indices,
+            built: None,
+        }
+    }
+
+    fn slice_of(&self, copied: Copied) -> DevSlice<'_> {
+        let at = self.memory.as_ptr().wrapping_add(copied.place as usize).cast_const();
+        // SAFETY: the object's memory has these bytes, and the slice borrows the object.
+        unsafe { DevSlice::from_raw(self.memory.space(), at, copied.bytes, copied.elem) }
+    }
+
+    /// Bytes of the device's memory that it takes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    /// Address of the lists for tiles of such a shape; `None` where the object has none.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn list_at(&self, of: TileOf, block: [i32; 2]) -> Option<u64> {
+        let (_, place) = self.lists.iter().find(|(list, _)| (list.of, list.block) == (of, block))?;
+        Some(self.memory.as_ptr() as u64 + place)
+    }
+
+    /// All of its memory.
+    pub(crate) fn memory(&self) -> DevSlice<'_> {
+        self.memory.slice()
+    }
+
+    /// Whether calls of a plan may use it.
+    ///
+    /// # Errors
+    /// What differs; lists that the plan's kernel walks and the object does not have; that it was not built.
+    pub(crate) fn serves(
+        &self,
+        problem: &FwdProblem,
+        device: &Device,
+        kernel: &str,
+        lists: &[TileLists],
+    ) -> Result<(), ProblemError> {
+        self.is_for(problem, device)?;
+        for wanted in lists {
+            if self.list_at(wanted.of, wanted.block).is_none() {
+                let has: Vec<String> = self.lists.iter().map(|(list, _)| list.words()).collect();
+                let has = if has.is_empty() { "no tiles".to_owned() } else { has.join(", ") };
+                let text = format!("mask: built for {has}; {kernel} walks {}", wanted.words());
+                return Err(ProblemError::new("mask", text));
+            }
+        }
+        ensure!(self.is_built, "mask", "mask: the object was built 0 times before the call");
+        Ok(())
+    }
+
+    fn is_for(&self, problem: &FwdProblem, device: &Device) -> Result<(), ProblemError> {
+        let like = &self.like;
+        ensure!(
+            self.device.is(device),
+            "mask",
+            "mask: built on {}, but the call is on {}",
+            self.device.name(),
+            device.name()
+        );
+        for (name, built, given) in [
+            ("batch", like.dims.batch, problem.dims.batch),
+            ("seqlen_q", like.dims.seqlen_q, problem.dims.seqlen_q),
+            ("seqlen_k", like.dims.seqlen_k, problem.dims.seqlen_k),
+            ("num_heads_q", like.dims.num_heads_q, problem.dims.num_heads_q),
+            ("num_heads_kv", like.dims.num_heads_kv, problem.dims.num_heads_kv),
+        ] {
+            ensure!(built == given, "mask", "mask: built for {name} {built}, but the call has {given}");
+        }
+        let same = |what: &str, is_same: bool, built: String, given: String| {
+            ensure!(is_same, "mask", "mask: built for {what} {built}, but the call has {given}");
+            Ok::<(), ProblemError>(())
+        };
+        let (own, other) = (like.layout, problem.layout);
+        same("layout", own == other, format!("{own:?}"), format!("{other:?}"))?;
+        let (own, other) = (like.mask, problem.mask);
+        same("band", own == other, format!("{own:?}"), format!("{other:?}"))?;
+        let (own, other) = (like.masks, problem.masks);
+        same("masks", own == other, format!("{own:?}"), format!("{other:?}"))?;
+        let words = |code: &Code| code.mask.as_ref().map_or("none".to_owned(), ToString::to_string);
+        let is_same = like.code.mask == problem.code.mask;
+        same("function", is_same, words(&like.code), words(&problem.code))
+    }
+}
+
+fn refused(text: &str) -> crate::error::Error {
+    ProblemError::new("mask", text.to_owned()).into()
+}

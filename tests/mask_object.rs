@@ -1,0 +1,291 @@
+//! Mask objects: calls with one have the bits of calls without, on every backend; what changes after its build changes
+//! nothing; what it was not made for is refused.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod amd;
+
+use fmha_core::{
+    BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdPlan, FwdProblem,
+    Intervals, MaskArgs, MaskAxes, MaskObject, PlanOptions, SeqArgs, Stream,
+};
+use half::bf16;
+
+/// Tiles that are skipped, whole and cut, at every tile size.
+const DIMS: Dims = Dims {
+    batch: 2,
+    seqlen_q: 300,
+    seqlen_k: 300,
+    num_heads_q: 2,
+    num_heads_kv: 1,
+    head_dim_qk: 64,
+    head_dim_v: 64,
+};
+const ROWS: usize = 300;
+const Q: usize = 2 * 300 * 2 * 64;
+const KV: usize = 2 * 300 * 64;
+
+fn problem() -> FwdProblem {
+    let mut problem = FwdProblem::batch(DType::Bf16, DIMS).write_lse(true);
+    problem.masks.intervals = Some(Intervals::batch(&problem, MaskAxes::SHARED, 2));
+    problem
+}
+
+/// Documents of so many tokens, and of the first of them the keys that came before.
+fn documents(length: usize) -> Vec<i32> {
+    let first = (0..ROWS).map(|row| (row / length * length) as i32);
+    let end = (0..ROWS)
+        .map(|row| if row < length { row + 1 } else { ((row / length + 1) * length).min(ROWS) } as i32);
+    first.chain(end).collect()
+}
+
+/// Operands of a call in a device's memory.
+struct Memory {
+    q: DevBuffer,
+    k: DevBuffer,
+    v: DevBuffer,
+    dout: DevBuffer,
+    o: DevBuffer,
+    lse: DevBuffer,
+    gradients: [DevBuffer; 3],
+    scratch: [Option<DevBuffer>; 2],
+}
+
+impl Memory {
+    fn new(device: &Device, (forward, backward): (&FwdPlan, &BwdPlan)) -> Self {
+        let memory = device.memory();
+        let drawn = |seed: usize, count: usize| {
+            let number = |i: usize| ((i + seed).wrapping_mul(0x9E37_79B1) >> 20 & 0xff) as f32 / 128.0 - 1.0;
+            memory.place(&(0..count).map(|i| bf16::from_f32(number(i))).collect::<Vec<_>>()).unwrap()
+        };
+        let zeros = |count: usize| memory.alloc_of(DType::Bf16, count as u64).unwrap();
+        Self {
+            q: drawn(1, Q),
+            k: drawn(2, KV),
+            v: drawn(3, KV),
+            dout: drawn(4, Q),
+            o: zeros(Q),
+            lse: memory.alloc_of(DType::F32, (2 * 2 * ROWS) as u64).unwrap(),
+            gradients: [zeros(Q), zeros(KV), zeros(KV)],
+            scratch: [forward.workspace(), backward.workspace()].map(|it| memory.workspace(it).unwrap()),
+        }
+    }
+
+    fn forward(&mut self, plan: &FwdPlan, masks: MaskArgs<'_>, stream: &Stream) -> fmha_core::Result<()> {
+        let workspace = self.scratch[0].as_mut().map(DevBuffer::slice_mut);
+        let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut())
+            .lse(self.lse.slice_mut())
+            .masks(masks)
+            .workspace(workspace);
+        plan.run(&mut args, stream)
+    }
+
+    fn backward(&mut self, plan: &BwdPlan, masks: MaskArgs<'_>, stream: &Stream) -> fmha_core::Result<()> {
+        let workspace = self.scratch[1].as_mut().map(DevBuffer::slice_mut);
+        let mut args = BwdArgs::new(
+            [self.q.slice(), self.k.slice(), self.v.slice()],
+            [self.o.slice(), self.lse.slice(), self.dout.slice()],
+            self.gradients.each_mut().map(DevBuffer::slice_mut),
+        )
+        .masks(masks)
+        .workspace(workspace);
+        plan.run(&mut args, stream)
+    }
+
+    fn results(&self, device: &Device) -> Vec<Vec<u16>> {
+        let [dq, dk, dv] = &self.gradients;
+        let read = |buffer: &DevBuffer| {
+            let mut all = vec![bf16::ZERO; (buffer.bytes() / 2) as usize];
+            device.memory().download(buffer, &mut all).unwrap();
+            all.into_iter().map(bf16::to_bits).collect()
+        };
+        [&self.o, dq, dk, dv].map(read).to_vec()
+    }
+}
+
+/// Bits of a forward and a backward call.
+fn both(
+    device: &Device,
+    memory: &mut Memory,
+    (forward, backward): (&FwdPlan, &BwdPlan),
+    masks: MaskArgs<'_>,
+) -> Vec<Vec<u16>> {
+    let stream = device.default_stream();
+    memory.forward(forward, masks, &stream).unwrap();
+    memory.backward(backward, masks, &stream).unwrap();
+    stream.synchronize().unwrap();
+    memory.results(device)
+}
+
+/// `walks_lists`: the kernels walk lists of tiles, which the object has for each of them.
+fn holds_on(device: &Device, kernels: [&str; 2], walks_lists: bool) {
+    let named = |kernel: &str| PlanOptions::default().kernel(kernel);
+    let problem = problem();
+    let forward = device.plan_fwd(&problem.clone().validate().unwrap(), &named(kernels[0])).unwrap();
+    let bwd = BwdProblem::new(problem.clone()).validate().unwrap();
+    let backward = device.plan_bwd(&bwd, &named(kernels[1])).unwrap();
+    let plans = (&forward, &backward);
+    let mut memory = Memory::new(device, plans);
+    let stream = device.default_stream();
+    let on_device = |length: usize| device.memory().place(&documents(length)).unwrap();
+    let (mut long, short) = (on_device(130), on_device(70));
+    let [by_long, by_short] =
+        [&long, &short].map(|it| both(device, &mut memory, plans, documents_at(it.slice())));
+    assert!(by_long != by_short, "{}: the two masks are one", device.name());
+
+    let mut object = MaskObject::new(Some(&forward), Some(&backward), Default::default()).unwrap();
+    let early = memory.forward(&forward, object.args(), &stream).unwrap_err().to_string();
+    assert!(early.contains("mask: the object was built 0 times before the call"), "{early}");
+    object.build(&SeqArgs::default(), &documents_at(long.slice()), &stream).unwrap();
+    assert!(both(device, &mut memory, plans, object.args()) == by_long, "{}", device.name());
+    // What changes after the build changes nothing, until the next.
+    device.memory().upload(&documents(70), &mut long).unwrap();
+    for call in 0..2 {
+        let bits = both(device, &mut memory, plans, object.args());
+        assert!(bits == by_long, "{}: call {call} after the tensors changed", device.name());
+    }
+    object.build(&SeqArgs::default(), &documents_at(long.slice()), &stream).unwrap();
+    assert!(both(device, &mut memory, plans, object.args()) == by_short, "{}: built again", device.name());
+
+    // Two calls of their own memory share the object.
+    let mut other = Memory::new(device, plans);
+    memory.forward(&forward, object.args(), &stream).unwrap();
+    other.forward(&forward, object.args(), &stream).unwrap();
+    memory.backward(&backward, object.args(), &stream).unwrap();
+    other.backward(&backward, object.args(), &stream).unwrap();
+    stream.synchronize().unwrap();
+    assert!(memory.results(device) == by_short && other.results(device) == by_short, "{}", device.name());
+
+    if device.has_streams() {
+        captured(device, &mut memory, plans, (&mut object, &mut long), [&by_long, &by_short]);
+    }
+    refuses(device, &mut memory, plans, &object, walks_lists);
+}
+
+fn documents_at(endpoints: DevSlice<'_>) -> MaskArgs<'_> {
+    MaskArgs::default().intervals(endpoints)
+}
+
+/// A recorded build builds at each replay.
+fn captured(
+    device: &Device,
+    memory: &mut Memory,
+    (forward, backward): (&FwdPlan, &BwdPlan),
+    (object, endpoints): (&mut MaskObject, &mut DevBuffer),
+    [by_long, by_short]: [&Vec<Vec<u16>>; 2],
+) {
+    let stream = device.stream().unwrap();
+    let recording = stream
+        .capture(|| {
+            object.build(&SeqArgs::default(), &documents_at(endpoints.slice()), &stream)?;
+            memory.forward(forward, object.args(), &stream)?;
+            memory.backward(backward, object.args(), &stream)
+        })
+        .unwrap();
+    for (length, bits) in [(130, by_long), (70, by_short)] {
+        device.memory().upload(&documents(length), endpoints).unwrap();
+        // SAFETY: all memory of the recording lives, and nothing else uses it.
+        unsafe { recording.replay(&stream).unwrap() };
+        stream.synchronize().unwrap();
+        assert!(memory.results(device) == *bits, "{}: replayed over {length} tokens", device.name());
+    }
+}
+
+fn refuses(
+    device: &Device,
+    memory: &mut Memory,
+    (forward, backward): (&FwdPlan, &BwdPlan),
+    object: &MaskObject,
+    walks_lists: bool,
+) {
+    let stream = device.default_stream();
+    let options = |plan: &FwdPlan| PlanOptions::default().kernel(plan.kernel());
+    let mut refused = |problem: FwdProblem, words: &str| {
+        let plan = device.plan_fwd(&problem.validate().unwrap(), &options(forward)).unwrap();
+        let error = memory.forward(&plan, object.args(), &stream).unwrap_err().to_string();
+        assert!(error.contains(words), "{}: {error}", device.name());
+    };
+    refused(problem().mask(fmha_core::MaskSpec::CAUSAL), "mask: built for band ");
+    let mut four = problem();
+    four.masks.intervals = Some(Intervals::batch(&four, MaskAxes::SHARED, 4));
+    // Four endpoints reach beyond the copy of two.
+    refused(four, "intervals has 2400 bytes, but its extents and strides reach 4800");
+    refused(FwdProblem::batch(DType::Bf16, DIMS).write_lse(true), "intervals is given");
+    let one_way = MaskObject::new(Some(forward), None, Default::default()).unwrap();
+    let error = memory.backward(backward, one_way.args(), &stream).unwrap_err().to_string();
+    let lists = format!("{} walks tiles of ", backward.kernel());
+    let words = if walks_lists { &*lists } else { "the object was built 0 times before the call" };
+    assert!(error.contains(words), "{}: {error}", device.name());
+    let none = MaskObject::new(None, None, Default::default()).unwrap_err().to_string();
+    assert!(none.contains("plan: a mask object has 0 of them"), "{none}");
+}
+
+#[test]
+fn a_mask_object_has_the_bits_of_its_last_build_on_the_cpu() {
+    holds_on(&fmha::Backend::Cpu.open().unwrap(), ["cpu-fwd", "cpu-bwd"], false);
+}
+
+fn emulated(arch: &str, kernels: [&str; 2], walks_lists: bool) {
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let device = fmha_cuda::open(0, Some(arch)).unwrap();
+    holds_on(&device, kernels, walks_lists);
+    // The launch that makes lists is the object's, not the call's.
+    let plan = PlanOptions::default().kernel(kernels[0]);
+    let forward = device.plan_fwd(&problem().validate().unwrap(), &plan).unwrap();
+    let plan = PlanOptions::default().kernel(kernels[1]);
+    let backward = device.plan_bwd(&BwdProblem::new(problem()).validate().unwrap(), &plan).unwrap();
+    let mut memory = Memory::new(&device, (&forward, &backward));
+    let endpoints = device.memory().place(&documents(70)).unwrap();
+    let given = documents_at(endpoints.slice());
+    let mut object = MaskObject::new(Some(&forward), Some(&backward), Default::default()).unwrap();
+    object.build(&SeqArgs::default(), &given, &device.default_stream()).unwrap();
+    let mut launches = |masks: MaskArgs<'_>| {
+        let _ = fmha_cuda::emulated_launches();
+        both(&device, &mut memory, (&forward, &backward), masks);
+        let launches: Vec<serde_json::Value> =
+            serde_json::from_str(&fmha_cuda::emulated_launches().unwrap()).unwrap();
+        launches.len()
+    };
+    let makes = if walks_lists { 2 } else { 0 };
+    assert_eq!(launches(given), launches(object.args()) + makes, "{arch}");
+}
+
+#[test]
+fn a_mask_object_has_the_bits_of_its_last_build_on_an_emulated_sm_90a() {
+    emulated("sm_90a", ["sm90"; 2], true);
+}
+
+/// One architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
+#[test]
+fn the_architecture_of_this_process() {
+    match std::env::var("MASK_ARCH").as_deref() {
+        Ok("sm_80") => emulated("sm_80", ["sm80"; 2], false),
+        Ok(arch) => emulated(arch, ["sm100"; 2], true),
+        Err(_) => {}
+    }
+}
+
+/// A process emulates one architecture.
+#[test]
+#[ignore = "a minute: each architecture compiles kernels"]
+fn each_architecture() {
+    for arch in ["sm_80", "sm_100a"] {
+        let run = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["the_architecture_of_this_process", "--exact", "--nocapture"])
+            .env("MASK_ARCH", arch)
+            .output()
+            .unwrap();
+        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        assert!(run.status.success(), "{arch}: {said}\n{erred}");
+        println!("{said}");
+    }
+}
+
+#[test]
+fn a_mask_object_has_the_bits_of_its_last_build_on_an_emulated_gfx942() {
+    if let Some(device) = amd::open("gfx942", "mask objects") {
+        holds_on(&device, ["cdna_fwd", "cdna_bwd"], true);
+    }
+}
