@@ -7,7 +7,10 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use fmha_core::expr::draw::{self, CAPTURED, Draw, Kind};
-use fmha_core::expr::{Captured, DEVICE_PRELUDE, Function, HostTensor, Number, Pair, Rounding, Stored};
+use fmha_core::expr::{
+    BOUNDS_PRELUDE, Captured, DEVICE_PRELUDE, Function, HostTensor, Number, Pair, Rounding, Seen, Stored,
+    Tile,
+};
 
 const EXTENT: u32 = 5;
 
@@ -128,7 +131,7 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
         }
     }
     writeln!(program, "int main() {{\n{calls}}}").unwrap();
-    let Some(found) = run_cpp(&program) else { return };
+    let Some(found) = run_cpp("device_text", &program) else { return };
     assert_eq!(found.lines().count(), wanted.len());
     let mut compared = 0;
     for (line, (text, pair, rounded, exact)) in found.lines().zip(wanted) {
@@ -145,6 +148,123 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
     assert!(compared > 700, "{compared} numbers compared");
 }
 
+/// A tile's code as a kernel would write it.
+const TILE: &str = r"
+struct Tile {
+  fmha::expr::Bound b, h, q, k, seqlen_q, seqlen_k;
+  const int* stored;
+  Pair captures() const { return {0, 0, 0, 0, 0, 0, stored}; }
+  long long whole_number(int i) const { return captures().whole_number(i); }
+  int extent(int i, int axis) const { return captures().extent(i, axis); }
+  long long load_int(int i, const long long* at) const { return captures().load_int(i, at); }
+};
+";
+
+/// Masks that people write, of integers alone.
+const MASKS: [&str; 14] = [
+    "k <= q",
+    "k <= q + seqlen_k - seqlen_q",
+    "q - k < 9 and k <= q",
+    "abs(q - k) <= 5",
+    "k < 4 or k <= q",
+    "ids: i32[_]; k < ids[b] or k <= q",
+    "q // 16 == k // 16",
+    "k // 8 <= q // 8 and not (k == q)",
+    "(q - k) % 4 == 0",
+    "max(q, k) < 20 and min(q, k) >= 2",
+    "(q & 7) < 4 or (k >> 3) != (q >> 3)",
+    "select(h == 1, k <= q, k >= q)",
+    "shift: int; clamp(k - q, -3, 6) > shift",
+    "gate: bool[_]; gate[h] and k < q * 2",
+];
+
+#[test]
+fn bounds_of_masks_over_tiles_say_what_their_pairs_do() {
+    let memories: Vec<Vec<u8>> = CAPTURED.iter().map(|&(_, stored, rank)| memory(stored, rank)).collect();
+    let (shape, strides) = ([EXTENT; 2], [[1, 0], [i64::from(EXTENT), 1]]);
+    let mut program = format!(
+        "#include <cmath>\n#include <cstdio>\n#define FMHA_EXPR static inline __attribute__((unused))\n\
+         {DEVICE_PRELUDE}{BOUNDS_PRELUDE}{PAIR}{TILE}"
+    );
+    let (mut calls, mut wanted) = (String::new(), vec![]);
+    let written = MASKS.iter().map(|text| (true, text.parse::<Function>().unwrap()));
+    let drawn = (0..60u64).map(|seed| (false, draw::mask(seed, Kind::Any).unwrap()));
+    for (at, (of_integers, mask)) in written.chain(drawn).enumerate() {
+        writeln!(program, "namespace f{at} {{ namespace expr = fmha::expr;\n{}}}", mask.bounds_text())
+            .unwrap();
+        let place = |capture: &fmha_core::expr::Capture| CAPTURED.iter().position(|it| it.0 == capture.name);
+        let of = |capture: &fmha_core::expr::Capture| match place(capture) {
+            Some(at) => {
+                let (_, stored, rank) = CAPTURED[at];
+                let strides = &strides[usize::from(rank == 2)][..rank];
+                Captured::Tensor(HostTensor { bytes: &memories[at], stored, shape: &shape[..rank], strides })
+            }
+            None if capture.name == "rate" => Captured::Number(Number::Float(0.625)),
+            None => Captured::Number(Number::Int(-2)),
+        };
+        let captured: Vec<Captured<'_>> = mask.captures().iter().map(of).collect();
+        let kinds = mask.captures().iter().map(|capture| {
+            let known = place(capture).map(|at| CAPTURED[at]);
+            known.map_or(0, |(_, stored, rank)| rank | if stored == Stored::Bool { 16 } else { 0 })
+        });
+        let kinds: Vec<String> = kinds.chain([0]).map(|kind| kind.to_string()).collect();
+        writeln!(calls, "  {{ const int stored[] = {{{}}};", kinds.join(", ")).unwrap();
+        let mut draw = Draw::new(at as u64);
+        for _ in 0..16 {
+            let [b, h, q, k] = [3, 4, 40, 50].map(|below| draw.below(below) as u32);
+            let [rows, keys] = [8, 8].map(|most| draw.below(most) as u32);
+            let tile = Tile {
+                b: b..b + 1,
+                h: h..h + 1,
+                q: q..q + rows + 1,
+                k: k..k + keys + 1,
+                seqlen_q: (48, 48),
+                seqlen_k: (58, 58),
+            };
+            let pairs = tile.q.clone().flat_map(|q| tile.k.clone().map(move |k| (q, k)));
+            let shown: Vec<bool> = pairs
+                .map(|(q, k)| {
+                    let pair = Pair { score: 0.0, b, h, q, k, seqlen_q: 48, seqlen_k: 58 };
+                    mask.eval(&pair, &captured, Rounding::F32).float() != 0.0
+                })
+                .collect();
+            let host = of_integers.then(|| mask.seen(&tile, &captured[..]));
+            wanted.push((mask.to_string(), tile, shown, host));
+            writeln!(
+                calls,
+                "    {{ const Tile tile = {{{{{b}, {b}}}, {{{h}, {h}}}, {{{q}, {}}}, {{{k}, {}}}, {{48, 48}}, \
+                 {{58, 58}}, stored}};\n      const fmha::expr::Bound seen = f{at}::seen(tile);\n      \
+                 printf(\"%lld %lld\\n\", seen.lo, seen.hi); }}",
+                q + rows,
+                k + keys
+            )
+            .unwrap();
+        }
+        calls.push_str("  }\n");
+    }
+    writeln!(program, "int main() {{\n{calls}}}").unwrap();
+    let Some(found) = run_cpp("device_bounds", &program) else { return };
+    assert_eq!(found.lines().count(), wanted.len());
+    let (mut none, mut every) = (0, 0);
+    for (line, (text, tile, shown, host)) in found.lines().zip(wanted) {
+        let [lo, hi] = [0, 1].map(|at| line.split(' ').nth(at).unwrap().parse::<i64>().unwrap());
+        let seen = match (lo, hi) {
+            (_, 0) => Seen::Nothing,
+            (1, _) => Seen::Everything,
+            _ => Seen::Part,
+        };
+        assert!((0..=1).contains(&lo) && (lo..=1).contains(&hi), "{text} over {tile:?}: {line}");
+        assert!(seen != Seen::Nothing || !shown.contains(&true), "{text} over {tile:?} shows some pairs");
+        assert!(seen != Seen::Everything || !shown.contains(&false), "{text} over {tile:?} hides some pairs");
+        if let Some(host) = host {
+            assert_eq!(seen, host, "{text} over {tile:?}");
+        }
+        none += usize::from(seen == Seen::Nothing);
+        every += usize::from(seen == Seen::Everything);
+    }
+    assert!(none > 60 && every > 60, "{none} tiles of nothing and {every} of everything are known");
+}
+
 /// `d score / d s`, by the slopes' own graph.
 fn slope(
     slopes: &fmha_core::expr::Slopes,
@@ -156,8 +276,8 @@ fn slope(
 }
 
 /// Output of the program; `None`, with a note, without a C++ compiler.
-fn run_cpp(program: &str) -> Option<String> {
-    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("device_text");
+fn run_cpp(name: &str, program: &str) -> Option<String> {
+    let dir = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&dir).unwrap();
     let unit = dir.join("main.cc");
     std::fs::write(&unit, program).unwrap();

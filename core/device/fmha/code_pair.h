@@ -57,4 +57,16 @@ struct CodePair {
   }
 };
 
+// A tile of pairs, of which a mask's bounds are asked: ranges of what a pair has, and the captures.
+template <class Layout>
+struct CodeTile {
+  expr::Bound b, h, q, k, seqlen_q, seqlen_k;
+  const uint64_t* words;
+
+  FMHA_DEVICE CodePair<Layout> captures() const { return {0, 0, 0, 0, 0, 0, words}; }
+  FMHA_DEVICE int64_t whole_number(int i) const { return captures().whole_number(i); }
+  FMHA_DEVICE int32_t extent(int i, int axis) const { return captures().extent(i, axis); }
+  FMHA_DEVICE int64_t load_int(int i, const int64_t* at) const { return captures().load_int(i, at); }
+};
+
 }  // namespace fmha::code

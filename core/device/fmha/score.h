@@ -94,6 +94,18 @@ struct Functions {
     return {b, h, pair.i(), pair.j(), seqlen_q, seqlen_k, words};
   }
   FMHA_DEVICE bool shows(Pair pair) const { return code::of_mask::visible(place<code::of_mask::Layout>(pair)); }
+  // What the mask shows of some rows and keys, neither empty, as far as bounds of it say: from 1 on all pairs, up to 0
+  // none.
+  FMHA_DEVICE expr::Bound shows_of(Range rows, Range keys) const {
+    const auto point = [](int32_t x) { return expr::Bound{x, x}; };
+    return code::of_mask::seen(code::CodeTile<code::of_mask::Layout>{point(b),
+                                                                     point(h),
+                                                                     {rows.begin, rows.end - 1},
+                                                                     {keys.begin, keys.end - 1},
+                                                                     point(seqlen_q),
+                                                                     point(seqlen_k),
+                                                                     words});
+  }
   // The score of s * scale. `hides`: the mask is asked; else what the kernel walks has no pair that it hides.
   template <class Tanh, bool hides = true>
   FMHA_DEVICE Scored at(Pair pair, float s, float scale) const {

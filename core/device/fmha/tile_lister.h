@@ -63,6 +63,10 @@ struct TileLister {
     // Where no pair is full and each is shown by the data, the function alone says.
     const bool asks_data = by_data != BlockClass::Inside || some_full;
     const Functions functions = Functions::of(p, span, i_head);
+    // Bounds of the function say for most tiles what its pairs would.
+    const expr::Bound seen = functions.shows_of(rows, own);
+    if (seen.hi <= 0 && !some_full) return BlockClass::Skipped;
+    if (seen.lo >= 1 && !asks_data) return block_class(band, rows, own);
     if (!asks_data && block_class(band, rows, own) == BlockClass::Inside)
       return class_by_pairs(rows, own, [&](int32_t i, int32_t j) { return functions.shows({i, j}); });
     return class_by_pairs(rows, own, [&](int32_t i, int32_t j) {

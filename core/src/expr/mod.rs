@@ -10,6 +10,7 @@
 //!   derive        derivatives, through the score and to captures           derive
 //!   bounds        its values over a tile, by interval arithmetic           bounds
 //!   device        C++ that g++, NVRTC and clang compile                    device
+//!                 and its bounds over a tile there                         device_bounds
 //! ```
 //!
 //! `s` is the scaled, descaled score; `b` the sequence, `h` the query head, `q` and `k` the places of row and key
@@ -30,6 +31,7 @@
 mod bounds;
 mod derive;
 mod device;
+mod device_bounds;
 #[doc(hidden)]
 pub mod draw;
 mod eval;
@@ -46,6 +48,7 @@ use std::sync::Arc;
 pub use bounds::{Bounds, Interval, Ranges, Seen, Tile};
 pub use derive::{CaptureSlope, Slopes};
 pub use device::DEVICE_PRELUDE;
+pub use device_bounds::BOUNDS_PRELUDE;
 pub use eval::{Captured, HostTensor, Number, Pair, Rounding, Value};
 pub use graph::{Binary, Capture, CaptureKind, Graph, Id, MAX_RANK, Node, Stored, Type, Unary, Variable};
 pub use program::{Block, Lanes, Program, ScalarMath, VectorMath};

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use crate::abi::{AbiLiteral, CODE_WORDS};
 use crate::args::{DevSliceMut, ScoreArgs};
 use crate::error::Refusal;
-use crate::expr::{CaptureKind, DEVICE_PRELUDE, Function, Number};
+use crate::expr::{BOUNDS_PRELUDE, CaptureKind, DEVICE_PRELUDE, Function, Number};
 use crate::problem::{CapturedGrad, CapturedTensor, Code};
 use crate::source::Header;
 
@@ -68,7 +68,9 @@ impl CodeSource<'_> {
                 Some(function) => {
                     self.layout(&mut text, function);
                     text += &function.device_text();
-                    if !function.is_mask() {
+                    if function.is_mask() {
+                        text += &function.bounds_text();
+                    } else {
                         let slopes = function.slopes();
                         text += &slopes.device_text();
                         if slopes.captures.is_empty() {
@@ -200,13 +202,17 @@ const NO_MASK: &str = "template <class Pair>
 FMHA_DEVICE bool visible(const Pair&) {
   return true;
 }
+template <class Tile>
+FMHA_DEVICE expr::Bound seen(const Tile&) {
+  return {1, 1};
+}
 ";
 
 /// `fmha/expr.h`: functions that printed expressions call.
 #[must_use]
 pub(crate) fn expr_h() -> Header {
     let text = format!(
-        "#pragma once\n#include <fmha/expr_math.h>\n\n#define FMHA_EXPR FMHA_DEVICE\n\n{DEVICE_PRELUDE}"
+        "#pragma once\n#include <fmha/expr_math.h>\n\n#define FMHA_EXPR FMHA_DEVICE\n\n{DEVICE_PRELUDE}{BOUNDS_PRELUDE}"
     );
     Header::rendered("fmha/expr.h", text)
 }
