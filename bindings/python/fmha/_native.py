@@ -310,6 +310,11 @@ library.fmha_py_workspace.argtypes = [ctypes.POINTER(Request), ctypes.POINTER(ct
 library.fmha_py_run_with.argtypes = [ctypes.POINTER(Request), ctypes.c_void_p, ctypes.c_uint64]
 
 
+def plan(request: Request) -> None:
+    """Plans a request, which compiles its kernels; raises why no kernel takes it."""
+    check(library.fmha_py_workspace(ctypes.byref(request), ctypes.byref(ctypes.c_uint64())))
+
+
 def run_with(request: Request, allocate: Any) -> None:
     """Runs a request on any device. ``allocate(bytes)`` gives an object that keeps scratch and its address, aligned to
     256; it is asked where there are any."""

@@ -16,7 +16,8 @@ import torch
 from torch.nn.attention import flex_attention as _torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask, or_masks
 
-from . import _code, _torch
+from . import _code, _native, _torch
+from ._explain import described
 from ._mask_data import BlockLists, Masks, split
 from ._numbers import flag, shown
 from ._theirs import bind
@@ -166,15 +167,14 @@ def flex_attention(
     refuse_options(kernel_options)
     key, value = _batches(query, key, value, block_mask)
     _check_heads(query, key, value, flag("enable_gqa", enable_gqa))
-    mask, lists = mask_of(block_mask, query, key, score_mod is not None)
-    code = _code.bind(_torch, score_mod, mask, None, ("score_mod", "mask_mod"), query.device, lists)
+    bound = bind(softmax_scale=scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    code = code_of(score_mod, block_mask, (q, k, v), bound)
     greatest = None
     if aux is not None and getattr(aux, "max_scores", False):
         greatest = query.new_empty(query.shape[:-1], dtype=torch.float32)
         masks = Masks() if code is None else code.masks
         code = (code or _code.NOTHING)._replace(masks=masks._replace(outputs=(greatest, None, None)))
-    bound = bind(softmax_scale=scale)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     o, lse = _torch.attention(q, k, v, *bound, True, code)
     o = o.transpose(1, 2)
     if aux is not None:
@@ -222,11 +222,63 @@ def _check_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, en
         raise ValueError(f"query has {of_q} heads, no multiple of key's {of_k}")
 
 
+def code_of(
+    score_mod: Optional[ScoreMod],
+    block_mask: Optional[BlockMask],
+    qkv: Tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    bound: Tuple[Tuple[Any, ...], Tuple[Any, ...]],
+    names: Tuple[str, str] = ("score_mod", "mask_mod"),
+) -> Optional[_code.Code]:
+    """The functions and lists of blocks of a call, whose tensors are ``[B, L, H, E]``. Lists are data; beside functions
+    they are a table that the mask's function reads where no fast kernel of the device has both."""
+    query, key = (x.transpose(1, 2) for x in qkv[:2])
+    mask, lists = mask_of(block_mask, query, key)
+    code = _code.bind(_torch, score_mod, mask, None, names, query.device, lists)
+    if block_mask is None or lists is None or code is None or not code.is_text() or _takes_lists(qkv, bound, code):
+        return code
+    blocks, inner = _Blocks(block_mask), mask or noop_mask
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return blocks.seen(inner, b, h, q_idx, kv_idx)
+
+    return _code.bind(_torch, score_mod, in_blocks, None, names, query.device)
+
+
+#: What :func:`_takes_lists` has found, by what a plan depends on.
+_FOUND: Dict[Any, bool] = {}
+
+
+def _takes_lists(qkv: Tuple[torch.Tensor, ...], bound: Tuple[Tuple[Any, ...], Any], code: _code.Code) -> bool:
+    """Whether a kernel of the device takes functions beside lists, forward and, where a gradient is wanted, backward."""
+    if qkv[0].device.type == "cpu":
+        return True
+    if torch.compiler.is_compiling():
+        # Nothing is planned while a compiler traces.
+        return False
+    given = (*qkv, *code.masks.tensors, *code.tensors)
+    moves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    facts = tuple(x is not None and (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in given)
+    like = (facts, moves, bound[1], code.score, code.mask, code.names, code.masks.block_q, code.masks.block_k)
+    found = _FOUND.get(like)
+    if found is None:
+        try:
+            for backward in (False, True)[: 2 if moves else 1]:
+                request, alive = described(_torch, qkv, *bound, backward, True, code)
+                _native.plan(request)
+                del alive
+            found = True
+        except _native.FmhaError:
+            found = False
+        if len(_FOUND) >= 4096:
+            _FOUND.clear()
+        _FOUND[like] = found
+    return found
+
+
 def mask_of(
-    block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor, beside_code: bool = False
+    block_mask: Optional[BlockMask], query: torch.Tensor, key: torch.Tensor
 ) -> Tuple[Optional[MaskMod], Optional[Masks]]:
-    """A mask's function, and its lists of blocks as data; ``None`` for either that it has not. ``beside_code``: the
-    call has a function of its scores."""
+    """A mask's function, and its lists of blocks as data; ``None`` for either that it has not."""
     if block_mask is None:
         return None, None
     if not isinstance(block_mask, BlockMask):
@@ -257,15 +309,7 @@ def mask_of(
     if block_mask.kv_indices.device != query.device:
         raise ValueError(f"block_mask is on {block_mask.kv_indices.device}, but query on {query.device}")
     has_function = mask_mod is not noop_mask
-    if not (beside_code or has_function) or query.device.type == "cpu":
-        return (mask_mod if has_function else None), split(BlockLists.of(block_mask))[1]
-    # Beside a function the lists are a table that it reads: not every kernel of a GPU has both.
-    blocks = _Blocks(block_mask)
-
-    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return blocks.seen(mask_mod, b, h, q_idx, kv_idx)
-
-    return in_blocks, None
+    return (mask_mod if has_function else None), split(BlockLists.of(block_mask))[1]
 
 
 class _Blocks:

@@ -336,32 +336,23 @@ def flex_attention_forward(
         NotImplementedError: a keyword that is not honoured, and what a mask function does that code has not, by its
             name.
     """
-    from . import _code, _torch, flex
+    from . import _arguments, flex
 
     _keywords.refuse(rest, _OF_FLEX)
     flex.refuse_options(kernel_options)
     seqlen_k = key.shape[2]
     bias = None if position_bias is None else _as_bias("position_bias", position_bias, query, seqlen_k)
-    code = None
+    code, block_mask = None, attention_mask
     if isinstance(attention_mask, torch.Tensor):
         spelt = _as_bias("attention_mask", attention_mask[..., :seqlen_k], query, seqlen_k)
-        bias = spelt if bias is None else bias + spelt
-    else:
-        mask, lists = flex.mask_of(attention_mask, query, key)
-        code = _code.bind(_torch, None, mask, None, ("score_mod", "attention_mask"), query.device, lists)
+        bias, block_mask = (spelt if bias is None else bias + spelt), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(
-        q,
-        k,
-        v,
-        softmax_scale=scaling,
-        softcap=softcap,
-        sink=None if s_aux is None else s_aux.float(),
-        bias=bias,
-        p_drop=dropout,
-        return_lse=True,
-        score_code=code,
-    )
+    sink = None if s_aux is None else s_aux.float()
+    options: Dict[str, Any] = dict(softmax_scale=scaling, softcap=softcap, sink=sink, bias=bias, p_drop=dropout)
+    if block_mask is not None:
+        bound = _arguments.bind(**options)
+        code = flex.code_of(None, block_mask, (q, k, v), bound, ("score_mod", "attention_mask"))
+    return attention(q, k, v, **options, return_lse=True, score_code=code)
 
 
 def _band(causal: bool, sliding_window: Optional[int]) -> Mask:

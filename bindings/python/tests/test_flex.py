@@ -10,6 +10,7 @@ from torch.nn.attention import flex_attention as torchs
 
 import fmha
 import fmha.flex as flex
+from fmha import _code
 from conftest import DEVICE
 
 INF = float("inf")
@@ -554,3 +555,44 @@ def test_code_beside_packed_sequences_pages_sinks_and_bands():
         close(decoded[0], wanted[7:8].double(), "a page's row")
     with pytest.raises(TypeError, match="unexpected keyword argument 'score_code'"):
         fmha.attention_with_kvcache(q[None], k[None], v[None], score_code="s")
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_lists_beside_functions_are_data_or_a_table_by_what_kernels_take(monkeypatch, served):
+    """As on a GPU, where a kernel has both or not: the result is one."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 40, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    window = lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 11
+    mask = torchs.create_block_mask(window, None, None, 40, 40, device=DEVICE, BLOCK_SIZE=8)
+    score = lambda s, b, h, q_idx, kv_idx: s - 0.25 * (q_idx - kv_idx).abs()
+    asked = []
+    monkeypatch.setattr(flex, "_takes_lists", lambda *call: asked.append(call) or served)
+    o = flex.flex_attention(q, k, v, score, mask)
+    i = torch.arange(40, device=DEVICE)
+    away = (i.view(-1, 1) - i).abs()
+    scores = (q.double() @ k.double().mT) / 4 - 0.25 * away
+    wanted = torch.softmax(scores.masked_fill(away >= 11, -INF), -1) @ v.double()
+    assert len(asked) == 1 and asked[0][2].masks.tensors[2] is mask.kv_num_blocks
+    assert (o.double() - wanted).abs().max() < 1e-5
+    made = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+    exact = torch.autograd.grad(wanted, (q, k, v), torch.ones_like(wanted))
+    assert all((a.double() - b.double()).abs().max() < 1e-4 for a, b in zip(made, exact))
+
+
+def test_whether_kernels_take_lists_beside_functions_is_planned_once(monkeypatch):
+    """A refusal of a plan is the table's, and asks no second time."""
+    q, k, v = (torch.empty(1, 40, 2, 16, device="meta", dtype=torch.bfloat16) for _ in range(3))
+    code = _code.NOTHING._replace(mask="k <= q")
+    planned = []
+
+    def refuse(request):
+        planned.append(request)
+        raise fmha.FmhaError("sm80: intervals: a mask as data is not in this kernel")
+
+    monkeypatch.setattr(flex, "described", lambda *call: (call[5], []))
+    monkeypatch.setattr(flex._native, "plan", refuse)
+    assert [flex._takes_lists((q, k, v), ((), ()), code) for _ in range(2)] == [False, False]
+    assert len(planned) == 1
+    monkeypatch.setattr(flex._native, "plan", planned.append)
+    moving = q.detach().requires_grad_()
+    assert flex._takes_lists((moving, k, v), ((), ()), code) and len(planned) == 3, "forward and backward"
