@@ -51,6 +51,18 @@ pub(super) struct DataArgs {
     #[arg(long, value_name = "FILE")]
     out_lse: Option<PathBuf>,
 
+    /// File for each row's greatest score, of LSE's shape: .npy; forward writes it then
+    #[arg(long, value_name = "FILE")]
+    out_row_max: Option<PathBuf>,
+
+    /// File for each head's greatest score, [heads]: .npy
+    #[arg(long, value_name = "FILE")]
+    out_head_max: Option<PathBuf>,
+
+    /// File for each key's sum of probabilities, [batch, heads, seqlen_k]: .npy
+    #[arg(long, value_name = "FILE")]
+    out_key_sum: Option<PathBuf>,
+
     /// Expected O: a .npy file, or with --input a tensor's name
     #[arg(long, value_name = "FILE|NAME")]
     expect: Option<String>,
@@ -271,6 +283,27 @@ impl DataArgs {
         Ok(Some(OwnData { given, q, k, v, archive, chosen, bias }))
     }
 
+    /// Small outputs that have a file, by their names.
+    fn small(&self) -> [(&'static str, &Option<PathBuf>); 3] {
+        [("row_max", &self.out_row_max), ("head_max", &self.out_head_max), ("key_sum", &self.out_key_sum)]
+    }
+
+    /// Has the call write the small outputs that have a file.
+    pub(super) fn want_outputs(&self, setup: &mut Setup) -> Result<(), Failure> {
+        let outputs = &mut setup.fwd.outputs;
+        for (to, (_, path)) in
+            [&mut outputs.row_max, &mut outputs.head_max, &mut outputs.key_sum].into_iter().zip(self.small())
+        {
+            *to = path.is_some();
+        }
+        match (outputs.first(), &setup.bwd) {
+            (Some(name), Some(_)) => {
+                Err(Failure::wrong(format!("out_{name} goes without --backward, which is given")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Files for results. Refuses those that could not be written, before anything is computed.
     pub(super) fn outputs(&self, setup: &Setup) -> Result<Outputs, Failure> {
         if let Some(path) = &self.out_lse {
@@ -281,6 +314,11 @@ impl DataArgs {
                 )));
             }
             target::check("out_lse", path, &["npy"])?;
+        }
+        for (name, path) in self.small() {
+            if let Some(path) = path {
+                target::check(&format!("out_{name}"), path, &["npy"])?;
+            }
         }
         if let Some(path) = &self.out {
             let kinds: &[&str] = if setup.bwd.is_some() { &["safetensors"] } else { &["npy", "safetensors"] };
@@ -296,6 +334,7 @@ impl DataArgs {
         Ok(Outputs {
             o: self.out.clone(),
             lse: self.out_lse.clone(),
+            small: self.small().map(|(name, path)| (name, path.clone())),
             backward: setup.bwd.is_some(),
             with_lse: setup.fwd.write_lse,
         })
@@ -304,7 +343,14 @@ impl DataArgs {
     /// No output over another output, or over a file that is read.
     fn distinct(&self) -> Result<(), Failure> {
         let mut outputs = Vec::new();
-        for (option, path) in [("out", &self.out), ("out_lse", &self.out_lse), ("export", &self.export)] {
+        for (option, path) in [
+            ("out", &self.out),
+            ("out_lse", &self.out_lse),
+            ("out_row_max", &self.out_row_max),
+            ("out_head_max", &self.out_head_max),
+            ("out_key_sum", &self.out_key_sum),
+            ("export", &self.export),
+        ] {
             outputs.extend(path.as_deref().map(|path| (option, path)));
         }
         let mut inputs = Vec::new();
@@ -411,6 +457,7 @@ pub(super) fn lse_shape(setup: &Setup) -> Vec<u64> {
 pub(super) struct Outputs {
     o: Option<PathBuf>,
     lse: Option<PathBuf>,
+    small: [(&'static str, Option<PathBuf>); 3],
     backward: bool,
     with_lse: bool,
 }
@@ -444,6 +491,13 @@ impl Outputs {
             && let Some(lse) = tensor("lse")?
         {
             staged.push(stage_npy(path, &lse)?);
+        }
+        for (name, path) in &self.small {
+            if let Some(path) = path
+                && let Some(output) = tensor(name)?
+            {
+                staged.push(stage_npy(path, &output)?);
+            }
         }
         target::publish(staged)
     }

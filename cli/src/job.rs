@@ -190,7 +190,9 @@ impl<'a> Job<'a> {
     pub(super) fn results(&mut self) -> Result<Vec<Vec<u8>>, Failure> {
         let call = self.read_back()?;
         let results: &[Operand] = match call {
-            Call::Forward(..) => &[Operand::O, Operand::Lse],
+            Call::Forward(..) => {
+                &[Operand::O, Operand::Lse, Operand::RowMax, Operand::HeadMax, Operand::KeySum]
+            }
             Call::Backward(..) => &[Operand::Dq, Operand::Dk, Operand::Dv, Operand::Dsink],
         };
         let bytes = |&operand: &Operand| Some(call.operands().get(operand)?.elems().to_vec());
@@ -236,6 +238,14 @@ impl<'a> Job<'a> {
         let (operands, operand, shape) = match (&self.call, name) {
             (Call::Forward(host, _), "o") => (&host.operands, Operand::O, rows(extents.o, operm)),
             (Call::Forward(host, _), "lse") => (&host.operands, Operand::Lse, lse_shape(self.setup)),
+            (Call::Forward(host, _), "row_max") => (&host.operands, Operand::RowMax, lse_shape(self.setup)),
+            (Call::Forward(host, _), "head_max") => {
+                (&host.operands, Operand::HeadMax, vec![u64::from(fwd.dims.num_heads_q)])
+            }
+            (Call::Forward(host, _), "key_sum") => {
+                let dims = [fwd.dims.batch, fwd.dims.num_heads_q, fwd.dims.seqlen_k];
+                (&host.operands, Operand::KeySum, dims.map(u64::from).to_vec())
+            }
             (Call::Backward(host, _), name) => {
                 let (operand, shape) = match name {
                     "dq" => (Operand::Dq, rows(extents.q, iperm)),

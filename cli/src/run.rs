@@ -96,7 +96,8 @@ pub(super) struct RunArgs {
 impl RunArgs {
     pub(super) fn carry_out(self, out: &mut dyn Write) -> Result<Verdict, Failure> {
         let own = self.data.load(&self.problem)?;
-        let setup = self.problem.setup(own.as_ref().map(|own| &own.given))?;
+        let mut setup = self.problem.setup(own.as_ref().map(|own| &own.given))?;
+        self.data.want_outputs(&mut setup)?;
         let outputs = self.data.outputs(&setup)?;
         let expected = self.data.expected(&setup, own.as_ref())?;
         if let Some(own) = &own {

@@ -51,6 +51,31 @@ fn outputs_of_one_run_are_inputs_of_the_next() {
 }
 
 #[test]
+fn small_outputs_have_files_of_their_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = "run -b 2 -h 4 -h_k 2 -s 40 -s_k 56 -d 32 --mask b --verify full --repeat 1 \
+                --out-row-max row.npy --out-head-max head.npy --out-key-sum key.npy";
+    let ran = fmha_in(folder.path(), line);
+    assert_eq!(ran.status, 0, "{}{}", ran.out, ran.err);
+    let [rows, heads, keys] = ["row", "head", "key"].map(|name| numbers(folder.path(), name));
+    assert_eq!([rows.len(), heads.len(), keys.len()], [2 * 4 * 40, 4, 2 * 4 * 56]);
+    for (head, &greatest) in heads.iter().enumerate() {
+        let of_head = |batch: usize| &rows[(batch * 4 + head) * 40..][..40];
+        let all = of_head(0).iter().chain(of_head(1));
+        assert_eq!(all.fold(f32::NEG_INFINITY, |a, &b| a.max(b)), greatest);
+    }
+    // Each query's probabilities are 1 together.
+    assert!((keys.iter().sum::<f32>() - rows.len() as f32).abs() < 1e-2);
+}
+
+/// The f32 numbers of a .npy file of version 1.
+fn numbers(folder: &Path, name: &str) -> Vec<f32> {
+    let bytes = std::fs::read(folder.join(format!("{name}.npy"))).unwrap();
+    let header = 10 + usize::from(u16::from_le_bytes([bytes[8], bytes[9]]));
+    bytes[header..].chunks_exact(4).map(|four| f32::from_le_bytes(four.try_into().unwrap())).collect()
+}
+
+#[test]
 fn packed_data_takes_its_lengths_from_the_options() {
     let folder = tempfile::tempdir().unwrap();
     let line =

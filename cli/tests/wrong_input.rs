@@ -204,6 +204,12 @@ const TABLE: &[(&str, &[&str])] = &[
         "run --q q.npy --k q.npy --v q.npy --lse --out o.npy --out-lse o.npy",
         &["out_lse o.npy", "out is the same"],
     ),
+    (
+        "run --q q.npy --k q.npy --v q.npy --out-row-max m.npy --out-key-sum m.npy",
+        &["out_key_sum m.npy", "out_row_max is the same"],
+    ),
+    ("run --q q.npy --k q.npy --v q.npy --out-head-max m.txt", &["out_head_max m.txt", "npy"]),
+    ("run --backward --out-row-max m.npy", &["out_row_max", "--backward"]),
     ("run --q q.npy --k q.npy --v q.npy --out folder.npy", &["out folder.npy", "no file"]),
     ("run --q q.npy --k q.npy --v q.npy --out o.npy --lse --out-lse no/l.npy", &["out_lse no/l.npy"]),
     ("run --q q.npy --k q.npy --v q.npy --sink", &["sink is not given", "--operand sink=FILE"]),
