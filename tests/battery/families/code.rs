@@ -41,7 +41,35 @@ pub(crate) fn cases() -> Vec<Case> {
             }
         }
     }
+    bounds(&mut cases);
     cases
+}
+
+/// Masks whose bounds say what most tiles show, over some tiles of every size: whole ones, empty ones and cut ones.
+fn bounds(cases: &mut Vec<Case>) {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 300,
+        seqlen_k: 300,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 32,
+        head_dim_v: 32,
+    };
+    for (what, text) in [
+        ("causal", "k <= q"),
+        ("window", "abs(q - k) <= 20"),
+        ("prefix", "k < 140 or k <= q"),
+        ("blocks", "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)"),
+    ] {
+        let problem = masked(DType::Bf16, dims, "0").mask_code(text.parse().ok());
+        let name = format!("code/forward/bf16/bounds/mask_{what}");
+        let drawn = data(&name);
+        cases.push(Case::forward(name, problem.clone(), Lengths::default(), drawn));
+        let name = format!("code/backward/bf16/bounds/mask_{what}");
+        let drawn = data(&name);
+        cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
+    }
 }
 
 pub(super) fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {
