@@ -561,6 +561,13 @@ def _refuse_gradients(**given: Any) -> None:
             raise ValueError(f"{name} of shape {list(x.shape)} requires a gradient, of which attention has none")
 
 
+def as_asked(numbers: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    """A call's numbers, deterministic where torch's algorithms are."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return numbers
+    return (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -573,8 +580,7 @@ def attention(
     """O and LSE of a bound call; ``None`` for an LSE that is not asked for and costs something."""
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *tensors, **({} if code is None else dict(zip(code.names, code.tensors))))
-    if torch.are_deterministic_algorithms_enabled():
-        numbers = (*numbers[:-1], numbers[-1] | _DETERMINISTIC)
+    numbers = as_asked(numbers)
     (q, k, v), tensors = prepared((q, k, v), tensors)
     if code is not None:
         return _with_code(q, k, v, tensors, numbers, code)

@@ -255,15 +255,16 @@ def _takes_lists(qkv: Tuple[torch.Tensor, ...], bound: Tuple[Tuple[Any, ...], An
     if torch.compiler.is_compiling():
         # Nothing is planned while a compiler traces.
         return False
+    tensors, numbers = bound[0], _torch.as_asked(bound[1])
     given = (*qkv, *code.masks.tensors, *code.tensors)
     moves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     facts = tuple(x is not None and (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in given)
-    like = (facts, moves, bound[1], code.score, code.mask, code.names, code.masks.block_q, code.masks.block_k)
+    like = (facts, moves, numbers, code.score, code.mask, code.names, code.masks.block_q, code.masks.block_k)
     found = _FOUND.get(like)
     if found is None:
         try:
             for backward in (False, True)[: 2 if moves else 1]:
-                request, alive = described(_torch, qkv, *bound, backward, True, code)
+                request, alive = described(_torch, qkv, tensors, numbers, backward, True, code)
                 _native.plan(request)
                 del alive
             found = True
