@@ -117,13 +117,30 @@ fn both(
     memory.results(device)
 }
 
-/// `walks_lists`: the kernels walk lists of tiles, which the object has for each of them.
-fn holds_on(device: &Device, kernels: [&str; 2], walks_lists: bool) {
-    let named = |kernel: &str| PlanOptions::default().kernel(kernel);
+/// Ways of a device's kernels.
+#[derive(Clone, Copy)]
+struct Kernels {
+    /// Names of the forward and the backward.
+    names: [&'static str; 2],
+    /// Whether they walk lists of tiles, which the object has for each of them.
+    walk_lists: bool,
+    /// Whether additions to dQ have an order beside masks, of which the object has the places.
+    in_order: bool,
+}
+
+impl Kernels {
+    fn options(self) -> [PlanOptions; 2] {
+        let [forward, backward] = self.names.map(|name| PlanOptions::default().kernel(name));
+        [forward, backward.deterministic(self.in_order)]
+    }
+}
+
+fn holds_on(device: &Device, kernels: Kernels) {
+    let [of_forward, of_backward] = kernels.options();
     let problem = problem();
-    let forward = device.plan_fwd(&problem.clone().validate().unwrap(), &named(kernels[0])).unwrap();
+    let forward = device.plan_fwd(&problem.clone().validate().unwrap(), &of_forward).unwrap();
     let bwd = BwdProblem::new(problem.clone()).validate().unwrap();
-    let backward = device.plan_bwd(&bwd, &named(kernels[1])).unwrap();
+    let backward = device.plan_bwd(&bwd, &of_backward).unwrap();
     let plans = (&forward, &backward);
     let mut memory = Memory::new(device, plans);
     let stream = device.default_stream();
@@ -138,7 +155,7 @@ fn holds_on(device: &Device, kernels: [&str; 2], walks_lists: bool) {
     assert!(early.contains("mask: the object was built 0 times before the call"), "{early}");
     object.build(&SeqArgs::default(), &documents_at(long.slice()), &stream).unwrap();
     assert!(both(device, &mut memory, plans, object.args()) == by_long, "{}", device.name());
-    // What changes after the build changes nothing, until the next.
+    // A change after the build changes nothing, until the next build.
     device.memory().upload(&documents(70), &mut long).unwrap();
     for call in 0..2 {
         let bits = both(device, &mut memory, plans, object.args());
@@ -159,7 +176,7 @@ fn holds_on(device: &Device, kernels: [&str; 2], walks_lists: bool) {
     if device.has_streams() {
         captured(device, &mut memory, plans, (&mut object, &mut long), [&by_long, &by_short]);
     }
-    refuses(device, &mut memory, plans, &object, walks_lists);
+    refuses(device, &mut memory, plans, &object, kernels.walk_lists);
 }
 
 fn documents_at(endpoints: DevSlice<'_>) -> MaskArgs<'_> {
@@ -222,20 +239,20 @@ fn refuses(
 
 #[test]
 fn a_mask_object_has_the_bits_of_its_last_build_on_the_cpu() {
-    holds_on(&fmha::Backend::Cpu.open().unwrap(), ["cpu-fwd", "cpu-bwd"], false);
+    let kernels = Kernels { names: ["cpu-fwd", "cpu-bwd"], walk_lists: false, in_order: true };
+    holds_on(&fmha::Backend::Cpu.open().unwrap(), kernels);
 }
 
-fn emulated(arch: &str, kernels: [&str; 2], walks_lists: bool) {
+fn emulated(arch: &str, kernels: Kernels) {
     if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
         return println!("absent: {reason}");
     }
     let device = fmha_cuda::open(0, Some(arch)).unwrap();
-    holds_on(&device, kernels, walks_lists);
+    holds_on(&device, kernels);
     // The launch that makes lists is the object's, not the call's.
-    let plan = PlanOptions::default().kernel(kernels[0]);
-    let forward = device.plan_fwd(&problem().validate().unwrap(), &plan).unwrap();
-    let plan = PlanOptions::default().kernel(kernels[1]);
-    let backward = device.plan_bwd(&BwdProblem::new(problem()).validate().unwrap(), &plan).unwrap();
+    let [of_forward, of_backward] = kernels.options();
+    let forward = device.plan_fwd(&problem().validate().unwrap(), &of_forward).unwrap();
+    let backward = device.plan_bwd(&BwdProblem::new(problem()).validate().unwrap(), &of_backward).unwrap();
     let mut memory = Memory::new(&device, (&forward, &backward));
     let endpoints = device.memory().place(&documents(70)).unwrap();
     let given = documents_at(endpoints.slice());
@@ -248,21 +265,23 @@ fn emulated(arch: &str, kernels: [&str; 2], walks_lists: bool) {
             serde_json::from_str(&fmha_cuda::emulated_launches().unwrap()).unwrap();
         launches.len()
     };
-    let makes = if walks_lists { 2 } else { 0 };
+    let makes = if kernels.walk_lists { 2 + usize::from(kernels.in_order) } else { 0 };
     assert_eq!(launches(given), launches(object.args()) + makes, "{arch}");
 }
 
 #[test]
 fn a_mask_object_has_the_bits_of_its_last_build_on_an_emulated_sm_90a() {
-    emulated("sm_90a", ["sm90"; 2], true);
+    emulated("sm_90a", Kernels { names: ["sm90"; 2], walk_lists: true, in_order: true });
 }
 
 /// One architecture, in a process that [`each_architecture`] has started; else there is nothing to do.
 #[test]
 fn the_architecture_of_this_process() {
     match std::env::var("MASK_ARCH").as_deref() {
-        Ok("sm_80") => emulated("sm_80", ["sm80"; 2], false),
-        Ok(arch) => emulated(arch, ["sm100"; 2], true),
+        Ok("sm_80") => {
+            emulated("sm_80", Kernels { names: ["sm80"; 2], walk_lists: false, in_order: true });
+        }
+        Ok(arch) => emulated(arch, Kernels { names: ["sm100"; 2], walk_lists: true, in_order: false }),
         Err(_) => {}
     }
 }
@@ -286,6 +305,6 @@ fn each_architecture() {
 #[test]
 fn a_mask_object_has_the_bits_of_its_last_build_on_an_emulated_gfx942() {
     if let Some(device) = amd::open("gfx942", "mask objects") {
-        holds_on(&device, ["cdna_fwd", "cdna_bwd"], true);
+        holds_on(&device, Kernels { names: ["cdna_fwd", "cdna_bwd"], walk_lists: true, in_order: true });
     }
 }

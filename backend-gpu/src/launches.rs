@@ -15,6 +15,8 @@ pub enum Stage {
     Widen,
     /// Lists the blocks that each tile sees under masks as data.
     ListTiles,
+    /// Gives the blocks of lists their places in the order of additions.
+    RankTiles,
     /// Prepares what the kernel alone reads: a V in blocks, LSE and delta of the backward.
     Prepare,
     /// The kernel that bears the plan's name.

@@ -63,6 +63,28 @@ pub(crate) fn refuse(problem: &FwdProblem, kernel: &'static str) -> Result<(), R
     Ok(())
 }
 
+/// Name in plans of the launch that gives blocks their places in the order of additions.
+const RANK_NAME: &str = "tile_ranks";
+
+/// Launch behind the one that makes lists of tiles of keys, which [have an order](TileListPlan::ordered).
+pub(crate) fn rank_launch(spec: &FwdSpec, block_n: i32, plan: &TileListPlan, facts: &DeviceFacts) -> Launch {
+    let grid = Grid::new(plan.groups(), THREADS);
+    row_launch((Stage::RankTiles, RANK_NAME), rank_tiles(spec, block_n), grid, facts)
+}
+
+/// Kernel of that launch: arguments as of [`list_tiles`].
+#[must_use]
+pub fn rank_tiles(spec: &FwdSpec, block_n: i32) -> KernelSource {
+    let entry = Entry {
+        include: "fmha/common/tile_list.cuh",
+        constants: &[("kSpec", spec)],
+        bounds: &format!("__launch_bounds__({THREADS}, 2)"),
+        params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
+        call: &format!("rank_tiles<TileListCta, kSpec, {block_n}>(p, list);"),
+    };
+    crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
+}
+
 /// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the
 /// masks as data.
 #[must_use]

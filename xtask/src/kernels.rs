@@ -827,8 +827,11 @@ pub(crate) const ROWS: &[Row] = &[
     Row {
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
-        in_test: Cases { filter: "^(code/.*/bf16/batch/mask|masks/.*/bf16/code/)", deal: 1 },
-        in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/code/)", deal: 1 },
+        in_test: Cases {
+            filter: "^(code/.*/bf16/(batch/mask|bounds/mask_causal)|masks/.*/bf16/(code/|ordered/keys/intervals))",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/(code|ordered)/)", deal: 1 },
         ..HOPPER
     },
     Row {

@@ -50,6 +50,9 @@ abi_struct! {
         pub heads_of_batch: i32,
         /// Query heads to one of them.
         pub heads_ratio: i32,
+        /// Places of the blocks in an order of the tiles that have them, as `blocks`; behind the rows of each head a
+        /// row of counters. Null where additions have no order.
+        pub ranks: DevPtr<i32>,
     }
 }
 
@@ -62,6 +65,7 @@ pub struct TileListPlan {
     rows: u32,
     counts: u64,
     blocks: u64,
+    ranks: Option<u64>,
 }
 
 /// Lists, at most: a group of [`THREADS`] makes each, and a grid of AMD's has threads that 32 bits count.
@@ -106,6 +110,7 @@ impl TileListPlan {
             max_blocks: max_blocks.cast_signed(),
             heads_of_batch: if shared_by_batch(problem) { 0 } else { heads.cast_signed() },
             heads_ratio: (dims.num_heads_q / heads.max(1)).max(1).cast_signed(),
+            ranks: DevPtr::NULL,
         };
         let bytes = blocks + 4 * rows * u64::from(max_blocks);
         if bytes > MOST_BYTES {
@@ -113,7 +118,33 @@ impl TileListPlan {
                 "lists of tiles would take {bytes} bytes of workspace, more than {MOST_BYTES}"
             ));
         }
-        Ok((Self { list, of, block, rows: rows as u32, counts, blocks }, Workspace { bytes, ..before }))
+        let ranks = None;
+        Ok((
+            Self { list, of, block, rows: rows as u32, counts, blocks, ranks },
+            Workspace { bytes, ..before },
+        ))
+    }
+
+    /// Lists whose blocks have places in an order too, behind the workspace that the lists end.
+    ///
+    /// # Errors
+    /// More bytes than lists may take.
+    pub fn ordered(self, workspace: Workspace) -> Result<(Self, Workspace), String> {
+        let ranks = workspace.bytes.next_multiple_of(128);
+        let rows = u64::from(self.rows) + u64::from(self.groups());
+        let bytes = ranks + 4 * rows * u64::from(self.list.max_blocks.unsigned_abs());
+        if bytes > MOST_BYTES {
+            return Err(format!(
+                "lists of tiles in one order would take {bytes} bytes of workspace, more than {MOST_BYTES}"
+            ));
+        }
+        Ok((Self { ranks: Some(ranks), ..self }, Workspace { bytes, ..workspace }))
+    }
+
+    /// Groups of lists: one for each sequence and head of the masks.
+    #[must_use]
+    pub fn groups(&self) -> u32 {
+        self.rows / self.list.num_tiles.unsigned_abs()
     }
 
     /// Whether it is of such tiles.
@@ -124,29 +155,38 @@ impl TileListPlan {
 
     /// Lists whose memory begins at an address.
     fn at(&self, address: u64) -> TileList {
-        let blocks = DevPtr::new(address + (self.blocks - self.counts));
-        TileList { counts: DevPtr::new(address), blocks, ..self.list }
+        let at = |place: u64| DevPtr::new(address + (place - self.counts));
+        let ranks = self.ranks.map_or(DevPtr::NULL, at);
+        TileList { counts: at(self.counts), blocks: at(self.blocks), ranks, ..self.list }
     }
 
     /// Lists of a call, and whether its mask object has made them; else they lie in the workspace, and
     /// [the call makes them](Self::made).
     #[must_use]
     pub fn of_call(&self, masks: &MaskArgs<'_>, workspace: u64) -> (TileList, bool) {
-        match masks.built.and_then(|object| object.list_at(self.of, self.block)) {
+        match masks.built.and_then(|object| object.list_at(self.of, self.block, self.ranks.is_some())) {
             Some(address) => (self.at(address), true),
             None => (self.at(workspace + self.counts), false),
         }
     }
 
-    /// What a mask object knows of them.
+    /// Facts of them that a mask object knows.
     #[must_use]
     pub fn shape(&self) -> TileLists {
-        let bytes =
-            self.blocks - self.counts + 4 * u64::from(self.rows) * self.list.max_blocks.unsigned_abs() as u64;
-        TileLists { of: self.of, block: self.block, bytes }
+        let max_blocks = u64::from(self.list.max_blocks.unsigned_abs());
+        let end = match self.ranks {
+            Some(ranks) => ranks + 4 * (u64::from(self.rows) + u64::from(self.groups())) * max_blocks,
+            None => self.blocks + 4 * u64::from(self.rows) * max_blocks,
+        };
+        TileLists {
+            of: self.of,
+            block: self.block,
+            is_ordered: self.ranks.is_some(),
+            bytes: end - self.counts,
+        }
     }
 
-    /// Queues what makes lists at an address, by the plan's step for them.
+    /// Queues what makes lists at an address, by the plan's steps for them, of which the second ranks.
     ///
     /// # Safety
     /// The step is of [`launch`](Self::launch); the lists' memory is there, and lengths and masks have passed the check
@@ -156,15 +196,18 @@ impl TileListPlan {
     /// What the driver said.
     pub(crate) unsafe fn make_at<D: Driver>(
         &self,
-        step: &Step<D>,
+        steps: [Option<&Step<D>>; 2],
         (mut params, mut masks): (FwdParams, MaskDataParams),
         address: u64,
         stream: u64,
     ) -> Result<()> {
         let mut list = self.at(address);
         let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
-        // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; the caller keeps the rest.
-        unsafe { step.launch(&mut arguments, stream) }
+        for step in steps.into_iter().flatten() {
+            // SAFETY: both kernels take FwdParams, MaskDataParams and TileList; the caller keeps the rest.
+            unsafe { step.launch(&mut arguments, stream)? };
+        }
+        Ok(())
     }
 
     /// Lists of a call, made by the plan's step where its mask object has not made them.

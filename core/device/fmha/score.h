@@ -94,8 +94,7 @@ struct Functions {
     return {b, h, pair.i(), pair.j(), seqlen_q, seqlen_k, words};
   }
   FMHA_DEVICE bool shows(Pair pair) const { return code::of_mask::visible(place<code::of_mask::Layout>(pair)); }
-  // What the mask shows of some rows and keys, neither empty, as far as bounds of it say: from 1 on all pairs, up to 0
-  // none.
+  // Bounds of the mask over some rows and keys, neither empty: from 1 on it shows all pairs, up to 0 none.
   FMHA_DEVICE expr::Bound shows_of(Range rows, Range keys) const {
     const auto point = [](int32_t x) { return expr::Bound{x, x}; };
     return code::of_mask::seen(code::CodeTile<code::of_mask::Layout>{point(b),

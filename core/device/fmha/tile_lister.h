@@ -239,6 +239,32 @@ struct TileLister {
   }
 };
 
+// Places of the blocks of tiles of keys in the order of the tiles: how many tiles before one have the block too. A
+// group takes the lists of a sequence and head, whose last row of ranks counts.
+template <class Group, FwdSpec spec, int32_t block_n>
+FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
+  const int32_t group = Group::group_index(), num_blocks = list.max_blocks;
+  const int32_t i_batch = list.heads_of_batch > 0 ? group / list.heads_of_batch : 0;
+  const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
+  // Tiles beyond the sequence have no list.
+  const int32_t num_tiles = min(ceil_div(span.seqlen_k, block_n), list.num_tiles);
+  int32_t* ranks = list.ranks + int64_t(group) * (list.num_tiles + 1) * num_blocks;
+  int32_t* before = ranks + int64_t(list.num_tiles) * num_blocks;
+  for (int32_t block = Group::thread(); block < num_blocks; block += Group::threads) before[block] = 0;
+  Group::barrier();
+#pragma unroll 1
+  for (int32_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t row = int64_t(group) * list.num_tiles + tile;
+    const int32_t num_cut = list.counts[2 * row], num = num_cut + list.counts[2 * row + 1];
+    for (int32_t i = Group::thread(); i < num; i += Group::threads) {
+      const int32_t at = i < num_cut ? i : num_blocks - 1 - (i - num_cut), block = list.blocks[row * num_blocks + at];
+      // A block stands once in a list.
+      ranks[int64_t(tile) * num_blocks + at] = before[block]++;
+    }
+    Group::barrier();
+  }
+}
+
 // The launch of a vendor's groups.
 template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {

@@ -22,10 +22,12 @@ pub enum TileOf {
 /// with the same `of` and `block` walk the same lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileLists {
-    /// What a tile has rows of.
+    /// Rows of a tile: queries or keys.
     pub of: TileOf,
     /// Queries and keys of a tile and its blocks.
     pub block: [i32; 2],
+    /// Whether each block has its place in an order of the tiles that have it.
+    pub is_ordered: bool,
     /// Memory that they take, from an address that is a multiple of [`ALIGN`](Self::ALIGN) on.
     pub bytes: u64,
 }
@@ -35,13 +37,14 @@ impl TileLists {
     pub const ALIGN: u64 = 256;
 
     fn are_as(&self, other: &Self) -> bool {
-        (self.of, self.block) == (other.of, other.block)
+        (self.of, self.block, self.is_ordered) == (other.of, other.block, other.is_ordered)
     }
 
     fn words(&self) -> String {
         let [queries, keys] = self.block;
         let of = if self.of == TileOf::Queries { "queries" } else { "keys" };
-        format!("tiles of {of}, of {queries} queries x {keys} keys")
+        let order = if self.is_ordered { ", in one order" } else { "" };
+        format!("tiles of {of}, of {queries} queries x {keys} keys{order}")
     }
 }
 
@@ -203,7 +206,7 @@ impl MaskObject {
                 // SAFETY: the check saw that the slice covers the bytes; the object's memory has room for them, and is
                 // its own.
                 Some(queues) => unsafe { queues.copy_bytes(from, to, copied.bytes, stream)? },
-                // SAFETY: as above; without queues it is the host's memory.
+                // SAFETY: the check saw that the slice covers the bytes; without queues both are the host's memory.
                 None => unsafe { to.copy_from_nonoverlapping(from, copied.bytes as usize) },
             }
         }
@@ -238,7 +241,7 @@ impl MaskObject {
                 continue;
             }
             made.push(list);
-            let Some(address) = self.list_at(list.of, list.block) else { continue };
+            let Some(address) = self.list_at(list.of, list.block, list.is_ordered) else { continue };
             // SAFETY: the caller keeps the contract of `build_of`; the object has room for the list.
             unsafe { plan.build_list(seq, masks, list, (address, stream))? };
         }
@@ -280,8 +283,9 @@ impl MaskObject {
     /// Address of the lists for tiles of such a shape; `None` where the object has none.
     #[doc(hidden)]
     #[must_use]
-    pub fn list_at(&self, of: TileOf, block: [i32; 2]) -> Option<u64> {
-        let (_, place) = self.lists.iter().find(|(list, _)| (list.of, list.block) == (of, block))?;
+    pub fn list_at(&self, of: TileOf, block: [i32; 2], is_ordered: bool) -> Option<u64> {
+        let wanted = TileLists { of, block, is_ordered, bytes: 0 };
+        let (_, place) = self.lists.iter().find(|(list, _)| list.are_as(&wanted))?;
         Some(self.memory.as_ptr() as u64 + place)
     }
 
@@ -303,7 +307,7 @@ impl MaskObject {
     ) -> Result<(), ProblemError> {
         self.is_for(problem, device)?;
         for wanted in lists {
-            if self.list_at(wanted.of, wanted.block).is_none() {
+            if self.list_at(wanted.of, wanted.block, wanted.is_ordered).is_none() {
                 let has: Vec<String> = self.lists.iter().map(|(list, _)| list.words()).collect();
                 let has = if has.is_empty() { "no tiles".to_owned() } else { has.join(", ") };
                 let text = format!("mask: built for {has}; {kernel} walks {}", wanted.words());

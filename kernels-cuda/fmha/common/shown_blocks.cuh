@@ -68,8 +68,14 @@ struct ShownBlocks {
   }
   // The i-th block of a row, of which the first `num_cut` are cut. Whole ones are stored from the row's end down.
   FMHA_DEVICE int32_t entry(int32_t row, int32_t num_cut, int32_t i) const {
-    const int32_t at = i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
-    return list.blocks[int64_t(row) * list.max_blocks + at];
+    return list.blocks[int64_t(row) * list.max_blocks + place(num_cut, i)];
+  }
+  FMHA_DEVICE int32_t place(int32_t num_cut, int32_t i) const {
+    return i < num_cut ? i : list.max_blocks - 1 - (i - num_cut);
+  }
+  // Place of that block in the order of the tiles that have it. Behind each head's rows is one of counters.
+  FMHA_DEVICE int32_t rank(int32_t row, int32_t num_cut, int32_t i) const {
+    return list.ranks[int64_t(row + row / list.num_tiles) * list.max_blocks + place(num_cut, i)];
   }
   template <class Work>
   FMHA_DEVICE int32_t block_at(const Work& work, int32_t i) const { return entry(work.part, work.num_band_blocks, i); }

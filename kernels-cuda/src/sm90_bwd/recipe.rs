@@ -83,11 +83,6 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     ) -> Result<Sm90BwdTile, Refusal> {
         sm90_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
-        if spec.deterministic && tile_list::serve(problem.fwd()) {
-            let reason =
-                "deterministic beside masks with lists: their additions to dQ have no order".to_owned();
-            return Err(Refusal::new(sm90_bwd::NAME, reason));
-        }
         let own = table_tile(problem, &spec, facts);
         fitted(own, fields, problem, &spec, facts).map_err(|reason| Refusal::new(sm90_bwd::NAME, reason))
     }
@@ -117,13 +112,19 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             true => {
                 let before = Workspace { bytes, zeroed_bytes: 0 };
                 let block = [tile.block_m, tile.block_n];
-                let (list, all) =
+                let (mut list, mut all) =
                     TileListPlan::new(problem.fwd(), TileOf::Keys, block, before).map_err(refuse)?;
+                if spec.deterministic {
+                    (list, all) = list.ordered(all).map_err(refuse)?;
+                }
                 (Some(list), all.bytes)
             }
         };
         let has_function = problem.fwd().code.mask.is_some();
-        let lists = list.map(|list| list.launch(&spec.fwd, has_function, facts));
+        let ranks = list
+            .filter(|_| spec.deterministic)
+            .map(|list| tile_list::rank_launch(&spec.fwd, tile.block_n, &list, facts));
+        let lists = list.map(|list| list.launch(&spec.fwd, has_function, facts)).into_iter().chain(ranks);
         let masked = list.is_some();
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
@@ -173,7 +174,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 list,
             },
             launches: Launches::new(
-                lists.into_iter().chain([rows(
+                lists.chain([rows(
                     (Stage::Prepare, "preprocess"),
                     match masked {
                         true => sm90_bwd::masked_preprocess(&spec, &tile, has_function),
@@ -273,7 +274,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         for step in steps.iter() {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
-                Stage::ListTiles => has_tiles && has_queries && is_built == Some(false),
+                Stage::ListTiles | Stage::RankTiles => has_tiles && has_queries && is_built == Some(false),
                 // Without queries they are zeros, but written.
                 Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
@@ -284,7 +285,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             if !has_work {
                 continue;
             }
-            if let (Stage::ListTiles, Some(list)) = (step.stage, &mut list) {
+            if let (Stage::ListTiles | Stage::RankTiles, Some(list)) = (step.stage, &mut list) {
                 let mut arguments =
                     [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
                 // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory

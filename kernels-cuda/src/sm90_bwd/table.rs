@@ -10,6 +10,7 @@ use super::cost;
 use super::spec::{num_modifiers, padded_dim};
 use super::tile::Sm90BwdTile;
 use super::walk::{BwdWalk, DqFinish, DqPath};
+use crate::tile_list;
 
 /// The tile for a problem that the kernels [`accept`](super::accepts), and its spec.
 #[must_use]
@@ -33,7 +34,9 @@ pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec) -> Sm90BwdTile {
         (tile.dq_path, tile.dq_finish) = best.choice;
     }
     let apart = tile.with_dq_apart(spec);
-    if spec.deterministic && cost::wants_dq_apart(&tile, &apart, problem, spec) {
+    // Lists say which key blocks have sums of a query block, and finishing reads all of them.
+    let may_be_apart = spec.deterministic && !tile_list::serve(fwd);
+    if may_be_apart && cost::wants_dq_apart(&tile, &apart, problem, spec) {
         tile = apart;
     }
     let is_full = spec.fwd.mask == MaskKind::Full;

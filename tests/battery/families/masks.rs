@@ -12,7 +12,7 @@ use fmha_core::{
 
 use super::decode::in_pages;
 use super::edges::{data, group, masked};
-use crate::case::Case;
+use crate::case::{Backward, Body, Case};
 use crate::init::mix;
 use crate::tensors::{Lengths, MaskNumbers};
 
@@ -60,7 +60,26 @@ pub(crate) fn cases() -> Vec<Case> {
             cases.push(Case::backward(name, BwdProblem::new(problem), lengths, drawn));
         }
     }
+    ordered(&mut cases);
     cases
+}
+
+/// Gradients in one order: several tiles of keys add to a query, by lists that leave some of them out.
+fn ordered(cases: &mut Vec<Case>) {
+    let drawn = [
+        ("keys", "intervals", 301),
+        ("keys", "all", 302),
+        ("group", "lists", 303),
+        ("wide_heads", "all", 304),
+    ];
+    for (variant, kind, seed) in drawn {
+        let (problem, lengths) = problem(DType::Bf16, variant, kind, seed);
+        let name = format!("masks/backward/bf16/ordered/{variant}/{kind}");
+        let data = data(&name);
+        let problem = BwdProblem::new(problem);
+        let body = Backward { problem, lengths, data, deterministic: true, planted: Vec::new() };
+        cases.push(Case { name, body: Body::Backward(Box::new(body)) });
+    }
 }
 
 pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (FwdProblem, Lengths) {
@@ -68,7 +87,11 @@ pub(super) fn problem(dtype: DType, variant: &str, kind: &str, seed: u64) -> (Fw
     let dims = Dims {
         batch: 2,
         seqlen_q: if variant == "few_queries" { 3 } else { 150 },
-        seqlen_k: if variant == "long" { 1500 } else { 205 },
+        seqlen_k: match variant {
+            "long" => 1500,
+            "keys" => 700,
+            _ => 205,
+        },
         num_heads_q: 4,
         num_heads_kv: 2,
         head_dim_qk: head_dim,

@@ -16,6 +16,8 @@ struct ListedQueryBlocks : QueryBlocks {
       : QueryBlocks{{0, 0}, 0, heads.end, heads.begin, 0, false}, keys(keys), i_batch(i_batch), key_block(key_block) {
     open();
   }
+  // How many tiles add to the block before this one.
+  FMHA_DEVICE int32_t position() const { return keys.rank(row, num_cut, at); }
   // Whether the block has a pair that is hidden.
   FMHA_DEVICE bool is_cut() const { return at < num_cut; }
   FMHA_DEVICE void advance() {

@@ -77,8 +77,8 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
     if constexpr (!adds_from_registers(tile)) {
       if (warp == 1 && first_lane) store_dq<spec, tile>(p, schedule, smem, seen);
       if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
-        if (warp == 2 && first_lane) poll_order<spec, tile>(p, schedule, smem);
-        if (warp == 3 && first_lane) release_order<spec, tile>(p, schedule, smem);
+        if (warp == 2 && first_lane) poll_order<spec, tile>(p, schedule, smem, seen);
+        if (warp == 3 && first_lane) release_order<spec, tile>(p, schedule, smem, seen);
       } else if constexpr (kDqStart<spec, tile> == DqStart::FirstStores) {
         if (warp == 2 && first_lane) poll_first_stores<spec, tile>(p, schedule, smem, seen);
       }
@@ -86,7 +86,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const Sm90BwdSchedul
         if (warp == 3) Finisher<spec, tile>{p, maps, schedule, smem}.run();
       }
     } else if constexpr (kDqStart<spec, tile> == DqStart::Ordered) {
-      if (warp == 1 && first_lane) poll_order_for_consumers<spec, tile>(p, schedule, smem);
+      if (warp == 1 && first_lane) poll_order_for_consumers<spec, tile>(p, schedule, smem, seen);
     }
   } else {
     ptx::setmaxnreg_inc<consume_regs(tile)>();

@@ -13,8 +13,8 @@ FMHA_DEVICE void masked_main(const BwdParams& p, const Maps& maps, const Sm90Bwd
                              const MaskDataParams& masks, const TileList& list) {
   // Masks that hide a pair may hide a NaN, and a kernel whose spec has no mask does not look for one.
   static_assert(spec.fwd.mask != MaskKind::Full, "sm90 backward: masks as data hide keys");
-  static_assert(!spec.deterministic && !in_clusters(tile) && !tile.head_parts,
-                "sm90 backward: lists are of one CTA's key block, and have no order of additions");
+  static_assert(!keeps_dq_apart(tile) && !in_clusters(tile) && !tile.head_parts,
+                "sm90 backward: lists are of one CTA's key block, whose sums of dQ are no one's own");
   main<spec, tile>(p, maps, schedule, AllKeysHere{}, ShownBlocks<has_function>{{DataMasks{masks}, p.fwd}, list});
 }
 

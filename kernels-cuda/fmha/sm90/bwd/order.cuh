@@ -51,9 +51,10 @@ FMHA_DEVICE QueryBlocks query_blocks(const BwdParams& p, const Sm90BwdSchedule& 
 
 // Tile `index` of the order: L2 head groups; in a group the key blocks with the most queries first (a mask leaves
 // them to the first key blocks), and for each key block all heads. Ordered additions behind a mask have a launch
-// order of their own.
-// `keys`: which keys queries see; with lists `q_blocks` says only whether there are blocks.
-template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey>
+// order of their own; with lists the order of additions is that of key blocks, from the first one up.
+// `is_listed`: the main kernel walks lists. `keys`: which keys queries see; with lists `q_blocks` says only whether
+// there are blocks.
+template <BwdSpec spec, Sm90BwdTile tile, class Keys = EveryKey, bool is_listed = Keys::has_tile_list>
 FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index,
                               const Keys& keys = {}) {
   const int32_t num_key_blocks = schedule.num_key_blocks / cluster_size(tile), i_cluster = index / cluster_size(tile);
@@ -65,7 +66,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   int32_t head = first_head + within - i_block * num_heads, i_part = 0;
   int32_t nth_block = i_block;
   bool is_upward = true;
-  if constexpr (launches_in_order<spec, tile>()) {
+  if constexpr (launches_in_order<spec, tile>() && !is_listed) {
     const int32_t parts = num_parts<tile>(schedule), parts_together = has_own_parts<spec, tile>() ? parts : 1;
     const Place place = place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch,
                                        p.fwd.num_heads_kv * parts / parts_together, parts_together);

@@ -181,7 +181,8 @@ FMHA_DEVICE void repair_queries(const BwdParams& p, const Sm90BwdSchedule& sched
 template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void repair_keys(const BwdParams& p, const Sm90BwdSchedule& schedule, int32_t index, uint32_t warps,
                              const Masks& masks) {
-  const Work work = resolve_work<spec, tile>(p, schedule, index);
+  // Tiles lie in the main kernel's order, which under masks walks lists.
+  const Work work = resolve_work<spec, tile, EveryKey, !Masks::all>(p, schedule, index);
   if (is_repaired_with_far<spec, tile>(p, schedule, work.span, work.i_head_kv)) return;
   // A consumer warp has 16 keys; where consumers share out the dimension, one of each has the same.
   constexpr int sharers = splits_dims(tile) ? num_consumers(tile) : 1;

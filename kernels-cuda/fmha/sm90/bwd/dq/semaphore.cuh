@@ -8,14 +8,16 @@
 namespace fmha::sm90::bwd {
 
 // Calls `visit` for each query block that this CTA adds to: its semaphore, and how many CTAs' key blocks add before.
-template <BwdSpec spec, Sm90BwdTile tile, class Visit>
+template <BwdSpec spec, Sm90BwdTile tile, class Keys, class Visit>
 FMHA_DEVICE void for_each_addition(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
-                                   Visit visit) {
+                                   const Keys& keys, Visit visit) {
   for_each_tile<tile>(schedule, smem, true, [&](int32_t index) {
-    const Work work = resolve_work<spec, tile>(p, schedule, index);
-    for (QueryBlocks blocks = query_blocks<spec, tile>(p, schedule, work); blocks.more(); blocks.advance()) {
-      visit(dq_semaphore<tile>(p, first_row_of<tile>(p, work, blocks)),
-            position_at<spec, tile>(p, schedule, work, blocks.current));
+    const Work work = resolve_work<spec, tile>(p, schedule, index, keys);
+    for (auto blocks = query_blocks<spec, tile>(p, schedule, work, keys); blocks.more(); blocks.advance()) {
+      int32_t position;
+      if constexpr (Keys::has_tile_list) position = blocks.position();
+      else position = position_at<spec, tile>(p, schedule, work, blocks.current);
+      visit(dq_semaphore<tile>(p, first_row_of<tile>(p, work, blocks)), position);
     }
   });
 }
@@ -58,10 +60,11 @@ FMHA_DEVICE void poll_first_stores(const BwdParams& p, const Sm90BwdSchedule& sc
 
 // DqStart::Ordered, for consumers that add from their registers: waits for a block's position, admits the consumers,
 // and releases the semaphore when all of them have added.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                                          const Keys& keys) {
   uint32_t phase = 0;
-  for_each_addition(p, schedule, smem, [&](int32_t* semaphore, int32_t position) {
+  for_each_addition(p, schedule, smem, keys, [&](int32_t* semaphore, int32_t position) {
     wait_for_position<tile>(semaphore, position);
     smem.dq_is_first = position == 0;
     ptx::mbarrier_arrive_if(smem.dq_empty[0], true);
@@ -74,10 +77,11 @@ FMHA_DEVICE void poll_order_for_consumers(const BwdParams& p, const Sm90BwdSched
 
 // DqStart::Ordered, for the store warp: one thread polls the next block's semaphore while the store warp has this one,
 // and another releases the semaphores of blocks whose copies are complete.
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void poll_order(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void poll_order(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                            const Keys& keys) {
   uint32_t phase = 0;
-  for_each_addition(p, schedule, smem, [&](int32_t* semaphore, int32_t position) {
+  for_each_addition(p, schedule, smem, keys, [&](int32_t* semaphore, int32_t position) {
     wait_for_position<tile>(semaphore, position);
     ptx::fence_proxy_async_global();
     ptx::mbarrier_wait_parity(smem.dq_empty[0], phase ^ 1);  // the addition before is under way
@@ -86,10 +90,11 @@ FMHA_DEVICE void poll_order(const BwdParams& p, const Sm90BwdSchedule& schedule,
     phase ^= 1;
   });
 }
-template <BwdSpec spec, Sm90BwdTile tile>
-FMHA_DEVICE void release_order(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem) {
+template <BwdSpec spec, Sm90BwdTile tile, class Keys>
+FMHA_DEVICE void release_order(const BwdParams& p, const Sm90BwdSchedule& schedule, Smem<spec, tile>& smem,
+                               const Keys& keys) {
   uint32_t phase = 0;
-  for_each_addition(p, schedule, smem, [&](int32_t* semaphore, int32_t) {
+  for_each_addition(p, schedule, smem, keys, [&](int32_t* semaphore, int32_t) {
     ptx::mbarrier_wait_parity(smem.dq_added, phase);
     ptx::mbarrier_arrive_if(smem.dq_added_seen, true);
     ptx::fence_proxy_async_global();
