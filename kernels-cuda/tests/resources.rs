@@ -188,6 +188,7 @@ fn kernels() -> Vec<(String, KernelSource)> {
     }
     let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
     kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128], false)));
+    kernels.push(("tile_ranks".to_owned(), tile_list::rank_tiles(&spec, 128)));
     kernels.push((
         "simt_128_band".to_owned(),
         rows::source(RowKernel::Simt, &FwdSpec::plain(DType::Bf16, 128, MaskKind::Band)),
