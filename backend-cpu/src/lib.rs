@@ -185,6 +185,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_second(&self) -> bool {
+        true
+    }
+
     fn takes_masks(&self) -> bool {
         true
     }

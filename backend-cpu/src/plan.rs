@@ -63,6 +63,8 @@ pub(crate) fn takes_outputs(problem: &FwdProblem, kernel: &str) -> Result<()> {
 fn takes_equal_rows(problem: &FwdProblem, kernel: &'static str) -> Result<()> {
     let beside = if problem.lists.is_some() {
         "lists of keys"
+    } else if problem.second.is_some() {
+        "keys of two caches"
     } else if !problem.masks.is_empty() {
         "masks as data"
     } else if problem.code.mask.is_some() {
@@ -85,7 +87,7 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     if options.row_invariant {
         takes_equal_rows(problem, "cpu-fwd")?;
     }
-    if problem.lists.is_some() {
+    if problem.walks_lists() {
         return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));
     }
     // A tree mask is taken in rows.
@@ -142,7 +144,9 @@ fn of_lists(
 ) -> Result<(PlanParts, Blocks)> {
     let topk = problem.lists.map_or(0, |lists| lists.topk);
     if let Some((name, value)) = options.tile.first() {
-        let reason = format!("tile {name}={value}: lists of topk {topk} have no tile to set (known: none)");
+        let what =
+            if problem.second.is_some() { "two caches".to_owned() } else { format!("lists of topk {topk}") };
+        let reason = format!("tile {name}={value}: {what} have no tile to set (known: none)");
         return Err(unsupported("cpu", vec![Refusal::new(kernel, reason)]));
     }
     let (mut parts, blocks) = plan(backend, kernel, false, options, |_| {

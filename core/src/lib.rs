@@ -67,7 +67,7 @@ mod toy;
 
 use call::peers;
 #[doc(hidden)]
-pub use call::{args, backend, device, lengths, lists, mask_object, queues, scaled_rows, seq, tree};
+pub use call::{args, backend, device, lengths, lists, mask_object, queues, scaled_rows, second, seq, tree};
 #[doc(hidden)]
 pub use plan::{roofline, work};
 #[doc(inline)]
@@ -83,8 +83,7 @@ pub use text::{
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
-    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use block_scales::BlockFormat;
@@ -112,7 +111,7 @@ pub use plan::{
 };
 pub use problem::{
     BlockScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents, FwdProblem,
-    KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SmallOutputs,
+    KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SecondCache, SmallOutputs,
     TensorStrides, ValidFwd,
 };
 pub use queues::Queues;

@@ -67,10 +67,12 @@ pub const DECLARED: &[Declared] = &[
         backends: &["rocm"],
         kernels: &[],
         slowly: true,
-        what: "lists of keys in FP8, and gradients over them on RDNA, are the slow kernel's",
+        what: "lists of keys in FP8, gradients over them on RDNA, and second caches are the slow kernel's",
         applies: |case, problem| {
             let is_gradient = matches!(case.body, Body::Backward(_));
-            problem.is_some_and(|p| p.lists.is_some() && (is_gradient || p.dtypes.qk.is_fp8()))
+            problem.is_some_and(|p| {
+                p.walks_lists() && (is_gradient || p.dtypes.qk.is_fp8() || p.second.is_some())
+            })
         },
     },
     Declared {
@@ -81,7 +83,7 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| {
             problem.is_some_and(|p| {
                 let needs_positions = p.score.bias != Bias::None || p.drops() || !p.code.is_empty();
-                p.lists.is_some() && (needs_positions || p.dtypes.qk == DType::F32)
+                p.walks_lists() && (needs_positions || p.dtypes.qk == DType::F32)
             })
         },
     },
@@ -97,7 +99,7 @@ pub const DECLARED: &[Declared] = &[
         kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
         what: "lists of keys are sm80's, and sm90_mla's of wide rows",
-        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some()),
+        applies: |_, problem| problem.is_some_and(|p| p.walks_lists()),
     },
     Declared {
         backends: &["cuda"],
@@ -105,9 +107,16 @@ pub const DECLARED: &[Declared] = &[
         slowly: false,
         what: "lists of keys in rows of 256 or fewer elements, and gradients over them, are sm80's",
         applies: |case, problem| {
-            let is_narrow = problem.is_some_and(|p| p.lists.is_some() && p.dims.head_dim_qk <= 256);
-            is_narrow || matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.lists.is_some())
+            let is_narrow = problem.is_some_and(|p| p.walks_lists() && p.dims.head_dim_qk <= 256);
+            is_narrow || matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.walks_lists())
         },
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90_mla"],
+        slowly: false,
+        what: "two caches in one softmax are sm80's",
+        applies: |_, problem| problem.is_some_and(|p| p.second.is_some()),
     },
     Declared {
         backends: &["cuda"],
@@ -115,7 +124,7 @@ pub const DECLARED: &[Declared] = &[
         slowly: false,
         what: "gradients over lists of keys are sm80_lists'",
         applies: |case, problem| {
-            matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.lists.is_some())
+            matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.walks_lists())
         },
     },
     Declared {
@@ -123,7 +132,7 @@ pub const DECLARED: &[Declared] = &[
         kernels: &["simt"],
         slowly: false,
         what: "lists of keys in caches of FP8 beside 16 bits are not the slow kernel's",
-        applies: |_, problem| problem.is_some_and(|p| p.lists.is_some() && p.cache.dtype.is_some()),
+        applies: |_, problem| problem.is_some_and(|p| p.walks_lists() && p.cache.dtype.is_some()),
     },
     Declared {
         backends: &["cuda"],
@@ -133,9 +142,16 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| {
             problem.is_some_and(|p| {
                 let cache = p.cache.dtype.filter(|dtype| !matches!(dtype, DType::E4m3Fn | DType::E5m2));
-                p.lists.is_some() && cache.is_some()
+                p.walks_lists() && cache.is_some()
             })
         },
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "second caches of FP8 beside 16 bits are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.second.is_some() && p.cache.dtype.is_some()),
     },
     Declared {
         backends: &["cuda", "rocm"],

@@ -12,7 +12,7 @@ use fmha_core::{
 };
 
 use crate::tensor::{Operand, Operands, Tensor};
-use crate::tensors::{HostBwd, HostCombine, HostFwd, cache_of, masks_of, score_of, seq_of};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, cache_of, masks_of, score_of, second_of, seq_of};
 use crate::used::note;
 
 /// Runs a forward plan; O, LSE and the keep mask of `host` then hold its results.
@@ -76,7 +76,7 @@ pub fn replay_fwd(backend: &Device, plan: &FwdPlan, first: &mut HostFwd, then: &
     let _turn = turn(backend);
     let mut resident = Resident::place(backend, &first.operands, plan.workspace())?;
     let stream = backend.stream()?;
-    let facts = (first.totals, first.dropout);
+    let facts = (first.totals, first.second_totals, first.dropout);
     let recording = stream.capture(|| resident.forward(plan, &mut first.operands, facts, &stream))?;
     resident.upload(&then.operands)?;
     // SAFETY: `resident` owns the memory that the call was recorded with, and waits below.
@@ -151,10 +151,10 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
-        let (totals, dropout) = (host.totals, host.dropout);
+        let facts = (host.totals, host.second_totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
         let stream = self.backend.default_stream();
-        timed(&stream, || self.forward(plan, &mut host.operands, (totals, dropout), &stream))
+        timed(&stream, || self.forward(plan, &mut host.operands, facts, &stream))
     }
 
     /// Queues a forward call over the operands of `host`, and waits for nothing.
@@ -162,9 +162,9 @@ impl<'a> Resident<'a> {
     /// # Errors
     /// What the backend said.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: &Stream) -> Result<()> {
-        let (totals, dropout) = (host.totals, host.dropout);
+        let facts = (host.totals, host.second_totals, host.dropout);
         host.score_sums = plan.promises().score_sums;
-        self.forward(plan, &mut host.operands, (totals, dropout), stream)
+        self.forward(plan, &mut host.operands, facts, stream)
     }
 
     /// Queues the forward call that a backward one needs, which writes O and LSE, and waits for it.
@@ -173,7 +173,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn run_fwd_of(&mut self, plan: &FwdPlan, host: &mut HostBwd) -> Result<()> {
         let stream = self.backend.default_stream();
-        self.forward(plan, &mut host.operands, (host.totals, host.dropout), &stream)?;
+        self.forward(plan, &mut host.operands, (host.totals, Totals::NONE, host.dropout), &stream)?;
         stream.synchronize()
     }
 
@@ -181,7 +181,7 @@ impl<'a> Resident<'a> {
         &mut self,
         plan: &FwdPlan,
         operands: &mut Operands,
-        (totals, dropout): (Totals, DropoutSeed),
+        (totals, of_second, dropout): (Totals, Totals, DropoutSeed),
         stream: &Stream,
     ) -> Result<()> {
         let scratch = plan.workspace().bytes > 0;
@@ -201,6 +201,7 @@ impl<'a> Resident<'a> {
             } else {
                 (views.get(Operand::K).map(Into::into), views.get(Operand::V).map(Into::into))
             };
+            let second = second_of((of_second, facts.1), |operand| views.get(operand));
             let mut args = FwdArgs::new(
                 views.input(Operand::Q)?,
                 k.unwrap_or(CacheSlice::InK),
@@ -212,6 +213,7 @@ impl<'a> Resident<'a> {
             .score(score_of(dropout, |operand| views.get(operand)))
             .masks(masks_of(|operand| views.get(operand)))
             .cache(cache_of(|operand| views.get(operand)))
+            .second(second.as_ref())
             .scale_o(views.get(Operand::ScaleO))
             .keep_mask(views.outputs.remove(&Operand::KeepMask))
             .row_max(views.outputs.remove(&Operand::RowMax))

@@ -4,9 +4,11 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha_core::lists::HostLists;
+use fmha_core::masks::{HostMasks, Shown};
+use fmha_core::second::SecondCall;
 use fmha_core::seq::KvRows;
 use fmha_core::tune::TileOptions;
-use fmha_core::{BwdPlan, Device, Error, MemorySpace, PlanOptions, Result, Shape};
+use fmha_core::{BwdPlan, Device, Error, FwdProblem, MemorySpace, PlanOptions, Result, SeqSpan, Shape};
 use serde::Serialize;
 
 use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
@@ -337,32 +339,62 @@ fn faint_weights(host: &mut HostFwd, score: f64) {
 /// NaN in every row of K and V that no query of its kv head sees, or lists.
 fn hide_keys(host: &mut HostFwd) -> Result<()> {
     let (problem, spans) = (host.problem.clone(), host.spans.clone());
-    let dims = problem.dims;
     let seq = host.inputs().seq;
-    let (places, lists) = (KvRows::of(&problem, &seq)?, HostLists::of(&problem, &seq)?);
+    let lists = HostLists::of(&problem, &seq)?;
+    let masks = HostMasks::of(&problem, &host.inputs().masks, seq.totals.total_q)?;
+    let hidden = hidden_keys(&problem, &spans, KvRows::of(&problem, &seq)?, (lists.as_ref(), masks.as_ref()));
+    spoil(host, hidden, [Operand::K, Operand::V]);
+    let inputs = host.inputs();
+    let Some(second) = SecondCall::of(&problem, inputs.second.as_ref(), &inputs.seq)? else { return Ok(()) };
+    let lists = HostLists::of(&second.problem, &second.seq)?;
+    let masks = HostMasks::of(&second.problem, &second.masks(), second.seq.totals.total_q)?;
+    let places = KvRows::of(&second.problem, &second.seq)?;
+    let shown = (lists.as_ref(), masks.as_ref());
+    let hidden = hidden_keys(&second.problem, &second.spans()?, places, shown);
+    spoil(host, hidden, [Operand::SecondK, Operand::SecondV]);
+    Ok(())
+}
+
+/// Places of the rows that no query of their kv head sees, or lists, and the head.
+fn hidden_keys(
+    problem: &FwdProblem,
+    spans: &[SeqSpan],
+    places: KvRows<'_>,
+    (lists, masks): (Option<&HostLists<'_>>, Option<&HostMasks<'_>>),
+) -> Vec<((u32, u32), u32)> {
     let mut seen = HashSet::new();
     let mut all = HashSet::new();
     let mut listed = Vec::new();
-    for span in &spans {
+    for span in spans {
         let band = problem.band(span.seqlen_q, span.seqlen_k);
-        for head in 0..dims.num_heads_kv {
+        for head in 0..problem.dims.num_heads_kv {
             all.extend((0..span.seqlen_cached).map(|j| (places.at(span, j), head)));
             for i in 0..span.seqlen_q {
-                match &lists {
+                match lists {
                     Some(lists) => lists.row(span, head, i, &mut listed),
                     None => listed = (0..span.seqlen_k).collect(),
                 }
-                let visible = listed.iter().filter(|&&j| j < span.seqlen_cached && band.visible(i, j));
+                let heads = head * problem.gqa_ratio()..(head + 1) * problem.gqa_ratio();
+                let shows = |j: u32| {
+                    let by = |masks: &HostMasks<'_>, head| masks.head(span, head).shown(i, j) != Shown::No;
+                    masks.is_none_or(|masks| heads.clone().any(|head| by(masks, head)))
+                };
+                let visible =
+                    listed.iter().filter(|&&j| j < span.seqlen_cached && band.visible(i, j) && shows(j));
                 seen.extend(visible.map(|&j| (places.at(span, j), head)));
             }
         }
     }
-    for &((batch, row), head) in all.difference(&seen) {
-        for (operand, dim) in [(Operand::K, dims.head_dim_qk), (Operand::V, dims.head_dim_v)] {
-            if operand == Operand::K || !problem.cache.v_in_k {
+    all.difference(&seen).copied().collect()
+}
+
+fn spoil(host: &mut HostFwd, rows: Vec<((u32, u32), u32)>, [k, v]: [Operand; 2]) {
+    let dims = host.problem.dims;
+    for ((batch, row), head) in rows {
+        for (operand, dim) in [(k, dims.head_dim_qk), (v, dims.head_dim_v)] {
+            if operand == k || !host.problem.cache.v_in_k {
                 (0..dim).for_each(|d| host.operands.expect_mut(operand).set([batch, row, head, d], f64::NAN));
             }
         }
     }
-    Ok(())
 }

@@ -7,8 +7,8 @@ use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockFormat, BlockList, BlockLists, BlockScales, BlockTable, BwdProblem, CacheArgs, CombineProblem,
     DType, Descale, DropoutSeed, ElemType, Extents, FwdProblem, KvLayout, ListLength, MaskArgs, Merge,
-    QLayout, Result, ScoreArgs, ScoreSums, SeqArgs, SeqSpan, Shape, Strides, Totals, VLayout, ValidBwd,
-    ValidCombine, ValidFwd,
+    QLayout, Result, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, SeqSpan, Shape, Strides, Totals,
+    VLayout, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -32,6 +32,8 @@ pub struct Lengths {
     pub indices: Vec<i32>,
     /// Entries in use of each list, if the problem has lengths of lists.
     pub topk_length: Vec<i32>,
+    /// Those of a second cache's keys.
+    pub second: Option<Box<Lengths>>,
     /// Packed Q: `[batch + 1]`.
     pub cu_seqlens_q: Vec<i32>,
     /// Packed K: `[batch + 1]`.
@@ -96,6 +98,8 @@ pub struct HostFwd {
     pub problem: ValidFwd,
     /// Rows of packed tensors.
     pub totals: Totals,
+    /// Rows or pages of a second cache.
+    pub second_totals: Totals,
     /// Every operand.
     pub operands: Operands,
     /// Position of the dropout generator.
@@ -147,13 +151,16 @@ impl HostFwd {
             }
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
-        Ok(Self { problem, totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
+        let second_totals = lengths.second.as_ref().map_or(Totals::NONE, |second| second.totals);
+        Ok(Self { problem, totals, second_totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
     }
 
     /// Operands as the reference reads them.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
-        inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout)
+        let inputs = inputs_of((self.totals, self.problem.dims.batch), &self.operands, self.dropout);
+        let facts = (self.second_totals, self.problem.dims.batch);
+        Inputs { second: second_of(facts, |operand| self.operands.input(operand)), ..inputs }
     }
 }
 
@@ -349,6 +356,7 @@ fn inputs_of(facts: (Totals, u32), operands: &Operands, dropout: DropoutSeed) ->
         cache: cache_of(|operand| operands.input(operand)),
         score: score_of(dropout, |operand| operands.input(operand)),
         masks: masks_of(|operand| operands.input(operand)),
+        second: None,
     }
 }
 
@@ -382,6 +390,26 @@ pub(crate) fn cache_of<'a>(
         .tree_mask(input(Operand::TreeMask))
 }
 
+/// A second cache, wherever it lies.
+pub(crate) fn second_of<'a>(
+    (totals, batch): (Totals, u32),
+    mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
+) -> Option<SecondArgs<'a>> {
+    let (k, v) = (input(Operand::SecondK)?, input(Operand::SecondV));
+    let seq = SeqArgs::default()
+        .totals(totals)
+        .block_table(input(Operand::SecondBlockTable).map(|pages| table(pages, batch)))
+        .cu_seqlens_k(input(Operand::SecondCuSeqlensK))
+        .seqused_k(input(Operand::SecondSequsedK))
+        .indices(input(Operand::SecondIndices))
+        .topk_length(input(Operand::SecondTopkLength));
+    Some(SecondArgs::new(k, v).seq(seq).intervals(input(Operand::SecondIntervals)))
+}
+
+fn table(pages: fmha_core::DevSlice<'_>, batch: u32) -> BlockTable<'_> {
+    BlockTable { pages, max_pages: (pages.bytes() / 4 / u64::from(batch.max(1))) as u32 }
+}
+
 /// Masks as data, wherever they lie.
 pub(crate) fn masks_of<'a>(
     mut input: impl FnMut(Operand) -> Option<fmha_core::DevSlice<'a>>,
@@ -402,10 +430,7 @@ pub(crate) fn seq_of<'a>(
 ) -> SeqArgs<'a> {
     SeqArgs::default()
         .totals(totals)
-        .block_table(input(Operand::BlockTable).map(|pages| BlockTable {
-            pages,
-            max_pages: (pages.bytes() / 4 / u64::from(batch.max(1))) as u32,
-        }))
+        .block_table(input(Operand::BlockTable).map(|pages| table(pages, batch)))
         .cu_seqlens_new(input(Operand::CuSeqlensNew))
         .cu_seqlens_q(input(Operand::CuSeqlensQ))
         .cu_seqlens_k(input(Operand::CuSeqlensK))
@@ -481,6 +506,9 @@ fn inputs(
         scaled_operands(problem, scales, &extents, [&rows_q, &rows_k], data, operands)?;
     }
     cache_operands(problem, lengths, &spans, data, operands)?;
+    if let (Some(second), Some(of_second)) = (&problem.second, &lengths.second) {
+        second_cache(problem, second, (lengths, of_second), data, fill, operands)?;
+    }
 
     let dims = problem.dims;
     let heads = dims.num_heads_q;
@@ -519,6 +547,50 @@ fn inputs(
         }
     }
     Ok(spans)
+}
+
+/// Lengths, K and V of a second cache.
+fn second_cache(
+    problem: &ValidFwd,
+    second: &SecondCache,
+    (first, lengths): (&Lengths, &Lengths),
+    data: Data,
+    fill: Fill<'_>,
+    operands: &mut Operands,
+) -> Result<()> {
+    let mut alone = second.alone(problem);
+    let has_table = alone.layout.kv.is_paged() && !alone.lists_addresses();
+    let has_length = second.lists.is_some_and(|lists| lists.length != ListLength::Whole);
+    for (operand, wanted, values) in [
+        (Operand::SecondCuSeqlensK, alone.layout.kv == KvLayout::Packed, &lengths.cu_seqlens_k),
+        (Operand::SecondSequsedK, second.seqused_k, &lengths.seqused_k),
+        (Operand::SecondBlockTable, has_table, &lengths.block_table),
+        (Operand::SecondIndices, second.lists.is_some(), &lengths.indices),
+        (Operand::SecondTopkLength, has_length, &lengths.topk_length),
+        (Operand::SecondIntervals, second.intervals.is_some(), &lengths.masks.intervals),
+    ] {
+        if wanted {
+            operands.put(operand, Tensor::words(values, ElemType::I32, data.room)?);
+        }
+    }
+    // Where its keys lie does not depend on the queries.
+    (alone.layout.q, alone.layout.seqused_q) = (QLayout::Batch, false);
+    let facts = (lengths.totals, problem.dims.batch);
+    let none = operands.input(Operand::Q);
+    let seq =
+        second_of(facts, |operand| if operand == Operand::SecondK { none } else { operands.input(operand) });
+    let seq = seq.map_or_else(SeqArgs::default, |args| args.seq);
+    let spans = spans(&alone, &seq)?;
+    let rows = k_rows(&spans, KvRows::of(&alone, &seq)?);
+    let extents = alone.extents(Totals { total_q: first.totals.total_q, ..lengths.totals });
+    let mut tensors = vec![(Operand::SecondK, extents.k, second.k)];
+    tensors.extend((!problem.cache.v_in_k).then_some((Operand::SecondV, extents.v, second.v)));
+    for (operand, shape, strides) in tensors {
+        let mut tensor = Tensor::new(problem.dtypes.qk, shape, strides, data.room)?;
+        fill(&mut tensor, operand, &rows);
+        operands.put(operand, tensor);
+    }
+    Ok(())
 }
 
 /// NaN in the rows of K or V that a kv head's queries see none of.

@@ -156,7 +156,7 @@ impl Forward<'_> {
         if problem.block_scales.is_some() {
             return scaled::forward(self, s, threads);
         }
-        if problem.lists.is_some() {
+        if problem.walks_lists() {
             return lists::forward(self, s.plain(), threads);
         }
         let rows = KvRows::of(problem, &args.seq)?;

@@ -81,7 +81,8 @@ pub(crate) fn backward<S: Simd>(call: &Backward<'_>, s: S, threads: &Threads) ->
     let (problem, args) = (call.problem, call.args);
     let fwd = problem.fwd();
     let q = Source::new(args.q, fwd.dtypes.qk, fwd.strides.q);
-    let Some(shared) = Shared::new(fwd, (&args.seq, &args.score), (q, args.k, args.v))? else {
+    let operands = (&args.seq, &args.score, &args.masks);
+    let Some(shared) = Shared::new(fwd, operands, (q, args.k, args.v), None)? else {
         return Ok(());
     };
     let wants_sinks = problem.write_dsink && args.dsink.is_some();

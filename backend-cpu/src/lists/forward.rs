@@ -1,5 +1,6 @@
 //! Forward over lists of keys.
 
+use fmha_core::second::SecondCall;
 use fmha_core::seq::KvRows;
 
 use super::{ScaleLanes, Scratch, Shared, Side, TILE_KEYS, Token};
@@ -44,12 +45,14 @@ pub(crate) fn forward<S: Simd>(call: &Forward<'_>, s: S, threads: &Threads) -> f
     let q = Source::new(args.q, problem.dtypes.qk, problem.strides.q);
     let q = turned.as_ref().map_or(q, TurnedQueries::source);
     let tensors = (q, args.k_slice(), args.v_slice());
-    let Some(shared) = Shared::new(problem, (&args.seq, &args.score), tensors)? else { return Ok(()) };
+    let second = SecondCall::of(problem, args.second, &args.seq)?;
+    let operands = (&args.seq, &args.score, &args.masks);
+    let Some(shared) = Shared::new(problem, operands, tensors, second.as_ref())? else { return Ok(()) };
     let results = Results {
         o: Target::new(&args.o, problem.dtypes.o, problem.strides.o),
         scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),
         lse: args.lse.as_ref().map(Bytes::new),
-        lse_without_sink: problem.lists.is_some_and(|lists| lists.lse_without_sink),
+        lse_without_sink: problem.lse_without_sink(),
     };
     let tokens = shared.tokens(call.spans)?;
     let used = threads.used(tokens.len());

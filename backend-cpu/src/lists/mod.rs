@@ -23,8 +23,10 @@ pub(crate) use backward::backward;
 pub(crate) use forward::forward;
 
 use fmha_core::lists::HostLists;
+use fmha_core::masks::{HostMasks, Shown};
+use fmha_core::second::SecondCall;
 use fmha_core::seq::KvRows;
-use fmha_core::{DevSlice, FwdProblem, ProblemError, ScoreArgs, SeqArgs, SeqSpan};
+use fmha_core::{DevSlice, FwdProblem, MaskArgs, ProblemError, ScoreArgs, SeqArgs, SeqSpan};
 
 use crate::blocks::{Gather, GatherRows, GatherTransposed, Scores, row_stride};
 use crate::forward::cache::Cached;
@@ -39,7 +41,10 @@ const TILE_KEYS: usize = 96;
 /// Operands and derived numbers that every token of a call reads.
 struct Shared<'a> {
     problem: &'a FwdProblem,
-    lists: HostLists<'a>,
+    /// The first cache's lists; `None` where its band and intervals say what is seen of it.
+    lists: Option<HostLists<'a>>,
+    masks: Option<HostMasks<'a>>,
+    second: Option<Second<'a>>,
     score: ScoreInputs<'a>,
     q: Source,
     k: Cached<'a>,
@@ -47,6 +52,18 @@ struct Shared<'a> {
     /// Rows of a panel of scores.
     capacity: usize,
 }
+
+/// A second cache.
+struct Second<'a> {
+    spans: Vec<SeqSpan>,
+    lists: Option<HostLists<'a>>,
+    masks: Option<HostMasks<'a>>,
+    k: Cached<'a>,
+    v: Cached<'a>,
+}
+
+/// Bit of a listed key that is the second cache's. Keys of either are below 2^31.
+const OF_SECOND: u32 = 1 << 31;
 
 /// One token of one kv head.
 #[derive(Clone, Copy)]
@@ -58,8 +75,10 @@ struct Token {
 
 /// Buffers of one thread, reused from token to token.
 struct Scratch {
-    /// The listed keys that are seen, in the list's order.
+    /// The listed keys that are seen, in the list's order; those of a second cache behind, with [`OF_SECOND`].
     listed: Vec<u32>,
+    /// Keys of the second cache.
+    of_second: Vec<u32>,
     heads: Vec<HeadScore>,
     /// Tables that widen rows of K and of V, where the cache's type is narrower than the arithmetic's.
     planes: [Vec<BytePlanes>; 2],
@@ -85,16 +104,22 @@ enum Side {
 }
 
 impl<'a> Shared<'a> {
-    /// `None` where the call has no lists.
+    /// `None` where the call has neither lists nor a second cache.
     ///
     /// # Errors
-    /// Lists that are missing.
+    /// Lists, or operands of the second cache, that are missing.
     fn new(
         problem: &'a FwdProblem,
-        (seq, score): (&SeqArgs<'a>, &ScoreArgs<'a>),
+        (seq, score, masks): (&SeqArgs<'a>, &ScoreArgs<'a>, &MaskArgs<'a>),
         (q, k, v): (Source, DevSlice<'_>, DevSlice<'_>),
+        second: Option<&'a SecondCall<'a>>,
     ) -> Result<Option<Self>, ProblemError> {
-        let Some(lists) = HostLists::of(problem, seq)? else { return Ok(None) };
+        if !problem.walks_lists() {
+            return Ok(None);
+        }
+        let lists = HostLists::of(problem, seq)?;
+        let masks = HostMasks::of(problem, masks, seq.totals.total_q)?;
+        let second = second.map(Second::of).transpose()?;
         let rows = KvRows::of(problem, seq)?;
         let dims = problem.dims;
         let cached = |slice, dtype, strides, dim: u32| Cached {
@@ -104,10 +129,12 @@ impl<'a> Shared<'a> {
             widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
         };
-        let most = problem.lists.map_or(0, |lists| lists.most_keys()) as usize;
+        let most = problem.most_walked_keys() as usize;
         Ok(Some(Self {
             problem,
             lists,
+            masks,
+            second,
             score: ScoreInputs::new(problem, score, None),
             q,
             k: cached(k, problem.stored_k(), problem.strides.k, dims.head_dim_qk),
@@ -135,6 +162,7 @@ impl<'a> Shared<'a> {
         heads.clear();
         Ok(Scratch {
             listed: reserve(self.capacity)?,
+            of_second: reserve(if self.second.is_some() { self.capacity } else { 0 })?,
             heads,
             planes: [Vec::new(), Vec::new()],
             queries: Floats::scratch(self.lanes::<S>() * dim_qk)?,
@@ -172,9 +200,8 @@ impl<'a> Shared<'a> {
         let first = i_head_kv * self.problem.gqa_ratio();
         scratch.heads.clear();
         scratch.heads.extend((0..self.problem.gqa_ratio()).map(|head| self.score.head(span, first + head)));
-        self.lists.row(&span, i_head_kv, i, &mut scratch.listed);
         let head = scratch.heads[0];
-        scratch.listed.retain(|&j| head.band.visible(i, j));
+        self.list_keys(scratch, token);
         if self.problem.cache.dtype.is_some() {
             scratch.planes = [
                 self.k.widened_by::<S>(&[head.descale_k], u32::MAX).1,
@@ -192,6 +219,40 @@ impl<'a> Shared<'a> {
         });
     }
 
+    /// The keys that a token sees of both caches.
+    fn list_keys(&self, scratch: &mut Scratch, token: Token) {
+        let Token { span, i, i_head_kv } = token;
+        let Scratch { listed, of_second, heads, .. } = scratch;
+        let (band, i_head) = (heads[0].band, heads[0].i_head);
+        match &self.lists {
+            Some(lists) => {
+                lists.row(&span, i_head_kv, i, listed);
+                listed.retain(|&j| band.visible(i, j));
+            }
+            None => {
+                listed.clear();
+                let keys = band.row_range(i, span.seqlen_k);
+                listed.extend(band.sink_range(i..i + 1, span.seqlen_k).chain(keys));
+            }
+        }
+        if let Some(masks) = &self.masks {
+            listed.retain(|&j| masks.head(&span, i_head).shown(i, j) != Shown::No);
+        }
+        let Some(second) = &self.second else { return };
+        let span = second.spans[span.i_batch as usize];
+        match &second.lists {
+            Some(lists) => lists.row(&span, i_head_kv, i, of_second),
+            None => {
+                of_second.clear();
+                of_second.extend(0..span.seqlen_k);
+            }
+        }
+        if let Some(masks) = &second.masks {
+            of_second.retain(|&j| masks.head(&span, i_head).shown(i, j) != Shown::No);
+        }
+        listed.extend(of_second.iter().map(|j| j | OF_SECOND));
+    }
+
     /// Calls `each` with the runs of one tile's listed rows: where they lie, their place in the tile, how many. Lists
     /// name neighbours often.
     fn for_runs<S: Simd>(
@@ -203,16 +264,22 @@ impl<'a> Shared<'a> {
         mut each: impl FnMut(crate::tensor::Matrix, usize, usize),
     ) {
         let Scratch { listed, heads, planes, gathered, .. } = scratch;
-        let (tensor, planes) = match side {
-            Side::K => (&self.k, &planes[0]),
-            Side::V => (&self.v, &planes[1]),
-        };
+        let planes = if side == Side::K { &planes[0] } else { &planes[1] };
         let keys = &listed[tile];
         let mut at = 0;
         while at < keys.len() {
             let run =
                 keys[at..].windows(2).take_while(|pair| pair[0].checked_add(1) == Some(pair[1])).count() + 1;
-            let from = tensor.block_by(s, &heads[0], (keys[at], run), planes, false, gathered);
+            let mut head = heads[0];
+            let (k, v) = match &self.second {
+                Some(second) if keys[at] & OF_SECOND != 0 => {
+                    head.span = second.spans[head.span.i_batch as usize];
+                    (&second.k, &second.v)
+                }
+                _ => (&self.k, &self.v),
+            };
+            let tensor = if side == Side::K { k } else { v };
+            let from = tensor.block_by(s, &head, (keys[at] & !OF_SECOND, run), planes, false, gathered);
             each(from, at, run);
             at += run;
         }
@@ -327,6 +394,30 @@ impl<'a> Shared<'a> {
                 unsafe { *scratch.extra.as_mut_ptr().add(row * S::PANEL + at) = keep };
             }
         }
+    }
+}
+
+impl<'a> Second<'a> {
+    /// # Errors
+    /// Operands that are missing, and lengths that are wrong.
+    fn of(call: &'a SecondCall<'a>) -> Result<Self, ProblemError> {
+        let SecondCall { problem, args, seq } = call;
+        let (rows, dims) = (KvRows::of(problem, seq)?, problem.dims);
+        let cached = |slice, dtype, strides, dim: u32| Cached {
+            source: Source::new(slice, dtype, strides),
+            rows,
+            dim: dim as usize,
+            widened: None,
+            in_codes: false,
+        };
+        let v = args.v.unwrap_or(args.k);
+        Ok(Self {
+            spans: call.spans()?,
+            lists: HostLists::of(problem, seq)?,
+            masks: HostMasks::of(problem, &call.masks(), seq.totals.total_q)?,
+            k: cached(args.k, problem.stored_k(), problem.strides.k, dims.head_dim_qk),
+            v: cached(v, problem.stored_v(), problem.strides.v, dims.head_dim_v),
+        })
     }
 }
 

@@ -7,29 +7,31 @@
 
 namespace fmha {
 
-// One query of one (sequence, query head).
-template <FwdSpec spec, class Lanes>
+// One query of one (sequence, query head), over the keys of a list, or of two caches.
+template <FwdSpec spec, class Lanes, class Keys = TokenList>
 struct ListRow : FwdRow<spec, Lanes> {
   using Row = FwdRow<spec, Lanes>;
   const ListParams& lists;
-  const TokenList list;
+  const Keys list;
   float lse_of_keys = 0.f;
 
-  FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists)
-      : Row{p, span, i_head, i}, lists(lists), list{p, lists, span, this->band, i, this->i_head_kv} {}
+  FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists, const Keys& keys)
+      : Row{p, span, i_head, i}, lists(lists), list(keys) {}
 
-  // Q[i] . K[j], as stored.
-  FMHA_DEVICE float product(int32_t j) const {
+  // Q[i] . K, as stored, of the key that stands there.
+  FMHA_DEVICE float product(int32_t at) const {
     const int64_t q = query_offset(this->p, this->span, this->i, this->i_head);
-    const int64_t k = row_offset(this->p.k, list.row_of(spec.kv_layout, j), this->i_head_kv);
+    const int64_t k =
+        list.template offset<size_bytes(spec.dtype_qk)>(this->p.k, list.place(spec.kv_layout, at), this->i_head_kv);
     float dot = 0.f;
     for (int32_t d = 0; d < spec.head_dim_qk; ++d)
       dot += load_elem<spec.dtype_qk>(this->p.q.data, q + d) * load_elem<spec.dtype_qk>(this->p.k.data, k + d);
     return dot;
   }
 
-  FMHA_DEVICE void add_value(int32_t j, float weight) {
-    const int64_t v = row_offset(this->p.v, list.row_of(spec.kv_layout, j), this->i_head_kv);
+  FMHA_DEVICE void add_value(int32_t at, float weight) {
+    const int64_t v =
+        list.template offset<size_bytes(spec.dtype_v)>(this->p.v, list.place(spec.kv_layout, at), this->i_head_kv);
 #pragma unroll
     for (int32_t c = 0; c < Row::columns; ++c) {
       const int32_t d = c * Lanes::count + this->lane;
@@ -46,7 +48,7 @@ struct ListRow : FwdRow<spec, Lanes> {
       const uint64_t seen_lanes = Lanes::ballot(seen);
       if (seen_lanes == 0) continue;
 
-      const float score = seen ? modifiers.natural({this->i, j}, product(j)) : -infinity();
+      const float score = seen ? modifiers.natural({this->i, j}, product(at)) : -infinity();
       const float correction = this->raise_to(max(this->row_max, this->over_lanes(score, larger_of)));
       const float weight = seen ? Row::exp_of_difference(score, finite_or_zero(this->row_max)) : 0.f;
       this->row_sum += this->over_lanes(weight, sum_of);
@@ -55,7 +57,7 @@ struct ListRow : FwdRow<spec, Lanes> {
 
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;  // an absent V may hold NaN
-        add_value(list.key(first + l), Lanes::from(p_j, l));
+        add_value(first + l, Lanes::from(p_j, l));
       }
     }
   }
@@ -103,14 +105,23 @@ struct ListRow : FwdRow<spec, Lanes> {
 };
 
 // Row `at` of all (sequence, head, query) triples, counted by the longest sequence; a shorter one skips its surplus.
-template <FwdSpec spec, class Lanes>
-FMHA_DEVICE void list_row(const FwdParams& p, const ListParams& lists, int64_t at) {
+// `keys_of` gives the keys of a query and kv head.
+template <FwdSpec spec, class Lanes, class KeysOf>
+FMHA_DEVICE void row_of_keys(const FwdParams& p, const ListParams& lists, int64_t at, const KeysOf& keys_of) {
   const int32_t i = int32_t(at % p.seqlen_q);
   const int32_t i_head = int32_t(at / p.seqlen_q % p.num_heads_q);
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, int32_t(at / p.seqlen_q / p.num_heads_q));
   if (i >= span.seqlen_q) return;
-  ListRow<spec, Lanes> row(p, span, i_head, i, lists);
+  const auto keys = keys_of(span, i, i_head / p.gqa_ratio);
+  ListRow<spec, Lanes, decltype(keys_of(span, 0, 0))> row(p, span, i_head, i, lists, keys);
   row.run();
+}
+
+template <FwdSpec spec, class Lanes>
+FMHA_DEVICE void list_row(const FwdParams& p, const ListParams& lists, int64_t at) {
+  row_of_keys<spec, Lanes>(p, lists, at, [&](const SeqSpan& span, int32_t i, int32_t i_head_kv) {
+    return TokenList{p, lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv};
+  });
 }
 
 }  // namespace fmha

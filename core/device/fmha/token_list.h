@@ -50,6 +50,18 @@ struct TokenList {
     if (lists.addresses) return {j / p.page_size, j % p.page_size};
     return kv_row(p, layout, span, j);
   }
+
+  // Place of what stands there: batch -1 of what is absent.
+  FMHA_DEVICE KvRow place(KvKind layout, int32_t at) const {
+    const int32_t j = key(at);
+    return j < 0 ? KvRow{-1, 0} : row_of(layout, j);
+  }
+
+  // Offset of a place's row in K or V, of one head.
+  template <int32_t bytes>
+  FMHA_DEVICE int64_t offset(const View& view, KvRow at, int32_t head) const {
+    return row_offset(view, at, head);
+  }
 };
 
 }  // namespace fmha

@@ -112,6 +112,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of a second cache ([`SecondCache`](crate::SecondCache)), and refuses by a kernel's name what it
+    /// does not compute. A backend that does not is given no problem with one.
+    fn takes_second(&self) -> bool {
+        false
+    }
+
     /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not
     /// read. A backend that does not is given no problem with any.
     fn takes_masks(&self) -> bool {
@@ -399,13 +405,16 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
 
-/// Refuses a problem with lists of keys for each kernel of a backend that reads all keys.
+/// Refuses a problem with lists of keys, or with a second cache, for each kernel of a backend that knows of neither.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with a refusal a kernel.
 pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Result<()> {
-    let Some(fwd) = problem.forward().filter(|_| !backend.takes_lists()) else { return Ok(()) };
-    let refused = |kernel| fwd.refuse_lists(kernel).err();
+    let Some(fwd) = problem.forward() else { return Ok(()) };
+    let refused = |kernel| {
+        let by_lists = if backend.takes_lists() { None } else { fwd.refuse_lists(kernel).err() };
+        by_lists.or_else(|| if backend.takes_second() { None } else { fwd.refuse_second(kernel).err() })
+    };
     let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }
 }

@@ -82,8 +82,8 @@ abi_struct! {
         pub length_per_token: i32,
         /// 1 where LSE is that of the keys alone.
         pub lse_without_sink: i32,
-        /// 0.
-        pub padding: i32,
+        /// 1 where there is no list: the keys of the band, and of intervals.
+        pub whole: i32,
     }
 }
 
@@ -108,8 +108,8 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
         block: block.cast_signed(),
         addresses: (lists.entries == ListEntries::Addresses).into(),
         length_per_token: (lists.length == ListLength::Token).into(),
-        lse_without_sink: lists.lse_without_sink.into(),
-        padding: 0,
+        lse_without_sink: problem.lse_without_sink().into(),
+        whole: problem.lists.is_none().into(),
     }
 }
 

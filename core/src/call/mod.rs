@@ -9,6 +9,7 @@ pub mod mask_object;
 pub(crate) mod peers;
 pub mod queues;
 pub mod scaled_rows;
+pub mod second;
 pub mod seq;
 pub mod tree;
 
@@ -32,6 +33,7 @@ use crate::plan::{PlanParts, Workspace};
 use crate::problem::SmallOutputs;
 use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
 use crate::score::Bias;
+use crate::second::SecondCall;
 use crate::seq::SeqSpan;
 use crate::sparse::{ChooseProblem, ValidChoose};
 
@@ -191,6 +193,15 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Ok(())
     }
 
+    /// The second cache of a call, where there is one.
+    ///
+    /// # Errors
+    /// Operands that are missing.
+    #[doc(hidden)]
+    fn second<'a>(&self, _args: &'a Self::Args<'_>) -> Result<Option<SecondCall<'a>>, ProblemError> {
+        Ok(None)
+    }
+
     /// The arguments for as long as they are borrowed.
     #[doc(hidden)]
     fn borrowed<'a>(args: &'a Self::Args<'_>) -> &'a Self::Args<'a>;
@@ -293,6 +304,10 @@ impl Problem for ValidFwd {
 
     fn refuse_beside_code(&self, kernel: &str) -> Result<(), Refusal> {
         refuse_beside_code(self, kernel)
+    }
+
+    fn second<'a>(&self, args: &'a FwdArgs<'_>) -> Result<Option<SecondCall<'a>>, ProblemError> {
+        SecondCall::of(self, args.second, &args.seq)
     }
 
     fn borrowed<'a>(args: &'a FwdArgs<'_>) -> &'a FwdArgs<'a> {

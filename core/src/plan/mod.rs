@@ -17,7 +17,7 @@ pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
 pub(crate) use sums::in_order;
 
-use crate::args::{MaskArgs, MemorySpace, SeqArgs};
+use crate::args::{DevSlice, MaskArgs, MemorySpace, SeqArgs};
 use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
@@ -29,6 +29,7 @@ use crate::masks::check_masks;
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
+use crate::second;
 use crate::seq::{checked_spans, spans};
 use crate::sparse::ValidChoose;
 
@@ -277,6 +278,17 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), _) if *space == MemorySpace::Host => {
                 let resolve = if *checks_lengths { checked_spans } else { spans };
                 sequences = resolve(problem, seq)?;
+                if let Some(second) = self.0.problem.second(args)? {
+                    if *checks_lengths {
+                        second.checked_spans()?
+                    } else {
+                        second.spans()?
+                    };
+                    if *checks_lengths {
+                        check_masks(&second.problem, &second.seq, &second.masks(), read_host)
+                            .map_err(second::of_second)?;
+                    }
+                }
                 if let Some(masks) = P::mask_args(args).filter(|_| *checks_lengths) {
                     check_masks(problem, seq, masks, read_host)?;
                 }
@@ -284,10 +296,14 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), Some(queues)) if *checks_lengths => {
                 // SAFETY: the caller promised a live stream of the device.
                 unsafe { queues.synchronize(stream)? };
-                check_lengths(problem, seq, P::mask_args(args), |slice, bytes| {
-                    // SAFETY: the check saw that the slice covers them; its maker promised the memory.
-                    unsafe { queues.read(slice.as_ptr(), bytes) }
-                })?;
+                // SAFETY: the check saw that the slice covers them; its maker promised the memory.
+                let read =
+                    |slice: DevSlice<'_>, bytes: &mut [u8]| unsafe { queues.read(slice.as_ptr(), bytes) };
+                check_lengths(problem, seq, P::mask_args(args), read)?;
+                if let Some(second) = self.0.problem.second(args)? {
+                    let checked = check_lengths(&second.problem, &second.seq, Some(&second.masks()), read);
+                    checked.map_err(second::of_second)?;
+                }
             }
             _ => {}
         }

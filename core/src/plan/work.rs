@@ -22,16 +22,21 @@ pub struct Work {
 
 impl Work {
     /// Counts exactly what the band shows. Masks as data and code are not asked; of lists of keys every entry counts as
-    /// a key that is there.
+    /// a key that is there, and every key of a second cache that is seen whole or by intervals.
     ///
     /// # Errors
     /// `seqlen_q`, where a count does not fit 64 bits.
     pub fn count(problem: &FwdProblem, spans: &[SeqSpan]) -> Result<Self, ProblemError> {
         let heads_q = u128::from(problem.dims.num_heads_q);
         // 32 bits of sequences, 64 of a sequence's pairs: 128 hold the sum.
+        let of_second = |span: &SeqSpan| {
+            problem
+                .second
+                .map_or(0, |second| u128::from(span.seqlen_q) * u128::from(second.most_walked_keys()))
+        };
         let pairs = |span: &SeqSpan| match problem.lists {
-            Some(lists) => u128::from(span.seqlen_q) * u128::from(lists.most_keys()),
-            None => u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k)),
+            Some(lists) => u128::from(span.seqlen_q) * u128::from(lists.most_keys()) + of_second(span),
+            None => u128::from(visible_pairs(problem.mask, span.seqlen_q, span.seqlen_k)) + of_second(span),
         };
         Self::of_pairs(problem, spans, spans.iter().map(pairs).sum::<u128>().checked_mul(heads_q))
     }
@@ -65,7 +70,11 @@ impl Work {
             let rows_q = u128::from(span.seqlen_q);
             // Keys that lists name are read once, and no others.
             let listed = problem.lists.map_or(u128::MAX, |lists| rows_q * u128::from(lists.most_keys()));
-            let rows_k = u128::from(span.seqlen_k).min(listed);
+            let rows_k = u128::from(span.seqlen_k).min(listed)
+                + problem.second.map_or(0, |second| {
+                    let listed = rows_q * u128::from(second.most_walked_keys());
+                    u128::from(second.seqlen_k).min(listed)
+                });
             bytes += rows_q * heads_q * (qk * size(problem.dtypes.qk) + v * size(problem.dtypes.o))
                 + rows_k * heads_kv * (qk * size(problem.dtypes.qk) + values);
         }

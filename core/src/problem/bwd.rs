@@ -135,6 +135,10 @@ impl BwdProblem {
             let text = format!("block_scales {}: there is no gradient yet", scales.format);
             return Err(ProblemError::new("block_scales", text));
         }
+        if let Some(second) = &fwd.second {
+            let text = format!("second: a second cache of seqlen_k {} has no gradient", second.seqlen_k);
+            return Err(ProblemError::new("second", text));
+        }
         let grad = self.dtype_grad;
         ensure!(!grad.is_fp8(), "dtype_grad", "dtype_grad {grad} is not f32, f16 or bf16");
         if let Some(page_size) = fwd.layout.kv.page_size() {

@@ -114,13 +114,6 @@ impl KeyLists {
 }
 
 impl FwdProblem {
-    /// Keys that a query walks at most: those of the longest list, or of the longest sequence.
-    #[must_use]
-    pub fn most_walked_keys(&self) -> u32 {
-        let of_lists = self.lists.map(|lists| u32::try_from(lists.most_keys()).unwrap_or(u32::MAX));
-        of_lists.unwrap_or(self.dims.seqlen_k)
-    }
-
     /// Whether entries of lists are addresses, so that a call has no block table.
     #[must_use]
     pub fn lists_addresses(&self) -> bool {

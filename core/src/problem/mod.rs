@@ -18,6 +18,7 @@ pub mod masks;
 pub mod operation;
 mod part;
 pub mod score;
+mod second;
 mod strides;
 
 use crate::dropout::keep_threshold;
@@ -31,6 +32,7 @@ pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
 pub use part::Part;
+pub use second::SecondCache;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
 
 use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals, VLayout};
@@ -102,6 +104,8 @@ pub struct FwdProblem {
     pub mask: MaskSpec,
     /// The keys that each query lists, in place of all keys.
     pub lists: Option<KeyLists>,
+    /// A second cache in the same softmax.
+    pub second: Option<SecondCache>,
     /// Masks as data, which hide keys of the band.
     pub masks: Masks,
     /// Modifiers of a score before the softmax.
@@ -159,6 +163,7 @@ impl FwdProblem {
             strides: TensorStrides { q: unset, k: unset, v: unset, o: unset },
             mask: MaskSpec::NONE,
             lists: None,
+            second: None,
             masks: Masks::default(),
             score: Score { softmax_scale: None, softcap: None, bias: Bias::None, sink: false },
             code: Code::default(),
@@ -209,6 +214,8 @@ impl FwdProblem {
         mask: MaskSpec => mask;
         /// The keys that each query lists, in place of all keys.
         lists: impl Into<Option<KeyLists>> => lists;
+        /// A second cache in the same softmax.
+        second: impl Into<Option<SecondCache>> => second;
         /// Ranges of keys for each query row.
         intervals: impl Into<Option<Intervals>> => masks.intervals;
         /// A bit for each query and key.
@@ -382,6 +389,7 @@ impl FwdProblem {
         self.check_part()?;
         self.check_lists()?;
         self.check_masks()?;
+        self.check_second()?;
         self.check_outputs()?;
         Ok(ValidFwd(self))
     }
@@ -390,6 +398,10 @@ impl FwdProblem {
         if let (Some(name), Some(lists)) = (self.outputs.first(), self.lists) {
             let text =
                 format!("{name} is wanted beside indices of topk {}, where none is written", lists.topk);
+            return Err(ProblemError::new(name, text));
+        }
+        if let (Some(name), Some(_)) = (self.outputs.first(), self.second) {
+            let text = format!("{name} is wanted beside a second cache, where none is written");
             return Err(ProblemError::new(name, text));
         }
         Ok(())

@@ -90,7 +90,7 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
     let mut lse = Vec::new();
     let mut spread = Vec::new();
     let mut row_max = Vec::new();
-    let mut key_sum = vec![0.0; head.span.seqlen_k as usize];
+    let mut key_sum = vec![0.0; head.num_keys()];
     for &i in rows {
         let softmax = Softmax::of_row(head, i);
         let mut squares = vec![T::zero(); if head.is_exact() { head.head_dim_v } else { 0 }];
@@ -109,8 +109,7 @@ fn attend<T: Float>(head: &Head<'_, T>, problem: &FwdProblem, rows: &[u32]) -> H
         spread.extend(
             squares.iter().map(|square| (square.sqrt() / softmax.row_sum).to_f64().unwrap_or(f64::NAN)),
         );
-        let without_sink = problem.lists.is_some_and(|lists| lists.lse_without_sink);
-        let row_lse = if without_sink { softmax.lse_of_keys } else { softmax.lse };
+        let row_lse = if problem.lse_without_sink() { softmax.lse_of_keys } else { softmax.lse };
         lse.push(row_lse.to_f64().unwrap_or(f64::NAN));
     }
     HeadForward { span: head.span, i_head: head.i_head, o, lse, spread, row_max, key_sum }

@@ -4,17 +4,18 @@ use num_traits::Float;
 
 use super::cache::Cached;
 use super::code::HeadCode;
-use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, MaskArgs, ScoreArgs, SeqArgs};
+use crate::args::{BwdArgs, CacheArgs, DevSlice, FwdArgs, MaskArgs, ScoreArgs, SecondArgs, SeqArgs};
 use crate::dropout::{KeepMask, keep_scale};
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
 use crate::lists::HostLists;
-use crate::mask::MaskBand;
+use crate::mask::{MaskBand, MaskSpec};
 use crate::masks::{HostMasks, Shown};
 use crate::plan::{ScoreSums, in_order};
 use crate::problem::FwdProblem;
 use crate::score::{Bias, Descale};
+use crate::second::SecondCall;
 use crate::seq::SeqSpan;
 use crate::tree::TreeMask;
 
@@ -46,19 +47,23 @@ pub struct Inputs<'a> {
     pub score: ScoreArgs<'a>,
     /// Masks as data.
     pub masks: MaskArgs<'a>,
+    /// A second cache.
+    pub second: Option<SecondArgs<'a>>,
 }
 
 impl<'a> From<&'a FwdArgs<'_>> for Inputs<'a> {
     fn from(args: &'a FwdArgs<'_>) -> Self {
         let (q, k, v) = (args.q, args.k_slice(), args.v_slice());
-        Self { q, k, v, seq: args.seq, cache: args.cache, score: args.score, masks: args.masks }
+        let FwdArgs { seq, cache, score, masks, second, .. } = *args;
+        Self { q, k, v, seq, cache, score, masks, second: second.copied() }
     }
 }
 
 impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     fn from(args: &BwdArgs<'a>) -> Self {
         let cache = CacheArgs::default();
-        Self { q: args.q, k: args.k, v: args.v, seq: args.seq, cache, score: args.score, masks: args.masks }
+        let BwdArgs { q, k, v, seq, score, masks, .. } = *args;
+        Self { q, k, v, seq, cache, score, masks, second: None }
     }
 }
 
@@ -70,16 +75,16 @@ pub(super) struct Head<'a, T> {
     pub(super) head_dim_v: usize,
     /// `[seqlen_q, head_dim_qk]`.
     pub(super) q: Vec<T>,
-    /// `[seqlen_k, head_dim_qk]`.
+    /// `[seqlen_k, head_dim_qk]`; a second cache's rows stand behind.
     pub(super) k: Vec<T>,
-    /// `[seqlen_k, head_dim_v]`.
+    /// `[seqlen_k, head_dim_v]`, likewise.
     pub(super) v: Vec<T>,
     pub(super) softmax_scale: T,
     pub(super) softcap: Option<T>,
     pub(super) sink: Option<T>,
     pub(super) band: MaskBand,
     tree: Option<TreeMask<'a>>,
-    /// The keys that each query lists, ascending.
+    /// The keys that each query lists, ascending; of two caches those that it sees, a second's behind the first's.
     lists: Option<Vec<Vec<u32>>>,
     masks: Option<HostMasks<'a>>,
     pub(super) code: Option<HeadCode<'a>>,
@@ -136,7 +141,7 @@ impl<'a, T: Float> Head<'a, T> {
         });
         let seed = score.seed(problem)?;
         let keep = problem.drops().then(|| problem.keep(seed, span.i_batch, i_head));
-        Ok(Self {
+        let mut head = Self {
             span,
             i_head,
             head_dim_qk: dims.head_dim_qk as usize,
@@ -157,7 +162,57 @@ impl<'a, T: Float> Head<'a, T> {
             alibi,
             keep,
             precision,
-        })
+        };
+        if let Some(second) = SecondCall::of(problem, inputs.second.as_ref(), &inputs.seq)? {
+            head.join(&second, inputs)?;
+        }
+        Ok(head)
+    }
+
+    /// Puts the rows of a second cache behind the first's, and lists what each query sees of both.
+    fn join(&mut self, second: &SecondCall<'a>, inputs: &Inputs<'a>) -> Result<(), ProblemError> {
+        let first: Vec<Vec<u32>> = (0..self.span.seqlen_q).map(|i| self.visible(i)).collect();
+        let spans = second.spans()?;
+        let Some(&span) = spans.get(self.span.i_batch as usize) else { return Ok(()) };
+        let inputs = Inputs {
+            k: second.args.k,
+            v: second.args.v.unwrap_or(second.args.k),
+            seq: second.seq,
+            cache: CacheArgs::default(),
+            score: ScoreArgs::default(),
+            masks: second.masks(),
+            second: None,
+            ..*inputs
+        };
+        let i_head_kv = self.i_head / second.problem.gqa_ratio();
+        let rounds = !self.is_exact();
+        let cached = Cached { problem: &second.problem, inputs: &inputs, span, rounds };
+        self.k.extend(cached.keys(i_head_kv, T::one())?);
+        self.v.extend(cached.values(i_head_kv, T::one())?);
+        let lists = HostLists::of(&second.problem, &second.seq)?;
+        let masks = HostMasks::of(&second.problem, &inputs.masks, second.seq.totals.total_q)?;
+        let row = |(i, mut keys): (usize, Vec<u32>)| {
+            let (i, mut of_second) = (i as u32, vec![]);
+            match &lists {
+                Some(lists) => lists.row(&span, i_head_kv, i, &mut of_second),
+                None => of_second.extend(0..span.seqlen_k),
+            }
+            if let Some(masks) = &masks {
+                of_second.retain(|&j| masks.head(&span, self.i_head).shown(i, j) != Shown::No);
+            }
+            of_second.sort_unstable();
+            keys.extend(of_second.iter().map(|j| j + self.span.seqlen_k));
+            keys
+        };
+        self.lists = Some(first.into_iter().enumerate().map(row).collect());
+        // What hides the first's keys is in the lists.
+        (self.masks, self.band) = (None, MaskSpec::NONE.band(self.span.seqlen_q, self.num_keys() as u32));
+        Ok(())
+    }
+
+    /// Rows of K, those of a second cache among them.
+    pub(super) fn num_keys(&self) -> usize {
+        self.k.len() / self.head_dim_qk
     }
 
     /// Whether nothing is rounded.

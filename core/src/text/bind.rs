@@ -36,6 +36,15 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> FwdParams {
     inputs(problem, [&none; 3], seq, &ScoreArgs::default())
 }
 
+/// Q, K and V of a forward kernel, and where their rows lie; nothing else of a call.
+pub(crate) fn input_params(
+    problem: &FwdProblem,
+    [q, k, v]: [DevSlice<'_>; 3],
+    seq: &SeqArgs<'_>,
+) -> FwdParams {
+    inputs(problem, [&q, &k, &v], seq, &ScoreArgs::default())
+}
+
 /// The arguments of a backward kernel, but for those in its workspace, which it lays out itself. `args` have passed
 /// [`check_bwd`](crate::args::check_bwd).
 #[must_use]

@@ -318,6 +318,7 @@ mod tests {
         headers.extend([
             crate::cache_update::header(),
             crate::lists::header(),
+            crate::second::header(),
             crate::masks::header(),
             crate::scale_params::header(),
             crate::small_outputs::header(),

@@ -71,6 +71,11 @@ impl TileClass {
             let there = [masks.intervals.is_some(), masks.bits.is_some(), masks.block_lists.is_some()];
             facts += &format!(" masks {there:?}");
         }
+        // How many keys a query lists, and how many it has of a second cache.
+        if problem.walks_lists() {
+            let second = problem.second.map(|second| (second.layout, second.lists.is_some()));
+            facts += &format!(" walks {} second {second:?}", power(problem.most_walked_keys()));
+        }
         if let Some(scales) = &problem.block_scales {
             facts += &format!(" block_scales {}", scales.format);
         }

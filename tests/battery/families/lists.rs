@@ -71,7 +71,7 @@ fn with_lists(
 
 /// The entries of every list, as the problem's strides lay them out. An entry that stands between lists or past a
 /// length names an avoided key.
-fn indices(problem: &FwdProblem, lengths: &Lengths, style: &str, seed: u64) -> Vec<i32> {
+pub(super) fn indices(problem: &FwdProblem, lengths: &Lengths, style: &str, seed: u64) -> Vec<i32> {
     let Some(lists) = problem.lists else { return vec![] };
     let shape = lists.shape(problem, lengths.totals);
     let elems = lists.strides.extent(shape).unwrap_or(0) as usize;
@@ -115,7 +115,13 @@ fn push(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengt
     push_planted(cases, name, problem, lengths, if hides { Plant::HiddenKeys } else { Plant::Nothing });
 }
 
-fn push_planted(cases: &mut Vec<Case>, name: String, problem: FwdProblem, lengths: Lengths, plant: Plant) {
+pub(super) fn push_planted(
+    cases: &mut Vec<Case>,
+    name: String,
+    problem: FwdProblem,
+    lengths: Lengths,
+    plant: Plant,
+) {
     let forward = Forward { problem, lengths, data: data(&name), plant };
     cases.push(Case { name, body: Body::Forward(Box::new(forward)) });
 }

@@ -22,6 +22,7 @@ mod recipe;
 mod rows;
 mod scales;
 mod small;
+mod two_caches;
 
 use crate::case::Case;
 pub(crate) use decode::pages;
@@ -45,6 +46,7 @@ pub(crate) fn all() -> Vec<Case> {
         parts::cases(),
         decode::cases(),
         lists::cases(),
+        two_caches::cases(),
         rows::cases(),
         scales::cases(),
         small::cases(),

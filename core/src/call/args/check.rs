@@ -4,8 +4,7 @@ use smallvec::SmallVec;
 
 use super::overlap::{Lattice, Meeting};
 use super::{
-    BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs,
-    MaskArgs, MemorySpace, ScoreArgs, SeqArgs,
+    BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -19,6 +18,7 @@ use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
 use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
+use crate::second::{SecondCall, named};
 
 const F32: ElemType = ElemType::Number(DType::F32);
 const I32: ElemType = ElemType::I32;
@@ -44,6 +44,7 @@ pub fn check_fwd(
     }
     operands.block_scales(problem, args, &extents)?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
+    operands.second(problem, args)?;
     operands.tensor("o", Access::out(&args.o), problem.strides.o, extents.o, problem.dtypes.o)?;
     let lse = args.lse.as_ref().map(Access::out);
     operands.numbers("lse", lse, problem.write_lse, (F32, extents.lse_elems))?;
@@ -420,6 +421,45 @@ impl Operands {
         // An output over an object's lists would change them while they are walked.
         let Some(memory) = args.built.map(MaskObject::memory) else { return Ok(()) };
         self.push("mask", Access::input(&memory), memory.elem(), memory.bytes(), 1, None)
+    }
+
+    /// Checks the operands of a second cache as those of a call over it alone.
+    fn second(&mut self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Result<(), ProblemError> {
+        let call = match (&problem.second, args.second) {
+            (None, None) => return Ok(()),
+            (None, Some(_)) => {
+                let text = "second is given, but the problem has none".to_owned();
+                return Err(ProblemError::new("second", text));
+            }
+            (Some(_), second) => SecondCall::of(problem, second, &args.seq)?,
+        };
+        let Some(call) = call else { return Ok(()) };
+        self.second_call(&call, args.q).map_err(named)
+    }
+
+    fn second_call(&mut self, call: &SecondCall<'_>, q: DevSlice<'_>) -> Result<(), ProblemError> {
+        let SecondCall { problem, args: SecondArgs { k, v, seq: own, .. }, seq } = call;
+        for (name, given) in [
+            ("total_q", own.totals.total_q.is_some()),
+            ("cu_seqlens_q", own.cu_seqlens_q.is_some()),
+            ("seqused_q", own.seqused_q.is_some()),
+        ] {
+            ensure!(!given, name, "{name} is given, but queries are those of the call");
+        }
+        let mut operands = Self::new(self.space);
+        let extents = operands.inputs(problem, q, seq, &ScoreArgs::default())?;
+        operands.masks(problem, &call.masks(), seq.totals)?;
+        let v = v.map_or(CacheSlice::InK, CacheSlice::Read);
+        operands.cache(
+            "k",
+            &CacheSlice::Read(*k),
+            problem,
+            (problem.strides.k, extents.k, problem.stored_k()),
+        )?;
+        operands.cache("v", &v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
+        operands.cache_operands(problem, &CacheArgs::default(), seq, extents)?;
+        self.all.extend(operands.all);
+        Ok(())
     }
 
     /// Checks Q, K and V that have scales by blocks, and the scales.

@@ -5,6 +5,7 @@ mod cache;
 mod check;
 mod elem;
 mod overlap;
+mod second;
 mod setters;
 
 use std::marker::PhantomData;
@@ -17,6 +18,7 @@ pub(crate) use check::{check_build, mask_tensors};
 pub use check::{check_bwd, check_choose, check_combine, check_fwd};
 pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
+pub use second::SecondArgs;
 
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -409,6 +411,8 @@ pub struct FwdArgs<'a> {
     pub head_max: Option<DevSliceMut<'a>>,
     /// Each key's sum of probabilities, f32 `[batch, num_heads_q, seqlen_k]`, iff the problem writes it.
     pub key_sum: Option<DevSliceMut<'a>>,
+    /// The second cache, iff the problem has one.
+    pub second: Option<&'a SecondArgs<'a>>,
     /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes. Its
     /// contents mean nothing, before and after.
     pub workspace: Option<DevSliceMut<'a>>,
@@ -446,6 +450,7 @@ impl<'a> FwdArgs<'a> {
             row_max: None,
             head_max: None,
             key_sum: None,
+            second: None,
             workspace: None,
         }
     }

@@ -1,8 +1,7 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
-    MaskArgs, PartialResult, ScoreArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MaskArgs, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -159,6 +158,8 @@ impl<'a> FwdArgs<'a> {
         head_max: impl Into<Option<DevSliceMut<'a>>> => head_max;
         /// Each key's sum of probabilities, iff the problem writes it.
         key_sum: impl Into<Option<DevSliceMut<'a>>> => key_sum;
+        /// The second cache, iff the problem has one.
+        second: impl Into<Option<&'a SecondArgs<'a>>> => second;
         /// Scratch of at least the plan's [`workspace`](crate::Plan::workspace), if that is not 0 bytes.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }

@@ -1,0 +1,45 @@
+//! Operands of a second cache.
+
+use super::{DevSlice, SeqArgs};
+use crate::layout::Totals;
+use crate::setters::setters;
+
+/// Operands of the problem's [`second`](crate::FwdProblem::second) cache.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct SecondArgs<'a> {
+    /// K of the second cache.
+    pub k: DevSlice<'a>,
+    /// V of the second cache; `None` where V lies in K's rows.
+    pub v: Option<DevSlice<'a>>,
+    /// Lengths, places and lists of its keys; what says where queries lie is the call's own, and `None` here.
+    pub seq: SeqArgs<'a>,
+    /// Endpoints of its intervals, iff it has some.
+    pub intervals: Option<DevSlice<'a>>,
+}
+
+impl<'a> SecondArgs<'a> {
+    /// K, and V unless it lies in K's rows; the rest by setters.
+    #[must_use]
+    pub fn new(k: DevSlice<'a>, v: impl Into<Option<DevSlice<'a>>>) -> Self {
+        Self { k, v: v.into(), seq: SeqArgs::default(), intervals: None }
+    }
+
+    setters! {
+        /// Lengths, places and lists of its keys.
+        seq: SeqArgs<'a> => seq;
+        /// Endpoints of its intervals.
+        intervals: impl Into<Option<DevSlice<'a>>> => intervals;
+    }
+
+    /// Lengths and places of a call over this cache alone: the queries of `first`, these keys.
+    #[must_use]
+    pub fn seq_beside(&self, first: &SeqArgs<'a>) -> SeqArgs<'a> {
+        SeqArgs {
+            totals: Totals { total_q: first.totals.total_q, ..self.seq.totals },
+            cu_seqlens_q: first.cu_seqlens_q,
+            seqused_q: first.seqused_q,
+            ..self.seq
+        }
+    }
+}

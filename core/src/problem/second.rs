@@ -1,0 +1,237 @@
+//! A second cache of keys and values in the same softmax.
+
+use super::{Dims, FwdProblem, KeyLists, ListEntries, check_input, check_unit_stride, check_v};
+use crate::error::{ProblemError, Refusal, ensure};
+use crate::layout::{KvLayout, Strides, VLayout};
+use crate::masks::Intervals;
+use crate::score::Bias;
+
+/// A second set of keys and values that joins the first in one softmax: a row's probabilities sum to 1 over the keys
+/// that it sees of both. Number of kv heads, head dimensions, types and `v_in_k` are those of the first.
+///
+/// It is seen whole, by intervals or by a list; the band of the problem is over the first's keys alone. In the first a
+/// row sees the keys of its band and intervals, or those of its list.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct SecondCache {
+    /// Layout of its K and V.
+    pub layout: KvLayout,
+    /// Keys of a sequence; packed or paged, an upper bound over the sequences.
+    pub seqlen_k: u32,
+    /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
+    pub seqused_k: bool,
+    /// Strides of its K.
+    pub k: Strides,
+    /// Strides of its V; those of its K where V lies in K's rows.
+    pub v: Strides,
+    /// The keys that each query lists of it.
+    pub lists: Option<KeyLists>,
+    /// Ranges of its keys that each query row sees; 1 or `num_heads_kv` heads.
+    pub intervals: Option<Intervals>,
+    /// Whether LSE is that of the keys alone, where there is a sink.
+    pub lse_without_sink: bool,
+}
+
+impl SecondCache {
+    /// A contiguous cache of this layout that every row sees whole.
+    #[must_use]
+    pub fn new(problem: &FwdProblem, layout: KvLayout, seqlen_k: u32) -> Self {
+        let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
+        let (lists, intervals) = (None, None);
+        let mut second = Self {
+            layout,
+            seqlen_k,
+            seqused_k: false,
+            k: unset,
+            v: unset,
+            lists,
+            intervals,
+            lse_without_sink: false,
+        };
+        let alone = second.alone(problem);
+        second.k = Strides::bshd(alone.shape_k());
+        second.v = if problem.cache.v_in_k { second.k } else { Strides::bshd(alone.shape_v()) };
+        second
+    }
+
+    crate::setters::setters! {
+        /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
+        seqused_k: bool => seqused_k;
+        /// Strides of its K.
+        k: Strides => k;
+        /// Strides of its V.
+        v: Strides => v;
+        /// The keys that each query lists of it.
+        lists: impl Into<Option<KeyLists>> => lists;
+        /// Ranges of its keys that each query row sees.
+        intervals: impl Into<Option<Intervals>> => intervals;
+        /// Whether LSE is that of the keys alone.
+        lse_without_sink: bool => lse_without_sink;
+    }
+
+    /// The problem over this cache alone, without mask, score and options: its shapes, lists and intervals.
+    #[must_use]
+    pub fn alone(&self, problem: &FwdProblem) -> FwdProblem {
+        let dims = Dims { seqlen_k: self.seqlen_k, ..problem.dims };
+        let mut alone = FwdProblem::new(problem.layout.q, self.layout, problem.dtypes.qk, dims);
+        (alone.dtypes, alone.strides) = (problem.dtypes, problem.strides);
+        (alone.strides.k, alone.strides.v) = (self.k, self.v);
+        (alone.layout.seqused_q, alone.layout.seqused_k) = (problem.layout.seqused_q, self.seqused_k);
+        alone.cache.v_in_k = problem.cache.v_in_k;
+        (alone.lists, alone.masks.intervals) = (self.lists, self.intervals);
+        alone
+    }
+
+    /// Keys of it that a query walks at most.
+    pub(crate) fn most_walked_keys(&self) -> u32 {
+        let of_lists = self.lists.map(|lists| u32::try_from(lists.most_keys()).unwrap_or(u32::MAX));
+        of_lists.unwrap_or(self.seqlen_k)
+    }
+}
+
+impl FwdProblem {
+    /// Whether a query's keys are walked one by one, as lists of keys name them or beside a second cache.
+    #[must_use]
+    pub fn walks_lists(&self) -> bool {
+        self.lists.is_some() || self.second.is_some()
+    }
+
+    /// Whether LSE is that of the keys alone, where there is a sink.
+    #[must_use]
+    pub fn lse_without_sink(&self) -> bool {
+        self.lists.is_some_and(|lists| lists.lse_without_sink)
+            || self.second.is_some_and(|second| second.lse_without_sink)
+    }
+
+    /// Keys of both caches that a query walks at most: those of the longest list, or of the longest sequence.
+    #[must_use]
+    pub fn most_walked_keys(&self) -> u32 {
+        let of_lists = self.lists.map(|lists| u32::try_from(lists.most_keys()).unwrap_or(u32::MAX));
+        let first = of_lists.unwrap_or_else(|| self.most_keys_of_band());
+        first.saturating_add(self.second.map_or(0, |second| second.most_walked_keys()))
+    }
+
+    /// Keys that the band shows a row at most.
+    fn most_keys_of_band(&self) -> u32 {
+        let (bounds, seqlen_k) = (self.mask.bounds(), self.dims.seqlen_k);
+        match (bounds.lo, bounds.hi) {
+            (Some(lo), Some(hi)) if self.second.is_some() && self.mask.sink_columns == 0 => {
+                (hi - lo + 1).clamp(0, i64::from(seqlen_k)) as u32
+            }
+            _ => seqlen_k,
+        }
+    }
+
+    /// # Errors
+    /// A second cache that contradicts itself, or is beside what does not go with it, by its name.
+    pub(crate) fn check_second(&self) -> Result<(), ProblemError> {
+        let Some(second) = &self.second else { return Ok(()) };
+        let named = |error: ProblemError| ProblemError::new("second", format!("second.{}", error.text));
+        let refused = |field: &'static str, what: String| {
+            Err(ProblemError::new(field, format!("{field}: {what} beside a second cache is not defined")))
+        };
+        if self.score.bias != Bias::None {
+            return refused("bias", format!("bias {:?}", self.score.bias));
+        }
+        if let Err(refusal) = self.code.refuse("") {
+            return refused("code", refusal.reason);
+        }
+        if self.drops() || self.dropout.write_keep_mask {
+            return refused("p_drop", format!("p_drop {}", self.dropout.p_drop));
+        }
+        if !self.part.is_whole() {
+            let part = &self.part;
+            return refused(
+                "part",
+                format!("position_q {} and position_k {}", part.position_q, part.position_k),
+            );
+        }
+        if self.cache.tree_mask {
+            return refused("tree_mask", format!("tree_mask of {} queries", self.dims.seqlen_q));
+        }
+        if let Some(append) = &self.cache.append {
+            return refused("append", format!("append of seqlen_new {}", append.seqlen_new));
+        }
+        if let Some(rotary) = &self.cache.rotary {
+            return refused("rotary", format!("rotary of dim {}", rotary.dim));
+        }
+        if self.arrivals > 0 {
+            return refused("arrivals", format!("arrivals {}", self.arrivals));
+        }
+        if self.masks.bits.is_some() {
+            return refused("mask_bits", "bits of keys".to_owned());
+        }
+        if self.masks.block_lists.is_some() {
+            return refused("block_lists", "lists of blocks".to_owned());
+        }
+        if let Some(cache) = self.cache.dtype {
+            return refused("dtype_cache", format!("dtype_cache {cache}"));
+        }
+        if self.dtypes.qk.is_fp8() || self.dtypes.v.is_fp8() || self.block_scales.is_some() {
+            return refused("dtype_qk", format!("dtype_qk {} and dtype_v {}", self.dtypes.qk, self.dtypes.v));
+        }
+        if self.layout.v == VLayout::ColMajor {
+            return refused("v_layout", "v_layout col-major".to_owned());
+        }
+        for (name, intervals) in [("intervals", self.masks.intervals), ("second.intervals", second.intervals)]
+        {
+            let Some(intervals) = intervals else { continue };
+            let (heads, kv) = (intervals.axes.heads, self.dims.num_heads_kv);
+            ensure!(
+                heads == 1 || heads == kv,
+                "intervals",
+                "{name} has {heads} heads beside a second cache, not 1 or num_heads_kv {kv}: heads of a group see the same keys"
+            );
+        }
+        ensure!(
+            second.lists.is_none() || second.intervals.is_none(),
+            "second",
+            "second has indices of topk {} and intervals: a cache is seen by one of them",
+            second.lists.map_or(0, |lists| lists.topk)
+        );
+        ensure!(
+            !second.lse_without_sink || self.score.sink,
+            "lse_without_sink",
+            "lse_without_sink true, but sink is false"
+        );
+        // Places of both caches are counted as one.
+        let most = super::MAX_SEQLEN;
+        let first = self.lists.map_or(self.dims.seqlen_k.into(), |lists| lists.most_keys());
+        let keys = second.lists.map_or(second.seqlen_k.into(), |lists| lists.most_keys()) + first;
+        ensure!(
+            keys <= most.into(),
+            "second",
+            "second: a query walks {keys} keys of both caches, more than {most}"
+        );
+        let alone = second.alone(self);
+        alone.check_dims().map_err(named)?;
+        let fewest = alone.fewest();
+        check_input("k", second.k, fewest.k, alone.stored_k()).map_err(named)?;
+        check_unit_stride("k", "dim", second.k.dim, fewest.k.dim).map_err(named)?;
+        check_v("v", second.v, VLayout::RowMajor, fewest.v, alone.stored_v()).map_err(named)?;
+        alone.check_cache().map_err(named)?;
+        alone.check_lists().map_err(named)?;
+        alone.check_masks().map_err(named)
+    }
+
+    /// Refuses a problem for kernels that read one cache.
+    ///
+    /// # Errors
+    /// A second cache.
+    pub fn refuse_second(&self, kernel: &str) -> Result<(), Refusal> {
+        match &self.second {
+            None => Ok(()),
+            Some(second) => {
+                let text = format!("a second cache of seqlen_k {} is not in this kernel", second.seqlen_k);
+                Err(Refusal::new(kernel, text))
+            }
+        }
+    }
+
+    /// Whether entries of the second cache's lists are addresses, so that it has no block table.
+    #[must_use]
+    pub fn second_lists_addresses(&self) -> bool {
+        let lists = self.second.and_then(|second| second.lists);
+        lists.is_some_and(|lists| lists.entries == ListEntries::Addresses)
+    }
+}
