@@ -137,6 +137,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_lists) {
                 fwd.refuse_lists(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_second) {
+                fwd.refuse_second(kernel.name())?;
+            }
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
                 fwd.refuse_block_scales(kernel.name())?;
             }
@@ -459,6 +462,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn takes_lists(&self) -> bool {
+        true
+    }
+
+    fn takes_second(&self) -> bool {
         true
     }
 

@@ -101,6 +101,10 @@ pub enum Operand {
     K,
     /// V.
     V,
+    /// K of the second cache.
+    SecondK,
+    /// V of the second cache.
+    SecondV,
     /// O.
     O,
     /// The elementwise bias.
@@ -123,6 +127,8 @@ impl Operand {
             Self::Q => "q",
             Self::K => "k",
             Self::V => "v",
+            Self::SecondK => "second.k",
+            Self::SecondV => "second.v",
             Self::O => "o",
             Self::Bias => "bias",
             Self::Dout => "dout",
@@ -143,6 +149,11 @@ impl GpuProblem for ValidFwd {
             (Operand::Q, args.q.as_ptr() as u64),
             (Operand::K, args.k_slice().as_ptr() as u64),
             (Operand::V, args.v_slice().as_ptr() as u64),
+            (Operand::SecondK, args.second.map_or(0, |second| second.k.as_ptr() as u64)),
+            (
+                Operand::SecondV,
+                args.second.and_then(|second| second.v).map_or(0, |slice| slice.as_ptr() as u64),
+            ),
             (Operand::O, args.o.as_mut_ptr() as u64),
             (Operand::Bias, args.score.bias.as_ref().map_or(0, |bias| bias.as_ptr() as u64)),
         ]
@@ -255,6 +266,8 @@ pub struct About<P> {
     pub waits_for_keys: bool,
     /// Whether the kernel computes attention over lists of keys.
     pub takes_lists: bool,
+    /// Whether the kernel computes attention over two caches in one softmax.
+    pub takes_second: bool,
     /// Whether the kernel reads masks as data.
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
@@ -277,6 +290,7 @@ impl<P> About<P> {
             is_fallback: false,
             waits_for_keys: false,
             takes_lists: false,
+            takes_second: false,
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,

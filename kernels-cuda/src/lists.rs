@@ -1,14 +1,49 @@
-//! Lists of keys as tiles see them: a tile has query heads of one token and kv head, and walks its list.
+//! Lists of keys, and two caches, as tiles see them: a tile has query heads of one token and kv head, and walks its keys.
+
+use std::ffi::c_void;
 
 use fmha_core::FwdProblem;
+use fmha_core::lists::{ListParams, list_params};
 use fmha_core::mask::MaskKind;
+use fmha_core::second::{TwoCachesParams, two_caches_params};
 use fmha_core::spec::FwdSpec;
 pub(crate) use fmha_gpu::lists::{of_tokens, takes_places};
 
+use crate::nvidia::FwdCall;
 use crate::schedule::{MAX_TILES, TileSchedule};
 
-/// Last parameter of an entry.
+/// Last parameter of an entry over lists.
 pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
+
+/// Last parameter of an entry over two caches.
+pub(crate) const TWO_PARAM: &str = ", const __grid_constant__ TwoCachesParams caches";
+
+/// Last argument of a kernel over tokens' keys.
+#[derive(Clone, Copy)]
+pub(crate) enum TokenParams {
+    /// Lists of one cache.
+    Lists(ListParams),
+    /// Both caches.
+    Two(TwoCachesParams),
+}
+
+impl TokenParams {
+    /// The argument of a call; of one without lists and without a second cache nothing reads it.
+    pub(crate) fn of(call: &FwdCall<'_>) -> Self {
+        match two_caches_params(call.problem, call.args) {
+            Some(two) => Self::Two(two),
+            None => Self::Lists(list_params(call.problem, &call.args.seq)),
+        }
+    }
+
+    /// Address of the argument.
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut c_void {
+        match self {
+            Self::Lists(lists) => (&raw mut *lists).cast(),
+            Self::Two(two) => (&raw mut *two).cast(),
+        }
+    }
+}
 
 /// Spec of a kernel over lists, which hides keys by what stands at a place, and whose absent keys come as zeros.
 pub(crate) fn spec(spec: FwdSpec) -> FwdSpec {

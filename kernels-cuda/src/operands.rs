@@ -14,7 +14,12 @@ pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static st
         ("k", problem.strides.k, problem.shape_k(), true),
         ("v", problem.strides.v, problem.shape_v(), problem.layout.v == VLayout::RowMajor),
     ];
-    operands.into_iter().flat_map(|(name, strides, shape, rows)| {
+    // A second cache is of the first's types.
+    let second = problem.second.map(|second| {
+        let alone = second.alone(problem);
+        [("k", second.k, alone.shape_k(), true), ("v", second.v, alone.shape_v(), true)]
+    });
+    operands.into_iter().chain(second.into_iter().flatten()).flat_map(|(name, strides, shape, rows)| {
         let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };
         [("batch", strides.batch, shape.batch), inner, ("head", strides.head, shape.head)]
             .into_iter()

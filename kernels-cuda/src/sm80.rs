@@ -48,6 +48,8 @@ const TREE_HEADER: &str = "fmha/sm80/fwd/fwd_tree.cuh";
 const MASKED_HEADER: &str = "fmha/sm80/fwd/fwd_masked.cuh";
 /// The text over lists of keys.
 const LISTS_HEADER: &str = "fmha/sm80/fwd/fwd_lists.cuh";
+/// The text over two caches.
+const TWO_CACHES_HEADER: &str = "fmha/sm80/fwd/fwd_two_caches.cuh";
 
 abi_spec! {
     /// How the kernel computes.
@@ -163,7 +165,7 @@ impl Sm80Tile {
     /// More tiles than a schedule counts.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<TileSchedule, String> {
         let kv_parts = self.cut().num_parts(problem);
-        if problem.lists.is_some() {
+        if problem.walks_lists() {
             return lists::schedule(problem, self.block_m.unsigned_abs(), kv_parts);
         }
         let kv_parts = kv_parts as i32;
@@ -193,7 +195,7 @@ impl Sm80Tile {
     #[must_use]
     pub fn rows_at_once(&self, problem: &FwdProblem) -> RowsAtOnce {
         // Lists are cut where tokens are few.
-        if problem.lists.is_some() {
+        if problem.walks_lists() {
             return RowsAtOnce::all(problem);
         }
         self.cut().rows_at_once(problem, self.block_m, self.pack_gqa)
@@ -209,7 +211,7 @@ impl Sm80Tile {
     /// Makes a row's bits depend on its own sequence alone: blocks of so many keys in every call, and parts of
     /// as many keys of every sequence. Few CTAs have more blocks under way each, which changes no sum.
     pub fn make_batch_invariant(&mut self, problem: &FwdProblem, room: Room, block_n: i32) {
-        if problem.lists.is_some() {
+        if problem.walks_lists() {
             // Parts follow the number of tokens; a list's blocks do not.
             (self.split_keys, self.fixed_parts) = (0, false);
             return;
@@ -496,13 +498,20 @@ pub fn fwd_lists(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::Lists)
 }
 
-/// Source of the keys that rows see besides lengths: a mask that hides keys, or lists of them.
+/// The kernel over two caches, of which it takes [`TwoCachesParams`](fmha_core::second::TwoCachesParams) too.
+#[must_use]
+pub fn fwd_two_caches(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
+    source(spec, tile, Keys::TwoCaches)
+}
+
+/// Source of the keys that rows see besides lengths: a mask that hides keys, lists of them, or two caches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,
     Tree,
     Data,
     Lists,
+    TwoCaches,
 }
 
 fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
@@ -513,6 +522,8 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
         (MASKED_HEADER, param, "fwd_masked<kSpec, kTile>(p, schedule, masks)")
     } else if keys == Keys::Lists {
         (LISTS_HEADER, lists::PARAM, "fwd_lists<kSpec, kTile>(p, schedule, lists)")
+    } else if keys == Keys::TwoCaches {
+        (TWO_CACHES_HEADER, lists::TWO_PARAM, "fwd_two_caches<kSpec, kTile>(p, schedule, caches)")
     } else if tile.tma {
         (TMA_HEADER, ", const __grid_constant__ sm80::Maps maps", "fwd_tma<kSpec, kTile>(p, schedule, maps)")
     } else {
@@ -539,6 +550,7 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
             tree_mask::header(),
             fmha_core::masks::header(),
             fmha_core::lists::header(),
+            fmha_core::second::header(),
         ]
     })
 }

@@ -291,7 +291,7 @@ fn row_bytes(problem: &FwdProblem) -> u64 {
 /// The field that forbids it.
 pub fn splits(problem: &FwdProblem) -> Result<(), String> {
     // Sink columns in a list are keys like all others.
-    if problem.mask.sink_columns > 0 && problem.lists.is_none() {
+    if problem.mask.sink_columns > 0 && !problem.walks_lists() {
         return Err(format!(
             "sink_columns {}: they are not in the part of the keys beside them",
             problem.mask.sink_columns
@@ -431,7 +431,7 @@ impl Merging {
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
-        if cut.fixed && problem.lists.is_none() {
+        if cut.fixed && !problem.walks_lists() {
             let warps = if rows.saturating_mul(4) <= WARPS_AT_ONCE { 4 } else { 1 };
             return Self { stored, warps, dependent, in_shares: false, folds: true };
         }
@@ -479,12 +479,19 @@ pub fn merge_lists(spec: &FwdSpec, merging: Merging) -> KernelSource {
     merging_kernel(spec, merging, KeysOfRows::Lists)
 }
 
+/// Merge kernel over two caches; it takes [`TwoCachesParams`](fmha_core::second::TwoCachesParams) too.
+#[must_use]
+pub fn merge_two_caches(spec: &FwdSpec, merging: Merging) -> KernelSource {
+    merging_kernel(spec, merging, KeysOfRows::TwoCaches)
+}
+
 /// Keys of a row that is computed again.
 #[derive(Clone, Copy, Debug)]
 enum KeysOfRows {
     Band,
     Tree,
     Lists,
+    TwoCaches,
 }
 
 fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelSource {
@@ -498,6 +505,10 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
         KeysOfRows::Band => ("fmha/common/merge_parts.cuh", "", "merge", "p, parts"),
         KeysOfRows::Tree => ("fmha/common/merge_tree.cuh", tree_mask::PARAM, "merge_tree", "p, parts, tree"),
         KeysOfRows::Lists => ("fmha/common/merge_lists.cuh", lists::PARAM, "merge_lists", "p, parts, lists"),
+        KeysOfRows::TwoCaches => {
+            let header = "fmha/common/merge_two_caches.cuh";
+            (header, lists::TWO_PARAM, "merge_two_caches", "p, parts, caches")
+        }
     };
     // The whole spec: a row of very large scores is computed again from Q, K and V.
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kStored", &stored)];
@@ -515,7 +526,14 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
         ),
     };
     crate::source(entry.render(), || {
-        [schedule::header(), header(), tree_mask::header(), fmha_core::lists::header()]
+        [
+            schedule::header(),
+            header(),
+            tree_mask::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::second::header(),
+        ]
     })
 }
 

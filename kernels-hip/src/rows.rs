@@ -44,6 +44,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         headers.extend([
             fmha_core::cache_update::header(),
             fmha_core::choose_params::header(),
+            fmha_core::second::header(),
             fmha_core::scale_params::header(),
             fmha_core::small_outputs::header(),
         ]);
@@ -72,6 +73,7 @@ pub(crate) fn row_launch(
         RowKernel::Choose => rows,
         RowKernel::Simt
         | RowKernel::SimtLists
+        | RowKernel::SimtTwoCaches
         | RowKernel::SimtListsStats
         | RowKernel::SimtListsBwd
         | RowKernel::SimtStats
@@ -92,6 +94,7 @@ pub(crate) fn row_launch(
         return Err(match kernel {
             RowKernel::Simt
             | RowKernel::SimtLists
+            | RowKernel::SimtTwoCaches
             | RowKernel::MaskedSimt
             | RowKernel::ScaledSimt
             | RowKernel::UpdateCache => {

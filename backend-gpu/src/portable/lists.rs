@@ -1,5 +1,6 @@
 //! Lists of keys as kernels of tiles take them: a tile has query heads of one token and kv head, and walks its list.
 
+use fmha_core::masks::Masks;
 use fmha_core::{Bias, FwdProblem, KvLayout, MaskSpec, QLayout, VLayout};
 
 /// Whether a kernel that sees places in a list, not positions, takes what a problem has beside its lists.
@@ -32,6 +33,6 @@ pub fn of_tokens(problem: &FwdProblem) -> FwdProblem {
     dims.seqlen_k = problem.most_walked_keys();
     (tokens.layout.q, tokens.layout.kv) = (QLayout::Batch, KvLayout::Strided);
     (tokens.layout.seqused_q, tokens.layout.seqused_k) = (false, false);
-    tokens.mask = MaskSpec::NONE;
+    (tokens.mask, tokens.masks) = (MaskSpec::NONE, Masks::default());
     tokens
 }

@@ -19,6 +19,8 @@ pub enum RowKernel {
     Simt,
     /// The forward over lists of keys, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
     SimtLists,
+    /// The forward over two caches, of a [`FwdSpec`](fmha_core::spec::FwdSpec).
+    SimtTwoCaches,
     /// LSE and delta of the backward's queries over lists of keys, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
     SimtListsStats,
     /// Every gradient over lists of keys, of a [`BwdSpec`](fmha_core::spec::BwdSpec).
@@ -106,6 +108,11 @@ impl RowKernel {
             Self::SimtBwd => [BWD, "BwdParams p", "simt::bwd<kSpec>(p);"],
             Self::SimtCaptured => [BWD, "BwdParams p", "simt::bwd_captured<kSpec>(p);"],
             Self::SimtLists => [LISTS, FWD_LISTS, "simt::fwd_lists<kSpec>(p, lists);"],
+            Self::SimtTwoCaches => [
+                "fmha/simt/two_caches.h",
+                "FwdParams p, TwoCachesParams caches",
+                "simt::fwd_two_caches<kSpec>(p, caches);",
+            ],
             Self::SimtListsStats => [LISTS_BWD, BWD_LISTS, "simt::bwd_lists_stats<kSpec>(p, lists);"],
             Self::SimtListsBwd => [LISTS_BWD, BWD_LISTS, "simt::bwd_lists<kSpec>(p, lists);"],
             Self::MaskedSimt => [MASKED, FWD_MASKS, "simt::masked_fwd<kSpec>(p, m);"],

@@ -5,6 +5,7 @@ use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::lists::list_params;
 use fmha_core::masks::mask_data_params;
 use fmha_core::scale_params::block_scale_params;
+use fmha_core::second::two_caches_params;
 use fmha_core::spec::{BwdSpec, FwdSpec};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, PlanOptions, Refusal, Result, ValidBwd, ValidFwd, Workspace, bind, cache_update};
@@ -30,6 +31,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             computes_code: true,
             is_fallback: true,
             takes_lists: true,
+            takes_second: true,
             reads_masks: true,
             reads_block_scales: true,
             ..About::new(NAME)
@@ -59,6 +61,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let spec = FwdSpec::of(problem);
         let kernel = match (problem.lists.is_some(), problem.masks.is_empty()) {
+            _ if problem.second.is_some() => RowKernel::SimtTwoCaches,
             (true, _) => RowKernel::SimtLists,
             (_, false) => RowKernel::MaskedSimt,
             _ if problem.block_scales.is_some() => RowKernel::ScaledSimt,
@@ -80,18 +83,21 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         // SAFETY: the caller keeps the contract of `launch`; the workspace is as large as the plan said.
         let mut params = unsafe { update::run(steps, call, Workspace::NONE)? };
+        let mut two = two_caches_params(call.problem, call.args);
         let mut lists = call.problem.lists.map(|_| list_params(call.problem, &call.args.seq));
         let mut masks = mask_data_params(call.problem, &call.args.masks);
         let mut scales = block_scale_params(call.problem, &call.args.score);
-        let has_more = lists.is_some() || scales.is_some() || !call.problem.masks.is_empty();
-        let more = match (&mut lists, &mut scales) {
-            (Some(lists), _) => (&raw mut *lists).cast(),
-            (None, Some(scales)) => (&raw mut *scales).cast(),
-            (None, None) => (&raw mut masks).cast(),
+        let has_more = two.is_some() || lists.is_some() || scales.is_some() || !call.problem.masks.is_empty();
+        let more = match (&mut two, &mut lists, &mut scales) {
+            (Some(two), ..) => (&raw mut *two).cast(),
+            (None, Some(lists), _) => (&raw mut *lists).cast(),
+            (None, None, Some(scales)) => (&raw mut *scales).cast(),
+            (None, None, None) => (&raw mut masks).cast(),
         };
         let count = if has_more { 2 } else { 1 };
-        // SAFETY: the kernel takes FwdParams, and ListParams, BlockScaleParams or MaskDataParams where the problem has
-        // lists, scales by blocks or masks; core saw that the memory of both covers the problem.
+        // SAFETY: the kernel takes FwdParams, and TwoCachesParams, ListParams, BlockScaleParams or MaskDataParams where
+        // the problem has two caches, lists, scales by blocks or masks; core saw that the memory of both covers the
+        // problem.
         unsafe { steps.main().launch(&mut [(&raw mut params).cast(), more][..count], call.stream) }
     }
 }

@@ -63,7 +63,7 @@ struct RecomputedRow {
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
     const int64_t q = query_offset(p, span, query_of_sequence(keys, i), i_head);
-    const int64_t k = row_offset(p.k, place_of_key(keys, p, spec.kv_layout, span, j), i_head_kv);
+    const int64_t k = offset_of_key<size_bytes(stored)>(keys, p, p.k, spec.kv_layout, span, j, i_head_kv);
     float dot = 0.f;
 #pragma unroll
     for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
@@ -110,7 +110,7 @@ struct RecomputedRow {
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;
       }
       weight *= room;
-      const int64_t v = row_offset(p.v, place_of_key(keys, p, spec.kv_layout, span, j), i_head_kv);
+      const int64_t v = offset_of_key<size_bytes(widens ? stored : spec.dtype_v)>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);

@@ -25,11 +25,12 @@ FMHA_DEVICE int32_t query_of_sequence(const Keys& keys, int32_t i) {
   else return i;
 }
 
-// Place of key j, which is there.
-template <class Keys>
-FMHA_DEVICE KvRow place_of_key(const Keys& keys, const FwdParams& p, KvKind layout, const SeqSpan& span, int32_t j) {
-  if constexpr (are_of_token<Keys>()) return keys.list.row_of(layout, keys.list.key(j));
-  else return kv_row(p, layout, span, j);
+// Offset of key j's row, which is there, in K or V, of one head, in elements of so many bytes.
+template <int32_t bytes, class Keys>
+FMHA_DEVICE int64_t offset_of_key(const Keys& keys, const FwdParams& p, const View& view, KvKind layout,
+                                  const SeqSpan& span, int32_t j, int32_t head) {
+  if constexpr (are_of_token<Keys>()) return keys.list.template offset<bytes>(view, keys.list.place(layout, j), head);
+  else return row_offset(view, kv_row(p, layout, span, j), head);
 }
 
 }  // namespace fmha

@@ -1,4 +1,4 @@
-// Keys of a token's list as kernels of tiles take them: key n of the walk is what stands in the list at n, and it may
+// Keys of a token's list, or of two caches, as kernels of tiles take them: key n of the walk is what stands in the list at n, and it may
 // be absent. The rows of a tile are query heads of one token and kv head, which share the list.
 #pragma once
 #include <fmha/common/output_row.cuh>
@@ -9,9 +9,10 @@
 
 namespace fmha {
 
-struct TokenKeys {
+template <class List>
+struct KeysOfToken {
   static constexpr bool all = false, has_classes = true, of_token = true;
-  TokenList list;
+  List list;
 
   // Whether key n is there. Places at and past the list's end, which other tests hide, are asked for, too.
   FMHA_DEVICE bool sees(const SeqSpan& span, int32_t, int32_t, int32_t n) const {
@@ -50,5 +51,7 @@ struct TokenKeys {
     return spec;
   }
 };
+
+using TokenKeys = KeysOfToken<TokenList>;
 
 }  // namespace fmha

@@ -183,7 +183,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             Operand::Q | Operand::Dout => has_queries,
             Operand::K | Operand::V => has_keys,
             Operand::Dk | Operand::Dv => self.tile.vector_store && has_keys,
-            Operand::O | Operand::Bias | Operand::Dq => false,
+            Operand::O | Operand::Bias | Operand::Dq | Operand::SecondK | Operand::SecondV => false,
         };
         if matters { ALIGN } else { 1 }
     }

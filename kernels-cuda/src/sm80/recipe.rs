@@ -3,14 +3,13 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
-use fmha_core::lists::list_params;
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, VLayout, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
-use crate::lists;
+use crate::lists::{self, TokenParams};
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::row_order;
@@ -44,6 +43,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             tiles: Some(tiles),
             reads_masks: true,
             takes_lists: true,
+            takes_second: true,
             ..About::new(sm80::NAME)
         }
     }
@@ -84,7 +84,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         if options.accuracy == Accuracy::Exact {
             own.lazy_rescale_log2 = 0;
         }
-        if options.batch_invariant && problem.masks.is_empty() {
+        if options.batch_invariant && (problem.masks.is_empty() || problem.walks_lists()) {
             own.make_batch_invariant(problem, room(facts), invariant_block(problem, facts, options));
         }
         fitted(own, fields, problem, facts).map_err(refuse)
@@ -105,6 +105,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
         let source = match (tree, problem.masks.is_empty()) {
+            _ if problem.second.is_some() => sm80::fwd_two_caches(&own_spec, &tile),
             _ if problem.lists.is_some() => sm80::fwd_lists(&own_spec, &tile),
             (true, _) => sm80::fwd_tree(&own_spec, &tile),
             (false, false) => sm80::fwd_masked(&own_spec, &tile),
@@ -141,13 +142,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 // A row's key blocks begin at the sequence's first key, their size is the head dimensions',
                 // and blocks that only other rows see are left out or add zeros. But a short query's keys may
                 // be split, a long one's not, unless parts have as many keys of every sequence.
-                batch_invariant: (!is_split || tile.fixed_parts && problem.lists.is_none())
-                    && (problem.lists.is_some() || tile.block_n == invariant_block(problem, facts, options))
+                batch_invariant: (!is_split || tile.fixed_parts && !problem.walks_lists())
+                    && (problem.walks_lists() || tile.block_n == invariant_block(problem, facts, options))
                     && (options.batch_invariant
-                        || problem.lists.is_none()
+                        || !problem.walks_lists()
                             && split::is_never_cut(problem, tile.block_n, facts.instructions.wgmma)),
                 row_invariant: options.row_invariant
-                    && problem.lists.is_none()
+                    && !problem.walks_lists()
                     && (!is_split || tile.fixed_parts)
                     && tile.block_n == invariant_block(problem, facts, options),
                 graph_capturable: true,
@@ -172,6 +173,8 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             Operand::Q if problem.cache.rotary.is_none() => loads("q"),
             Operand::K if has_keys => loads("k"),
             Operand::V if has_keys => loads("v"),
+            Operand::SecondK => loads("k"),
+            Operand::SecondV => loads("v"),
             Operand::O if tile.vector_store && tile.split_keys == 0 => 16,
             _ => 1,
         }
@@ -186,7 +189,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         }
         let tree = tree_mask::bind(call.problem, call.args);
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let listed = list_params(call.problem, &call.args.seq);
+        let listed = TokenParams::of(call);
         let has_masks = !call.problem.masks.is_empty();
         let by_tma = tile.tma && tile.split_keys == 0;
         let maps = match by_tma {
@@ -200,14 +203,14 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             // Kernels without a tree, masks or lists take one argument fewer; the driver reads as many as a
             // kernel has.
             let last = match (by_tma, has_masks) {
-                _ if call.problem.lists.is_some() => (&raw mut listed).cast(),
+                _ if call.problem.walks_lists() => listed.as_mut_ptr(),
                 (true, _) => (&raw const maps).cast_mut().cast(),
                 (false, true) => (&raw mut masks).cast(),
                 (false, false) => (&raw mut tree).cast(),
             };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
             // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks
-            // as data MaskDataParams, over lists ListParams, or, where TMA loads, Maps, which were made for
+            // as data MaskDataParams, over lists ListParams, over two caches TwoCachesParams, or, where TMA loads, Maps, which were made for
             // the same extents; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
@@ -227,7 +230,7 @@ fn invariant_block(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOption
 fn spec_of(problem: &ValidFwd, options: &PlanOptions) -> FwdSpec {
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     // Masks as data hide keys as a band does: the text of a mask's kind knows that V may have a hidden NaN.
-    if problem.lists.is_some() {
+    if problem.walks_lists() {
         return lists::spec(spec);
     }
     if !problem.masks.is_empty() || options.row_invariant { row_order::under_a_mask(spec) } else { spec }
@@ -249,7 +252,7 @@ fn fitted(
     tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
     tile.check()?;
     tile.check_loads(problem)?;
-    if problem.lists.is_some() {
+    if problem.walks_lists() {
         let is_cut = tile.split_keys > 0;
         if tile.fixed_parts != is_cut && fields.iter().any(|(key, _)| *key == "fixed_parts") {
             return Err(format!(
@@ -268,7 +271,7 @@ fn fitted(
             }
         }
     }
-    if !problem.masks.is_empty() {
+    if !problem.masks.is_empty() && !problem.walks_lists() {
         for (field, value) in [
             ("split_keys", tile.split_keys),
             ("shares", tile.shares),
@@ -305,7 +308,7 @@ fn own_tile(problem: &ValidFwd, facts: &DeviceFacts, options: &PlanOptions) -> S
     let tile = sm80::choose_tile(problem, room(facts));
     let has_parts =
         options.batch_invariant && split::fixed_keys(problem, invariant_block(problem, facts, options)) > 0;
-    if prefers_tma(facts) && problem.masks.is_empty() && problem.lists.is_none() && !has_parts {
+    if prefers_tma(facts) && problem.masks.is_empty() && !problem.walks_lists() && !has_parts {
         tile.by_tma(problem, room(facts)).unwrap_or(tile)
     } else {
         tile
@@ -329,6 +332,10 @@ pub(crate) fn needs(facts: &DeviceFacts) -> Result<(), String> {
 
 fn order_words(problem: &ValidFwd, schedule: &TileSchedule) -> String {
     match problem.lists {
+        _ if problem.second.is_some() => {
+            let keys = problem.most_walked_keys();
+            format!("a CTA a tile, tiles of a token side by side, walks {keys} keys of two caches")
+        }
         Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
         None => format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group),
     }

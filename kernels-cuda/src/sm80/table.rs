@@ -42,7 +42,7 @@ pub fn choose_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
 
 /// The tile for a problem by itself.
 fn own_tile(problem: &FwdProblem, room: Room) -> Sm80Tile {
-    if problem.lists.is_none() {
+    if !problem.walks_lists() {
         return tile_of_rows(problem, room);
     }
     let mut tokens = lists::of_tokens(problem);
@@ -72,7 +72,7 @@ fn shares_blocks(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let whole_spans = dims.head_dim_qk.is_multiple_of(64) && dims.head_dim_v.is_multiple_of(64);
     let is_of_16_bits = !problem.stored_k().is_fp8() && !problem.dtypes.qk.is_fp8();
-    problem.lists.is_some() && problem.cache.v_in_k && whole_spans && is_of_16_bits
+    problem.walks_lists() && problem.cache.v_in_k && whole_spans && is_of_16_bits
 }
 
 /// The tile for rows that walk the keys of their sequence, or of their list where each token is a sequence.
@@ -407,7 +407,7 @@ fn in_shares(problem: &FwdProblem, tile: Sm80Tile, room: Room) -> Option<Sm80Til
     // A power of two, so that few kernels serve all lengths.
     shared.split_keys = shared.block_n << blocks.ilog2();
     let fits = shared.value_parts == 1
-        && problem.lists.is_none()
+        && !problem.walks_lists()
         && problem.dims.batch > 1
         && shared.smem_bytes(&spec) <= room.smem_bytes
         && shared.shares <= MOST_SHARES

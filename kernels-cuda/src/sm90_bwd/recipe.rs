@@ -254,7 +254,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             Operand::O => tile.vector_load,
             Operand::Dq => tile.vector_store,
             Operand::Dk | Operand::Dv => tile.vector_store && has_keys,
-            Operand::Bias => false,
+            Operand::Bias | Operand::SecondK | Operand::SecondV => false,
         };
         if matters { ALIGN } else { 1 }
     }

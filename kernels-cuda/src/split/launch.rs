@@ -2,11 +2,11 @@
 
 use fmha_core::abi::FwdParams;
 use fmha_core::error::Result;
-use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::{DType, ValidFwd};
 use fmha_gpu::{Driver, Grid, Launch, Stage, Steps};
 
+use crate::lists::TokenParams;
 use crate::nvidia::{DeviceFacts, FwdCall, row_launch};
 use crate::split::{self, Cut, Merging, RowsAtOnce};
 use crate::tree_mask;
@@ -27,6 +27,8 @@ pub(crate) fn merge(
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     let source = if problem.cache.tree_mask {
         split::merge_tree(&spec, merging)
+    } else if problem.second.is_some() {
+        split::merge_two_caches(&spec, merging)
     } else if problem.lists.is_some() {
         split::merge_lists(&spec, merging)
     } else {
@@ -55,12 +57,9 @@ pub(crate) unsafe fn run<D: Driver>(
 ) -> Result<()> {
     let Some(merge) = steps.at(Stage::Merge) else { return main(&mut whole, (0, i32::MAX)) };
     let mut tree = tree_mask::bind(call.problem, call.args);
-    let mut lists = list_params(call.problem, &call.args.seq);
+    let mut keys = TokenParams::of(call);
     // A kernel without a tree or lists takes one argument fewer; the driver reads as many as a kernel has.
-    let last = match call.problem.lists {
-        Some(_) => (&raw mut lists).cast(),
-        None => (&raw mut tree).cast(),
-    };
+    let last = if call.problem.walks_lists() { keys.as_mut_ptr() } else { (&raw mut tree).cast() };
     let all = call.problem.dims.seqlen_q;
     for n in 0..all.div_ceil(at_once.queries.max(1)) {
         let first = n * at_once.queries;
@@ -68,7 +67,8 @@ pub(crate) unsafe fn run<D: Driver>(
         let mut parts = cut.parts(call.problem, rows, whole.workspace.0);
         main(&mut parts.params(&whole), ((n * at_once.blocks).cast_signed(), at_once.blocks.cast_signed()))?;
         let mut arguments = [(&raw mut whole).cast(), (&raw mut parts).cast(), last];
-        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, over lists ListParams;
+        // SAFETY: the kernel takes FwdParams, KvParts and, under a tree mask, TreeMask, over lists ListParams, over two
+        // caches TwoCachesParams;
         // `check_fwd` saw that the memory covers the problem, and that the workspace is as large as the plan says.
         unsafe { merge.launch(&mut arguments, call.stream)? };
     }

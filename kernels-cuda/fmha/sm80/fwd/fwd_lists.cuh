@@ -10,8 +10,9 @@
 
 namespace fmha::sm80 {
 
-template <FwdSpec spec, Sm80Tile tile>
-FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, const ListParams& lists) {
+// `keys_of` gives the keys of a query and kv head.
+template <FwdSpec spec, Sm80Tile tile, class KeysOf>
+FMHA_DEVICE void fwd_of_tokens(const FwdParams& p, const TileSchedule& schedule, const KeysOf& keys_of) {
   static_assert(spec.mask == MaskKind::Full, "sm80: lists hide keys by their places");
   static_assert(tile.pack_gqa && tile.shares == 0 && !tile.tma, "sm80: a tile has one token's heads");
   static_assert(tile.split_keys == 0 || tile.fixed_parts, "sm80: lists have parts of a fixed number of entries");
@@ -26,8 +27,7 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, con
 
   const SeqSpan span = resolve_seq(p, spec.q_layout, spec.kv_layout, i_batch);
   if (i >= span.seqlen_q) return;
-  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
-  const TokenKeys keys = {{p, lists, span, band, i, i_head_kv}};
+  const auto keys = keys_of(span, i, i_head_kv);
   const int32_t count = keys.list.count();
   const Range own = tile.split_keys == 0 ? Range{0, count}
                                          : Range{min(part * tile.split_keys, count),
@@ -57,6 +57,13 @@ FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, con
 
   extern __shared__ __align__(1024) unsigned char raw[];
   attend(p, work, *reinterpret_cast<Smem<spec, tile>*>(raw), keys);
+}
+
+template <FwdSpec spec, Sm80Tile tile>
+FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, const ListParams& lists) {
+  fwd_of_tokens<spec, tile>(p, schedule, [&](const SeqSpan& span, int32_t i, int32_t i_head_kv) {
+    return TokenKeys{{p, lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv}};
+  });
 }
 
 }  // namespace fmha::sm80

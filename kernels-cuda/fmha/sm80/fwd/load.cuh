@@ -41,18 +41,21 @@ struct Loader {
 
   // Key j's row, of this tile's head, as an offset of elements. A column-major V's is where its first element lies.
   FMHA_DEVICE int64_t offset_of(const View& view, int32_t j) const {
-    return row_offset(view, place_of_key(keys_of_row, p, spec.kv_layout, span, max(j, 0)), work.i_head_kv);
+    return offset_of_key<elem_bytes>(keys_of_row, p, view, spec.kv_layout, span, max(j, 0), work.i_head_kv);
   }
 
   FMHA_DEVICE float descale_of(const HeadScalars& descales) const { return scalar_of(descales, work.i_batch, work.i_head_kv, 1.f); }
+
+  static constexpr int32_t elem_bytes = size_bytes(widens_cache(spec, tile) ? tile.stored : spec.dtype_v);
 
   // Places of a block's keys: its first key, if one row follows another, as in memory without pages or in one page;
   // otherwise a lane has every 32nd key of the block. The block table, or the list, is read a block ahead of its
   // copies, which then do not wait for it.
   static constexpr bool listed = are_of_token<Keys>();
   static constexpr bool in_a_row = !listed && (spec.kv_layout != KvKind::Paged || tile.block_in_page);
-  // Batch index of a listed key that is absent, and its offset.
+  // Batch index of a listed key that is absent, and an offset that no row has.
   static constexpr int32_t kAbsent = -1;
+  static constexpr int64_t kNoRow = -(int64_t(1) << 62);
   struct KeyRows {
     static constexpr int count = in_a_row ? 1 : ceil_div(tile.block_n, 32);
     KvRow rows[count];
@@ -66,8 +69,7 @@ struct Loader {
       const int32_t within = in_a_row ? 0 : 32 * s + int32_t(threadIdx.x % 32), j = first_key + within;
       const bool there = within < tile.block_n && j >= 0 && j < end;
       if constexpr (listed) {
-        const int32_t key = there ? keys_of_row.list.key(j) : -1;
-        found.rows[s] = key < 0 ? KvRow{kAbsent, 0} : keys_of_row.list.row_of(spec.kv_layout, key);
+        found.rows[s] = there ? keys_of_row.list.place(spec.kv_layout, j) : KvRow{kAbsent, 0};
       } else {
         if (there) found.rows[s] = kv_row(p, spec.kv_layout, span, j);
       }
@@ -85,8 +87,13 @@ struct Loader {
     int64_t offsets[KeyRows::count];
 #pragma unroll
     for (int s = 0; s < KeyRows::count; ++s) {
-      offsets[s] = row_offset(view, keys.rows[s], work.i_head_kv);
-      if (listed && keys.rows[s].batch == kAbsent) offsets[s] = kAbsent;
+      if constexpr (listed) {
+        offsets[s] = keys.rows[s].batch == kAbsent
+                         ? kNoRow
+                         : keys_of_row.list.template offset<elem_bytes>(view, keys.rows[s], work.i_head_kv);
+      } else {
+        offsets[s] = row_offset(view, keys.rows[s], work.i_head_kv);
+      }
     }
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t j = first_key + row;
@@ -107,7 +114,7 @@ struct Loader {
         const int64_t of_lane = ptx::shfl_idx(offsets[s], row % 32);
         if (row / 32 == s) offset = of_lane;
       }
-      return j >= 0 && j < end && !(listed && offset == kAbsent) ? data + offset : nullptr;
+      return j >= 0 && j < end && !(listed && offset == kNoRow) ? data + offset : nullptr;
     };
     const auto there_of = [](int32_t, int32_t column) {
       // Rows of whole steps of a product have all their words.
