@@ -58,6 +58,8 @@ abi_spec! {
         pub stored: DType = Takes::nothing(),
         /// Keys are those of a token's list: a tile has heads of one token and gathers their rows.
         pub listed: bool = Takes::nothing(),
+        /// Keys are those of two caches: the first's of a token, then the second's.
+        pub two_caches: bool = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -72,6 +74,8 @@ abi_struct! {
         pub num_parts: i32,
         /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
+        /// Keys that a token walks at most, where lists are walked.
+        pub most_keys: i32,
     }
 }
 
@@ -88,6 +92,7 @@ impl Sm90MlaTile {
     #[must_use]
     pub const fn walks_tiles(&self, spec: &FwdSpec) -> bool {
         self.listed
+            && !self.two_caches
             && !self.stored.is_fp8()
             && !spec.softcap
             && spec.dtype_o.size_bytes() == 2
@@ -157,9 +162,10 @@ impl Sm90MlaTile {
     /// More tiles than a grid has.
     pub fn schedule(&self, problem: &FwdProblem) -> Result<MlaSchedule, String> {
         let num_parts = self.cut().num_parts(problem);
-        if problem.lists.is_some() {
+        let most_keys = problem.most_walked_keys().cast_signed();
+        if problem.walks_lists() {
             let TileSchedule { num_tiles, num_m_blocks, .. } = lists::schedule(problem, ROWS, num_parts)?;
-            return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles });
+            return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles, most_keys });
         }
         let (units, num_m_blocks) = units(problem, self.cluster);
         let num_tiles = units.saturating_mul(u64::from(num_parts));
@@ -173,6 +179,7 @@ impl Sm90MlaTile {
             num_m_blocks: num_m_blocks as i32,
             num_parts: num_parts as i32,
             num_tiles: num_tiles as i32,
+            most_keys,
         })
     }
 }
@@ -252,11 +259,14 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
     lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
+    if problem.second.is_none() {
+        problem.masks.refuse(NAME)?;
+    }
     refuse_faint_alibi(problem, NAME)?;
     if problem.drops() || problem.dropout.write_keep_mask {
         return refuse(format!("dropout of p_drop {} is not taken", problem.dropout.p_drop));
     }
-    if problem.mask.sink_columns > 0 && problem.lists.is_none() {
+    if problem.mask.sink_columns > 0 && !problem.walks_lists() {
         return refuse(format!(
             "sink_columns {}: blocks of keys are those of a band",
             problem.mask.sink_columns
@@ -292,7 +302,7 @@ pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
-    let listed = problem.lists.is_some();
+    let listed = problem.walks_lists();
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
     let split_keys =
         if listed { split_keys(&lists::of_tokens(problem), num_sms) } else { split_keys(problem, num_sms) };
@@ -304,6 +314,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k && shares_rows(problem.dims, listed),
         listed,
+        two_caches: problem.second.is_some(),
         vector_store: stores_vectors(problem),
         split_keys,
     }
@@ -356,13 +367,16 @@ fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
 }
 
 /// The kernel for a spec and a tile: arguments `FwdParams`, the tensor maps of K and V, [`MlaSchedule`], and over
-/// lists of keys [`ListParams`](fmha_core::lists::ListParams).
+/// lists of keys [`ListParams`](fmha_core::lists::ListParams), over two caches
+/// [`TwoCachesParams`](fmha_core::second::TwoCachesParams).
 #[must_use]
 pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     // The length of a part is an argument: the text says only that there are parts.
     let tile = Sm90MlaTile { split_keys: tile.split_keys.min(KEYS as i32), ..*tile };
     let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", &tile)];
-    let (last_param, call) = if tile.listed {
+    let (last_param, call) = if tile.two_caches {
+        (lists::TWO_PARAM, "mla::fwd_lists<kSpec, kTile>(p, maps, schedule, caches)")
+    } else if tile.listed {
         (lists::PARAM, "mla::fwd_lists<kSpec, kTile>(p, maps, schedule, lists)")
     } else {
         ("", "mla::fwd<kSpec, kTile>(p, maps, schedule)")
@@ -395,7 +409,14 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
             WgmmaShape { dtype, n: half, a: OperandA::Shared, sums },
             WgmmaShape { dtype, n: half, a: OperandA::Registers, sums },
         ];
-        [wgmma::header(&shapes), schedule::header(), fmha_core::lists::header(), host_header()]
+        [
+            wgmma::header(&shapes),
+            schedule::header(),
+            fmha_core::lists::header(),
+            fmha_core::masks::header(),
+            fmha_core::second::header(),
+            host_header(),
+        ]
     })
 }
 

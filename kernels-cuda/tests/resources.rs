@@ -13,8 +13,8 @@ use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists, MaskAxes, MaskKind,
-    Merge, QLayout, VLayout,
+    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, MaskAxes,
+    MaskKind, Merge, QLayout, SecondCache, VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
@@ -672,6 +672,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         v_in_k: true,
         stored: DType::Bf16,
         listed: false,
+        two_caches: false,
         split_keys: 0,
     };
     let narrow = Sm90MlaTile { by_tma: false, stored: DType::E4m3Fn, ..tile };
@@ -865,6 +866,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         v_in_k: true,
         stored: DType::Bf16,
         listed: true,
+        two_caches: false,
         split_keys: 0,
     };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
@@ -895,6 +897,45 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
     ]
     .map(|(name, spec, tile)| (format!("sm90_mla_{name}"), sm90_mla::fwd(&spec, &tile)))
     .into()
+}
+
+/// Kernels over two caches, whose second has a list: of latent rows and of heads of 128, whole and in parts.
+fn two_cache_kernels(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)> {
+    let mut kernels = Vec::new();
+    for (heads, heads_kv, dim_qk, dim_v) in
+        [(128, 1, 512, 512), (128, 1, 576, 512), (16, 1, 576, 512), (64, 4, 128, 128)]
+    {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 4096,
+            seqlen_k: 65536,
+            num_heads_q: heads,
+            num_heads_kv: heads_kv,
+            head_dim_qk: dim_qk,
+            head_dim_v: dim_v,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims).sink(true);
+        if heads_kv == 1 {
+            (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        }
+        let second = SecondCache::new(&problem, KvLayout::Paged { page_size: 64 }, 16384);
+        let lists = KeyLists::new(&second.alone(&problem), 512);
+        let problem = problem.mask("b:127,0".parse().unwrap()).second(second.lists(lists));
+        let name = format!("two_{dim_qk}_{dim_v}_h{heads}");
+        if is_hopper && dim_v == 512 {
+            let (spec, tile) = (FwdSpec::of(&problem), sm90_mla::choose_tile(&problem, room.num_sms));
+            let spec = FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec };
+            kernels.push((format!("mla_{name}"), sm90_mla::fwd(&spec, &tile)));
+            let part = Sm90MlaTile { split_keys: 64, vector_store: true, ..tile };
+            kernels.push((format!("mla_part_{name}"), sm90_mla::fwd(&split::part_spec(&spec), &part)));
+        }
+        let (spec, tile) = (FwdSpec::of(&problem), sm80::choose_tile(&problem, room));
+        let spec = FwdSpec { mask: MaskKind::Full, sink_columns: false, ..spec };
+        kernels.push((format!("fwd_{name}"), sm80::fwd_two_caches(&spec, &tile)));
+        let part = Sm80Tile { split_keys: 512, fixed_parts: true, ..tile };
+        kernels.push((format!("part_{name}"), sm80::fwd_two_caches(&split::part_spec(&spec), &part)));
+    }
+    kernels
 }
 
 fn lists_do_not_spill(arch: &str, kernels: Vec<(String, KernelSource)>, step: usize) {
@@ -957,6 +998,7 @@ fn kernels_that_choose_keys_compile_without_spills() {
 fn a_sample_of_kernels_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_80", list_kernels(LISTS_A100), 10);
     lists_do_not_spill("sm_90a", hopper_list_kernels(), 14);
+    lists_do_not_spill("sm_80", two_cache_kernels(LISTS_A100, false), 8);
 }
 
 #[test]
@@ -965,6 +1007,8 @@ fn every_kernel_over_lists_compiles_without_spills() {
     lists_do_not_spill("sm_80", list_kernels(LISTS_A100), 1);
     lists_do_not_spill("sm_90a", list_kernels(LISTS_H200), 1);
     lists_do_not_spill("sm_90a", hopper_list_kernels(), 1);
+    lists_do_not_spill("sm_80", two_cache_kernels(LISTS_A100, false), 1);
+    lists_do_not_spill("sm_90a", two_cache_kernels(LISTS_H200, true), 1);
 }
 
 /// A problem with a score and a mask as code, each empty where there is none; they capture `slopes` and `ids`.

@@ -113,13 +113,6 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90_mla"],
-        slowly: false,
-        what: "two caches in one softmax are sm80's",
-        applies: |_, problem| problem.is_some_and(|p| p.second.is_some()),
-    },
-    Declared {
-        backends: &["cuda"],
         kernels: &["sm80"],
         slowly: false,
         what: "gradients over lists of keys are sm80_lists'",

@@ -7,4 +7,24 @@ namespace fmha {
 
 using TwoCacheKeys = KeysOfToken<TwoCaches>;
 
+// The entry of a list that has the key at a place, as it is read: nothing waits for it until it is a key. A cache
+// without a list has the position.
+FMHA_DEVICE int32_t entry_at(const TokenList& list, int32_t place) { return list.entry(place); }
+FMHA_DEVICE int32_t entry_at(const CacheKeys& keys, int32_t place) {
+  return keys.list.lists.whole ? keys.positions.begin + place : keys.list.entry(place);
+}
+FMHA_DEVICE int32_t entry_at(const TwoCaches& both, int32_t place) {
+  return both.is_second(place) ? entry_at(both.second, place - both.first.num) : entry_at(both.first, place);
+}
+
+// The key of a place that has such an entry; -1 of one that is absent or hidden.
+FMHA_DEVICE int32_t key_with(const TokenList& list, int32_t entry, int32_t place) { return list.key_of(entry, place); }
+FMHA_DEVICE int32_t key_with(const CacheKeys& keys, int32_t entry, int32_t place) {
+  if (keys.list.lists.whole) return entry < 0 ? -1 : keys.key(place);
+  return keys.list.key_of(entry, place);
+}
+FMHA_DEVICE int32_t key_with(const TwoCaches& both, int32_t entry, int32_t place) {
+  return both.is_second(place) ? key_with(both.second, entry, place - both.first.num) : key_with(both.first, entry, place);
+}
+
 }  // namespace fmha

@@ -3,13 +3,12 @@
 use fmha_core::abi::FwdParams;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
-use fmha_core::lists::list_params;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
-use crate::lists;
+use crate::lists::{self, TokenParams};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
 use crate::sm90::recipe::needs;
@@ -34,7 +33,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<Sm90MlaTile>(text::NAME, &[text::HEADER]);
-        About { tiles: Some(tiles), takes_lists: true, ..About::new(text::NAME) }
+        About {
+            tiles: Some(tiles),
+            takes_lists: true,
+            takes_second: true,
+            reads_masks: true,
+            ..About::new(text::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -119,7 +124,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
                 deterministic: true,
                 // A row's blocks begin at multiples of 64 keys, and those that only other rows see add zeros;
                 // but how its keys are split depends on what else is in the call, and whether a list is cut.
-                batch_invariant: !is_split && (problem.lists.is_none() || options.batch_invariant),
+                batch_invariant: !is_split && (!problem.walks_lists() || options.batch_invariant),
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
@@ -142,6 +147,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             Operand::Q if problem.cache.rotary.is_none() => ALIGN,
             Operand::K if has_keys => ALIGN,
             Operand::V if has_keys && !tile.v_in_k => ALIGN,
+            Operand::SecondK | Operand::SecondV => ALIGN,
             Operand::O if tile.vector_store && tile.split_keys == 0 => ALIGN,
             _ => 1,
         }
@@ -150,7 +156,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
         let maps = Maps::of::<V::Driver>(call, &tile)?;
-        let listed = list_params(call.problem, &call.args.seq);
+        let listed = TokenParams::of(call);
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
@@ -160,10 +166,10 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
                 (&raw mut *params).cast(),
                 (&raw const maps).cast_mut().cast(),
                 (&raw mut schedule).cast(),
-                (&raw mut listed).cast(),
+                listed.as_mut_ptr(),
             ];
-            // SAFETY: the kernel takes FwdParams, Maps, MlaSchedule and, over lists, ListParams; `check_fwd` saw that
-            // the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, Maps, MlaSchedule and, over lists, ListParams, over two caches
+            // TwoCachesParams; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
@@ -208,12 +214,16 @@ impl Maps {
 /// Spec of the main kernel.
 fn spec_of(problem: &ValidFwd) -> FwdSpec {
     let spec = FwdSpec::of(problem);
-    if problem.lists.is_some() { lists::spec(spec) } else { spec }
+    if problem.walks_lists() { lists::spec(spec) } else { spec }
 }
 
 fn order_words(problem: &ValidFwd, walks: bool) -> String {
     let walk = if walks { "CTAs walk tiles" } else { "a CTA a tile" };
     match problem.lists {
+        _ if problem.second.is_some() => {
+            let keys = problem.most_walked_keys();
+            format!("{walk}, those of a token side by side, walks {keys} keys of two caches")
+        }
         Some(lists) => {
             format!("{walk}, those of a token side by side, gathers {} entries", lists.topk)
         }

@@ -82,16 +82,29 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
   if constexpr (tile.cluster > 1) ptx::cluster_sync();
 }
 
+// Keys of a tile's token.
+template <Sm90MlaTile tile, bool two = tile.two_caches>
+struct KeysOfTileType {
+  using Type = TokenKeys;
+};
+template <Sm90MlaTile tile>
+struct KeysOfTileType<tile, true> {
+  using Type = TwoCacheKeys;
+};
+template <Sm90MlaTile tile>
+using KeysOfTile = typename KeysOfTileType<tile>::Type;
+
 // The load role over lists: the CTA's tile, or each of those that it walks. Returns its blocks.
-template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE int32_t load_tile(const FwdParams& p, const Maps& maps, const ListParams& lists, Smem<spec, tile>& smem,
+template <FwdSpec spec, Sm90MlaTile tile, class Lists>
+FMHA_DEVICE int32_t load_tile(const FwdParams& p, const Maps& maps, const Lists& lists, Smem<spec, tile>& smem,
                               const Work& work, int32_t index) {
-  Loader<spec, tile, TokenKeys> loader{p, maps, work, smem, ptx::CacheHint::EvictFirst, keys_of_token(p, lists, work)};
+  using Keys = KeysOfTile<tile>;
+  Loader<spec, tile, Keys> loader{p, maps, work, smem, ptx::CacheHint::EvictFirst, keys_of_token<spec>(p, lists, work)};
   loader.run(index);
   return loader.work.num_blocks;
 }
-template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists,
+template <FwdSpec spec, Sm90MlaTile tile, class Lists>
+FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const Lists& lists,
                             Smem<spec, tile>& smem) {
   if constexpr (walks_tiles(spec, tile)) {
     Turns turns;
@@ -109,17 +122,17 @@ FMHA_DEVICE void load_lists(const FwdParams& p, const Maps& maps, const MlaSched
     if (!work.has_rows) return;
     load_tile<spec, tile>(p, maps, lists, smem, work, 0);
   }
-  if constexpr (gathers(tile)) Loader<spec, tile, TokenKeys>::end_gathers();
+  if constexpr (gathers(tile)) Loader<spec, tile, KeysOfTile<tile>>::end_gathers();
 }
 
-template <FwdSpec spec, Sm90MlaTile tile, int group>
-FMHA_DEVICE void consume_tile(const FwdParams& p, const ListParams& lists, const Work& work, Smem<spec, tile>& smem) {
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Lists>
+FMHA_DEVICE void consume_tile(const FwdParams& p, const Lists& lists, const Work& work, Smem<spec, tile>& smem) {
   Consumer<spec, tile, group> consumer{p, work, smem};
   consumer.run();
-  store(consumer, keys_of_token(p, lists, work));
+  store(consumer, keys_of_token<spec>(p, lists, work));
 }
-template <FwdSpec spec, Sm90MlaTile tile, int group>
-FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists,
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Lists>
+FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, const Lists& lists,
                                Smem<spec, tile>& smem) {
   if constexpr (walks_tiles(spec, tile)) {
 #pragma unroll 1
@@ -138,9 +151,11 @@ FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, 
 }
 
 // The kernel over lists of keys: a tile has up to 64 query heads of one token and kv head, and gathers the rows that
-// the token's list names. Where CTAs walk tiles, the next one's Q and rows arrive while the results of one are stored.
-template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const ListParams& lists) {
+// the token's list names, or those of two caches. Where CTAs walk tiles, the next one's Q and rows arrive while the
+// results of one are stored.
+template <FwdSpec spec, Sm90MlaTile tile, class Lists>
+FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const Lists& lists) {
+  static_assert(!tile.two_caches || !is_fp8(tile.stored), "sm90_mla: two caches are of 16 bits");
   static_assert(tile.listed && !tile.by_tma && tile.cluster == 1, "sm90_mla: rows of a list are gathered one by one");
   static_assert(spec.mask == MaskKind::Full, "sm90_mla: lists hide keys by their places");
   static_assert(spec.bias == BiasKind::None, "sm90_mla: a place in a list is not a position");

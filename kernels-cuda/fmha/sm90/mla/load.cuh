@@ -35,8 +35,8 @@ template <class Keys>
 struct LoaderWork {
   using Type = const Work&;
 };
-template <>
-struct LoaderWork<TokenKeys> {
+template <class List>
+struct LoaderWork<KeysOfToken<List>> {
   using Type = Work;
 };
 
@@ -193,8 +193,8 @@ struct Loader {
     for (int word = 0; word < 2; ++word) {
       const int32_t j = first_key + lane_row + 8 * word;
       if constexpr (are_of_token<Keys>()) {
-        ahead.keys[word] = keys.list.key_of(ahead.entries[word], j);
-        ahead.pages[word] = page_with(ahead.keys[word]);
+        ahead.keys[word] = key_with(keys.list, ahead.entries[word], j);
+        ahead.pages[word] = page_with(ahead.keys[word], j);
         ahead.entries[word] = listed_at(j - kKeys);
       } else {
         ahead.pages[word] = entry_of(j);
@@ -205,7 +205,7 @@ struct Loader {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       if constexpr (are_of_token<Keys>()) {
-        rows[word] = listed_row<NarrowRow>(view, ahead.keys[word], ahead.pages[word]);
+        rows[word] = listed_row<NarrowRow>(view, ahead.keys[word], ahead.pages[word], first_key + lane_row + 8 * word);
       } else {
         rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, ahead.pages[word]);
       }
@@ -470,17 +470,43 @@ struct Loader {
 
   // Entry of the list for a place; an absent one outside the part's places.
   FMHA_DEVICE int32_t listed_at(int32_t place) const {
-    return place < work.part_keys.begin || place >= work.end ? -1 : keys.list.entry(place);
+    return place < work.part_keys.begin || place >= work.end ? -1 : entry_at(keys.list, place);
   }
-  // The block table's entry of a key that is there.
-  FMHA_DEVICE int32_t page_with(int32_t key) const {
+  // The block table's entry of a key that is there, at a place.
+  FMHA_DEVICE int32_t page_with(int32_t key, int32_t place) const {
+    if constexpr (tile.two_caches) {
+      if (keys.list.is_second(place)) {
+        const CacheKeys& second = keys.list.second;
+        const FwdParams& of = second.list.p;
+        if (keys.list.second_layout != KvKind::Paged || key < 0 || second.list.lists.addresses) return 0;
+        return of.block_table[work.span.i_batch * of.block_table_batch + key / of.page_size];
+      }
+    }
     if (spec.kv_layout != KvKind::Paged || key < 0 || keys.list.lists.addresses) return 0;
     return p.block_table[work.span.i_batch * p.block_table_batch + key / p.page_size];
   }
-  // Address of a key's row, whose page the block table says; null: zeros.
+  // Address of the row of a key of the second cache, in its K or V.
   template <class Pointer>
-  FMHA_DEVICE Pointer listed_row(const View& view, int32_t key, int32_t page) const {
+  FMHA_DEVICE Pointer second_row(const View& view, int32_t key, int32_t page) const {
+    const TokenList& list = keys.list.second.list;
+    const FwdParams& of = list.p;
+    const View& other = &view == &p.v ? of.v : of.k;
+    KvRow at;
+    if (keys.list.second_layout == KvKind::Paged) {
+      const int32_t of_address = key / of.page_size;
+      at = {list.lists.addresses ? of_address : clamp(page, 0, of.num_pages - 1), key - of_address * of.page_size};
+    } else {
+      at = {list.span.i_batch, list.span.k_row + key};
+    }
+    return static_cast<Pointer>(other.data) + row_offset(other, at, work.i_head_kv);
+  }
+  // Address of the row of a key at a place, whose page the block table says; null: zeros.
+  template <class Pointer>
+  FMHA_DEVICE Pointer listed_row(const View& view, int32_t key, int32_t page, int32_t place) const {
     if (key < 0) return nullptr;
+    if constexpr (tile.two_caches) {
+      if (keys.list.is_second(place)) return second_row<Pointer>(view, key, page);
+    }
     KvRow at;
     if constexpr (spec.kv_layout == KvKind::Paged) {
       const int32_t of_address = key / p.page_size;
@@ -495,7 +521,7 @@ struct Loader {
     static_assert(2 * kKeys == kWarpgroup, "a thread looks at one place of two blocks");
     while (work.num_blocks > 0) {
       const int32_t place = (work.last_block + 1) * kKeys - 1 - int32_t(threadIdx.x);
-      const bool absent = keys.list.key_of(listed_at(place), place) < 0;
+      const bool absent = key_with(keys.list, listed_at(place), place) < 0;
       if (!ptx::bar_red_and<kWarpgroup>(kLoaders, absent)) break;
       work.last_block -= 2;
       work.num_blocks = max(work.num_blocks - 2, 0);
@@ -512,15 +538,16 @@ struct Loader {
   FMHA_DEVICE void gather_listed() const {
     const int32_t num_blocks = ptx::uniform(work.num_blocks);
     int32_t place = work.last_block * kKeys + found_row;
-    int32_t key = keys.list.key_of(listed_at(place), place), page = page_with(key);
+    int32_t key = key_with(keys.list, listed_at(place), place), page = page_with(key, place);
     int32_t entry = listed_at(place - kKeys);
 #pragma unroll 1
     for (int32_t i = 0; i < num_blocks; ++i) {
-      const Row found = listed_row<Row>(p.k, key, page), found_v = P::v_in_k ? nullptr : listed_row<Row>(p.v, key, page);
+      const Row found = listed_row<Row>(p.k, key, page, place);
+      const Row found_v = P::v_in_k ? nullptr : listed_row<Row>(p.v, key, page, place);
       const uint32_t present = ptx::vote_ballot(key >= 0);
       place -= kKeys;
-      key = keys.list.key_of(entry, place);
-      page = page_with(key);
+      key = key_with(keys.list, entry, place);
+      page = page_with(key, place);
       entry = listed_at(place - kKeys);
       gather_block(P::slot_of(i), phase_of<spec, tile>(work, i), found, found_v);
       tell(i, present & 0xffffu);

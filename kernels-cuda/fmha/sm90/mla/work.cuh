@@ -2,7 +2,7 @@
 // a key is a place in the token's list.
 #pragma once
 #include <fmha/common/part_keys.cuh>
-#include <fmha/common/token_keys.cuh>
+#include <fmha/common/two_cache_keys.cuh>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
 #include <fmha/sm90/mla/config.cuh>
@@ -93,14 +93,19 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
 }
 
 // The keys of the token whose heads are a CTA's rows.
+template <FwdSpec spec>
 FMHA_DEVICE TokenKeys keys_of_token(const FwdParams& p, const ListParams& lists, const Work& work) {
   return {{p, lists, work.span, work.band, work.end_query - 1, work.i_head_kv}};
+}
+template <FwdSpec spec>
+FMHA_DEVICE TwoCacheKeys keys_of_token(const FwdParams& p, const TwoCachesParams& caches, const Work& work) {
+  return {TwoCaches::of(p, caches, spec.q_layout, work.span, work.end_query - 1, work.i_head_kv)};
 }
 
 // Tiles of a token lie side by side, so that their gathers meet in the L2. Every part of every token is a tile, one
 // without keys too: the merge reads all of them.
-template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const ListParams& lists, int32_t index) {
+template <FwdSpec spec, Sm90MlaTile tile, class Lists>
+FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, const Lists& lists, int32_t index) {
   Work work;
   const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
   const int32_t sequence_and_head = heads_and_parts / schedule.num_parts;
@@ -115,10 +120,10 @@ FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, 
   work.has_rows = i < work.span.seqlen_q;
   if (!work.has_rows) return work;
   work.band = resolve_band(p.mask, work.span.seqlen_q, work.span.seqlen_k);
-  const int32_t count = keys_of_token(p, lists, work).list.count();
+  const int32_t count = keys_of_token<spec>(p, lists, work).list.count();
   work.part_keys = {0, count};
   if constexpr (tile.split_keys > 0) {
-    const int32_t part_keys = keys_of_a_part(lists.topk * lists.block, schedule.num_parts, kKeys);
+    const int32_t part_keys = keys_of_a_part(schedule.most_keys, schedule.num_parts, kKeys);
     const int32_t begin = work.part * part_keys;
     work.part_keys = {min(begin, count), min(begin + part_keys, count)};
   }
