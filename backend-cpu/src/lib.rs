@@ -189,6 +189,10 @@ unsafe impl FmhaBackend for CpuBackend {
         true
     }
 
+    fn takes_cache_rows(&self) -> bool {
+        true
+    }
+
     fn takes_masks(&self) -> bool {
         true
     }

@@ -87,6 +87,11 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
     if options.row_invariant {
         takes_equal_rows(problem, "cpu-fwd")?;
     }
+    if !problem.walks_lists() {
+        // Rows of bytes are read where keys are walked one by one.
+        let refused = problem.refuse_cache_rows("cpu-fwd");
+        refused.map_err(|refusal| unsupported("cpu", vec![refusal]))?;
+    }
     if problem.walks_lists() {
         return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));
     }

@@ -64,6 +64,13 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| problem.is_some_and(|p| p.block_scales.is_some()),
     },
     Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "rows of bytes of a latent cache are the CPU backend's",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
+    },
+    Declared {
         backends: &["rocm"],
         kernels: &[],
         slowly: true,

@@ -17,7 +17,7 @@ use crate::declared;
 use crate::execute::{run_bwd, run_combine, run_fwd};
 use crate::memory::Placement;
 use crate::tensor::{Operand, Tensor};
-use crate::tensors::{HostBwd, HostCombine, HostFwd};
+use crate::tensors::{HostBwd, HostCombine, HostFwd, set_page_byte};
 use crate::verdict::Verdict;
 
 /// Outcome of a case.
@@ -390,6 +390,17 @@ fn hidden_keys(
 
 fn spoil(host: &mut HostFwd, rows: Vec<((u32, u32), u32)>, [k, v]: [Operand; 2]) {
     let dims = host.problem.dims;
+    if let Some(format) = host.problem.cache.rows {
+        let tensor = host.operands.expect_mut(k);
+        for ((page, row), _) in rows {
+            let [values, _, rotary] = format.places(tensor.shape.seq, row);
+            let numbers = (values..values + format.values() as usize).map(|at| (at, 0x7f));
+            for (at, nan) in numbers.chain((rotary..rotary + 128).map(|at| (at, 0xff))) {
+                set_page_byte(tensor, page, at, nan);
+            }
+        }
+        return;
+    }
     for ((batch, row), head) in rows {
         for (operand, dim) in [(k, dims.head_dim_qk), (v, dims.head_dim_v)] {
             if operand == k || !host.problem.cache.v_in_k {

@@ -5,10 +5,10 @@ use fmha_core::masks::{HostMasks, Shown};
 use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
-    Bias, BlockFormat, BlockList, BlockLists, BlockScales, BlockTable, BwdProblem, CacheArgs, CombineProblem,
-    DType, Descale, DropoutSeed, ElemType, Extents, FwdProblem, KvLayout, ListLength, MaskArgs, Merge,
-    QLayout, Result, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, SeqSpan, Shape, Strides, Totals,
-    VLayout, ValidBwd, ValidCombine, ValidFwd,
+    Bias, BlockFormat, BlockList, BlockLists, BlockScales, BlockTable, BwdProblem, CacheArgs, CacheRows,
+    CombineProblem, DType, Descale, DropoutSeed, ElemType, Extents, FwdProblem, KvLayout, ListLength,
+    MaskArgs, Merge, QLayout, Result, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, SeqSpan, Shape,
+    Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -486,16 +486,20 @@ fn inputs(
     let extents = problem.extents(lengths.totals);
     let (rows_q, rows_k) = (q_rows(&spans), k_rows(&spans, kv_rows));
     let mut filled = vec![];
+    let (k, of_k) = problem.k_in_memory(extents.k);
     for (operand, dtype, shape, strides, rows) in [
         (Operand::Q, problem.dtypes.qk, extents.q, problem.strides.q, &rows_q),
-        (Operand::K, problem.stored_k(), extents.k, problem.strides.k, &rows_k),
+        (Operand::K, of_k, k, problem.strides.k, &rows_k),
         (Operand::V, problem.stored_v(), extents.v, problem.strides.v, &rows_k),
     ] {
         if operand == Operand::V && problem.cache.v_in_k || problem.block_scales.is_some() {
             continue;
         }
         let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
-        fill(&mut tensor, operand, rows);
+        match problem.cache.rows.filter(|_| operand == Operand::K) {
+            None => fill(&mut tensor, operand, rows),
+            Some(format) => quantised_rows(&mut tensor, format, operand, rows, data),
+        }
         if operand != Operand::Q && !masks.is_empty() {
             spoil_hidden(&mut tensor, problem, lengths.totals, &spans, kv_rows, operands)?;
         }
@@ -586,11 +590,56 @@ fn second_cache(
     let mut tensors = vec![(Operand::SecondK, extents.k, second.k)];
     tensors.extend((!problem.cache.v_in_k).then_some((Operand::SecondV, extents.v, second.v)));
     for (operand, shape, strides) in tensors {
-        let mut tensor = Tensor::new(problem.dtypes.qk, shape, strides, data.room)?;
-        fill(&mut tensor, operand, &rows);
+        let (shape, dtype) =
+            if operand == Operand::SecondK { alone.k_in_memory(shape) } else { (shape, problem.dtypes.v) };
+        let mut tensor = Tensor::new(dtype, shape, strides, data.room)?;
+        match problem.cache.rows {
+            None => fill(&mut tensor, operand, &rows),
+            Some(format) => quantised_rows(&mut tensor, format, operand, &rows, data),
+        }
         operands.put(operand, tensor);
     }
     Ok(())
+}
+
+/// Writes a byte of a page of rows of bytes.
+pub(crate) fn set_page_byte(tensor: &mut Tensor, page: u32, at: usize, byte: u8) {
+    let (row, d) = (at as u32 / tensor.shape.dim, at as u32 % tensor.shape.dim);
+    *tensor.byte_mut([page, row, 0, d]) = byte;
+}
+
+/// Fills rows of bytes: each group's scale is the least power of two by which its greatest value fits E4M3.
+fn quantised_rows(tensor: &mut Tensor, format: CacheRows, operand: Operand, rows: &[Row], data: Data) {
+    let page_size = tensor.shape.seq;
+    let (values, group) = (format.values() as usize, format.group() as usize);
+    let mut numbers = vec![0f32; format.head_dim_qk() as usize];
+    for row in rows {
+        let [of_values, of_scales, of_rotary] = format.places(page_size, row.row);
+        data.init.fill(operand, data.seed, [row.i_batch, 0, row.i], &mut numbers);
+        for (n, numbers) in numbers[..values].chunks(group).enumerate() {
+            let greatest = numbers.iter().fold(0f32, |max, x| max.max(x.abs()));
+            let exponent = (greatest / 448.0).log2().ceil().clamp(-100.0, 100.0) as i32;
+            let mut put = |at, byte| set_page_byte(tensor, row.storage_batch, at, byte);
+            match format {
+                CacheRows::Bytes656 => {
+                    let scale = 2f32.powi(exponent).to_le_bytes();
+                    scale.into_iter().enumerate().for_each(|(at, byte)| put(of_scales + 4 * n + at, byte));
+                }
+                _ => put(of_scales + n, (exponent + 127) as u8),
+            }
+            for (d, &x) in numbers.iter().enumerate() {
+                let mut code = [0];
+                DType::E4m3Fn.write(f64::from(x) / 2f64.powi(exponent), &mut code);
+                put(of_values + n * group + d, code[0]);
+            }
+        }
+        for (d, &x) in numbers[values..].iter().enumerate() {
+            let bits = half::bf16::from_f32(x).to_bits().to_le_bytes();
+            for (at, byte) in bits.into_iter().enumerate() {
+                set_page_byte(tensor, row.storage_batch, of_rotary + 2 * d + at, byte);
+            }
+        }
+    }
 }
 
 /// NaN in the rows of K or V that a kv head's queries see none of.

@@ -3,7 +3,7 @@
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    CacheArgs, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
+    CacheArgs, CacheRows, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
 };
 
 use half::{bf16, f16};
@@ -172,11 +172,16 @@ pub(crate) struct Cached<'a> {
     pub(crate) widened: Option<DType>,
     /// Whether it is read where it lies and widened in registers.
     pub(crate) in_codes: bool,
+    /// Format of rows of bytes, and the rows of a page.
+    pub(crate) packed: Option<(CacheRows, u32)>,
 }
 
 impl Cached<'_> {
     /// The type that arithmetic meets.
     pub(crate) fn taken_as(&self) -> DType {
+        if self.packed.is_some() {
+            return DType::Bf16;
+        }
         self.widened.unwrap_or(self.source.dtype())
     }
 
@@ -304,6 +309,9 @@ impl Cached<'_> {
         scratch: &mut Floats,
     ) -> Matrix {
         let span = &head.span;
+        if let Some(packed) = self.packed {
+            return self.unpacked(packed, span, (j, count), scratch);
+        }
         let run = self.rows.run(span, j) as usize;
         let (batch, row) = self.rows.at(span, j);
         let here = self.source.matrix(batch, head.i_head_kv, row);
@@ -313,6 +321,29 @@ impl Cached<'_> {
         let to = scratch.as_mut_ptr().cast::<u8>();
         self.bring_together(s, span, (head.i_head_kv, 1), (j, count), planes, to);
         Matrix::dense(to, self.taken_as(), self.dim)
+    }
+
+    /// Keys `j .. j + count` of rows of bytes, in bf16.
+    fn unpacked(
+        &self,
+        (format, page_size): (CacheRows, u32),
+        span: &SeqSpan,
+        (j, count): (u32, usize),
+        scratch: &mut Floats,
+    ) -> Matrix {
+        let to = scratch.as_mut_ptr().cast::<u8>();
+        let page_bytes = page_size as usize * format.row_bytes() as usize;
+        for n in 0..count {
+            let (page, row) = self.rows.at(span, j + n as u32);
+            // SAFETY: the argument check measured whole pages of bytes, `spans` or the list the page; the scratch has
+            // room for the keys of a tile.
+            unsafe {
+                let page = std::slice::from_raw_parts(self.source.matrix(page, 0, 0).at(0, 0), page_bytes);
+                let to = to.cast::<u16>().add(n * self.dim);
+                format.read_bf16(page, page_size, row, std::slice::from_raw_parts_mut(to, self.dim));
+            }
+        }
+        Matrix::dense(to, DType::Bf16, self.dim)
     }
 
     /// Keys `j .. j + count` of heads, one after another at `to`, where there is room for them: a head's

@@ -199,6 +199,7 @@ impl<'a> Forward<'a> {
             dim: dim as usize,
             widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
+            packed: None,
         };
         let q = Source::new(args.q, problem.dtypes.qk, problem.strides.q);
         Shared {

@@ -262,6 +262,7 @@ mod tests {
             cache: fmha_core::CacheArgs::default(),
             score: fmha_core::ScoreArgs::default(),
             masks: fmha_core::MaskArgs::default(),
+            second: None,
         };
         let (mut worst, mut same_worst, mut lse_worst) = (0.0f64, 0.0f64, 0.0f64);
         for &span in &spans {

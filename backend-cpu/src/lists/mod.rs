@@ -26,7 +26,9 @@ use fmha_core::lists::HostLists;
 use fmha_core::masks::{HostMasks, Shown};
 use fmha_core::second::SecondCall;
 use fmha_core::seq::KvRows;
-use fmha_core::{DevSlice, FwdProblem, MaskArgs, ProblemError, ScoreArgs, SeqArgs, SeqSpan};
+use fmha_core::{
+    CacheRows, DType, DevSlice, FwdProblem, MaskArgs, ProblemError, ScoreArgs, SeqArgs, SeqSpan,
+};
 
 use crate::blocks::{Gather, GatherRows, GatherTransposed, Scores, row_stride};
 use crate::forward::cache::Cached;
@@ -128,6 +130,7 @@ impl<'a> Shared<'a> {
             dim: dim as usize,
             widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
+            packed: packed(problem),
         };
         let most = problem.most_walked_keys() as usize;
         Ok(Some(Self {
@@ -137,8 +140,8 @@ impl<'a> Shared<'a> {
             second,
             score: ScoreInputs::new(problem, score, None),
             q,
-            k: cached(k, problem.stored_k(), problem.strides.k, dims.head_dim_qk),
-            v: cached(v, problem.stored_v(), problem.strides.v, dims.head_dim_v),
+            k: cached(k, in_memory(problem, problem.stored_k()), problem.strides.k, dims.head_dim_qk),
+            v: cached(v, in_memory(problem, problem.stored_v()), problem.strides.v, dims.head_dim_v),
             capacity: most.next_multiple_of(TILE_KEYS).max(TILE_KEYS),
         }))
     }
@@ -397,6 +400,16 @@ impl<'a> Shared<'a> {
     }
 }
 
+/// Format of a problem's rows of bytes, and the rows of a page.
+fn packed(problem: &FwdProblem) -> Option<(CacheRows, u32)> {
+    problem.cache.rows.zip(problem.layout.kv.page_size())
+}
+
+/// Type of an element of K or V in memory: a byte, where rows are bytes.
+fn in_memory(problem: &FwdProblem, stored: DType) -> DType {
+    if problem.cache.rows.is_some() { DType::E4m3Fn } else { stored }
+}
+
 impl<'a> Second<'a> {
     /// # Errors
     /// Operands that are missing, and lengths that are wrong.
@@ -409,14 +422,15 @@ impl<'a> Second<'a> {
             dim: dim as usize,
             widened: None,
             in_codes: false,
+            packed: packed(problem),
         };
         let v = args.v.unwrap_or(args.k);
         Ok(Self {
             spans: call.spans()?,
             lists: HostLists::of(problem, seq)?,
             masks: HostMasks::of(problem, &call.masks(), seq.totals.total_q)?,
-            k: cached(args.k, problem.stored_k(), problem.strides.k, dims.head_dim_qk),
-            v: cached(v, problem.stored_v(), problem.strides.v, dims.head_dim_v),
+            k: cached(args.k, in_memory(problem, problem.stored_k()), problem.strides.k, dims.head_dim_qk),
+            v: cached(v, in_memory(problem, problem.stored_v()), problem.strides.v, dims.head_dim_v),
         })
     }
 }

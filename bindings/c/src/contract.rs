@@ -131,6 +131,8 @@ fn caches() -> Vec<FmhaCache> {
         with!(turning, max_pos = 8, rotary_dim = 2, dtype_rotary = FMHA_F32, rotary_interleaved = 1),
         with!(base, tree_mask = 1, dtype_cache = FMHA_E4M3FN, v_in_k = 1),
         with!(base, dtype_cache = FMHA_E5M2),
+        with!(base, cache_rows = 656),
+        with!(base, cache_rows = 584),
     ]
 }
 

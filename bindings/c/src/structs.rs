@@ -140,8 +140,9 @@ pub struct FmhaCache {
     pub dtype_cache: i32,
     /// 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
     pub v_in_k: i32,
-    /// 0.
-    pub reserved: i32,
+    /// 656 or 584: K's rows are bytes in pages, with v_in_k and dtype_qk bf16, strides in bytes: E4M3 values with their
+    /// scales, and 64 elements in bf16, as FlashMLA has them; 0: rows of elements.
+    pub cache_rows: i32,
 }
 
 /// Place of a call within a larger one that it is a part of: its first query, key, sequence and head. Mask,

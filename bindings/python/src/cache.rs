@@ -69,7 +69,7 @@ pub(crate) fn cache(
         dtype_rotary: 0,
         dtype_cache: if is_cache { k.dtype } else { 0 },
         v_in_k: i32::from(v_in_k),
-        reserved: 0,
+        cache_rows: 0,
     };
     if let Some(k_new) = request.get(Slot::KNew) {
         let (wanted, total) = match request.get(Slot::CuSeqlensNew) {

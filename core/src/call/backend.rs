@@ -118,6 +118,12 @@ pub unsafe trait FmhaBackend: Send + Sync {
         false
     }
 
+    /// Whether it knows of rows of bytes with scales of their own ([`CacheRows`](crate::CacheRows)), and refuses by a
+    /// kernel's name what it does not read. A backend that does not is given no problem with them.
+    fn takes_cache_rows(&self) -> bool {
+        false
+    }
+
     /// Whether it knows of masks as data ([`Masks`](crate::Masks)), and refuses by a kernel's name what it does not
     /// read. A backend that does not is given no problem with any.
     fn takes_masks(&self) -> bool {
@@ -405,7 +411,7 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
 
-/// Refuses a problem with lists of keys, or with a second cache, for each kernel of a backend that knows of neither.
+/// Refuses a problem with lists of keys, a second cache or rows of bytes for each kernel of a backend that knows of none.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with a refusal a kernel.
@@ -413,7 +419,9 @@ pub fn refuse_lists<P: Problem>(backend: &dyn FmhaBackend, problem: &P) -> Resul
     let Some(fwd) = problem.forward() else { return Ok(()) };
     let refused = |kernel| {
         let by_lists = if backend.takes_lists() { None } else { fwd.refuse_lists(kernel).err() };
-        by_lists.or_else(|| if backend.takes_second() { None } else { fwd.refuse_second(kernel).err() })
+        let by_second = || if backend.takes_second() { None } else { fwd.refuse_second(kernel).err() };
+        let by_rows = || if backend.takes_cache_rows() { None } else { fwd.refuse_cache_rows(kernel).err() };
+        by_lists.or_else(by_second).or_else(by_rows)
     };
     let refusals: Vec<_> = backend.kernels().into_iter().filter_map(refused).collect();
     if refusals.is_empty() { Ok(()) } else { Err(unsupported(backend.name(), refusals)) }

@@ -128,3 +128,148 @@ pub fn header() -> Header {
     let includes = ["fmha/lists.h", "fmha/mask_data_params.h"];
     Header::shared("fmha/two_caches_params.h", "fmha", &includes, &definitions)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+mod tests {
+    use super::*;
+    use crate::args::{DevSlice, MemorySpace, check_fwd};
+    use crate::bwd::BwdProblem;
+    use crate::masks::{Intervals, MaskAxes, MaskBits};
+    use crate::plan::Workspace;
+    use crate::problem::{KeyLists, ListEntries, SecondCache};
+    use crate::score::Bias;
+    use crate::{Append, DType, DevSliceMut, Dims, KvLayout, MaskSpec, Part, QLayout, Totals, VLayout};
+
+    const DIMS: Dims = Dims {
+        batch: 2,
+        seqlen_q: 2,
+        seqlen_k: 10,
+        num_heads_q: 2,
+        num_heads_kv: 1,
+        head_dim_qk: 4,
+        head_dim_v: 4,
+    };
+
+    fn plain() -> FwdProblem {
+        FwdProblem::batch(DType::F32, DIMS)
+    }
+
+    /// With a second cache of six keys a sequence that rows see whole.
+    fn both(problem: FwdProblem) -> FwdProblem {
+        let second = SecondCache::new(&problem, KvLayout::Strided, 6);
+        problem.second(second)
+    }
+
+    #[test]
+    fn what_does_not_go_with_a_second_cache_is_refused_by_its_name() {
+        let second = both(plain()).second.unwrap();
+        let with = |second: SecondCache| plain().second(second);
+        let alone = second.alone(&plain());
+        let lists = KeyLists::new(&alone, 3);
+        let intervals = Intervals::batch(&alone, MaskAxes::SHARED, 2);
+        let by_heads = Intervals::batch(&alone, MaskAxes { per_batch: false, heads: 2 }, 2);
+        let bits = MaskBits::dense(&plain(), MaskAxes::SHARED, Totals::NONE);
+        let turned = crate::Strides { seq: -4, ..second.k };
+        let append = Append::batch(&plain(), 1);
+        for (problem, field, text) in [
+            (
+                both(plain().bias(Bias::Alibi { per_batch: false })),
+                "bias",
+                "beside a second cache is not defined",
+            ),
+            (both(plain().p_drop(0.5)), "p_drop", "p_drop 0.5 beside a second cache"),
+            (both(plain().part(Part { position_q: 3, ..Part::default() })), "part", "position_q 3"),
+            (both(plain().seqused_k(true).append(append)), "append", "append of seqlen_new 1 beside"),
+            (both(plain().arrivals(2)), "arrivals", "arrivals 2 beside"),
+            (both(plain().mask_bits(bits)), "mask_bits", "bits of keys beside"),
+            (both(plain().v_layout(VLayout::ColMajor)), "v", "v"),
+            (both(plain().row_max(true)), "row_max", "row_max is wanted beside a second cache"),
+            (
+                both(plain().mask_code("k <= q".parse::<crate::expr::Function>().unwrap())),
+                "code",
+                "mask as code",
+            ),
+            (with(second.lists(lists).intervals(intervals)), "second", "indices of topk 3 and intervals"),
+            (
+                with(second.intervals(by_heads)),
+                "intervals",
+                "second.intervals has 2 heads beside a second cache",
+            ),
+            (with(second.lse_without_sink(true)), "lse_without_sink", "but sink is false"),
+            (with(second.k(turned)), "second", "second.k.seq stride -4 is negative"),
+            (
+                with(second.lists(lists.entries(ListEntries::Addresses))),
+                "second",
+                "second.indices: topk 3 addresses need pages, not kv_layout Strided",
+            ),
+            (
+                with(second.lists(lists.entries(ListEntries::Blocks { size: 1 << 30 }))),
+                "second",
+                "a query walks 3221225482 keys of both caches",
+            ),
+            (
+                with(SecondCache::new(&plain(), KvLayout::Paged { page_size: 0 }, 6)),
+                "second",
+                "second.page_size 0 is not in 1..=",
+            ),
+        ] {
+            let error = problem.validate().unwrap_err();
+            assert_eq!(error.field, field, "{error}");
+            assert!(error.text.contains(text), "{error}");
+        }
+        both(plain().sink(true).softcap(2.0).mask(MaskSpec::CAUSAL)).validate().unwrap();
+        let error = BwdProblem::new(both(plain()).write_lse(true)).validate().unwrap_err();
+        assert_eq!((error.field, error.text.contains("has no gradient")), ("second", true));
+        let refusal = both(plain()).refuse_second("some").unwrap_err();
+        assert_eq!(refusal.reason, "a second cache of seqlen_k 6 is not in this kernel");
+    }
+
+    #[test]
+    fn a_window_counts_as_many_keys_as_it_shows() {
+        let window: MaskSpec = "b:2,0".parse().unwrap();
+        assert_eq!(both(plain()).most_walked_keys(), 16);
+        assert_eq!(both(plain().mask(window)).most_walked_keys(), 3 + 6);
+        assert_eq!(plain().mask(window).most_walked_keys(), 10);
+        let sinks: MaskSpec = "b:2,0,1".parse().unwrap();
+        assert_eq!(both(plain().mask(sinks)).most_walked_keys(), 16);
+    }
+
+    #[test]
+    fn a_second_cache_of_a_call_is_there_iff_its_problem_has_one() {
+        let (q, k, mut o) = ([0f32; 16], [0f32; 80], [0f32; 16]);
+        let (lengths, offsets) = ([1i32; 2], [0i32; 3]);
+        let mut check = |problem: FwdProblem, second: Option<&SecondArgs<'_>>| {
+            let [slice, keys] = [DevSlice::host(&q), DevSlice::host(&k)];
+            let args = FwdArgs::new(slice, keys, keys, DevSliceMut::host(&mut o)).second(second);
+            let problem = problem.validate().unwrap();
+            let checked = check_fwd(&problem, &args, Workspace::NONE, MemorySpace::Host);
+            checked.err().map_or(String::new(), |error| error.text)
+        };
+        let keys = DevSlice::host(&k);
+        let given = SecondArgs::new(keys, keys);
+        assert_eq!(check(both(plain()), Some(&given)), "");
+        assert_eq!(check(both(plain()), None), "second is missing: its problem has one");
+        assert_eq!(check(plain(), Some(&given)), "second is given, but the problem has none");
+        let few = SecondArgs::new(DevSlice::host(&k[..47]), keys);
+        let text = check(both(plain()), Some(&few));
+        assert!(text.starts_with("second.k has 188 bytes, but its extents and strides reach 192"), "{text}");
+        let text = check(both(plain()), Some(&SecondArgs::new(keys, None)));
+        assert!(text.starts_with("second.v is not memory to read"), "{text}");
+        let with = |seq| given.seq(seq);
+        let text = check(both(plain()), Some(&with(SeqArgs::default().seqused_k(DevSlice::host(&lengths)))));
+        assert!(text.starts_with("second.seqused_k is given"), "{text}");
+        let text =
+            check(both(plain()), Some(&with(SeqArgs::default().cu_seqlens_q(DevSlice::host(&offsets)))));
+        assert!(
+            text.starts_with("second.cu_seqlens_q is given, but queries are those of the call"),
+            "{text}"
+        );
+        let used = both(plain()).second.unwrap().seqused_k(true);
+        let text = check(plain().second(used), Some(&given));
+        assert!(text.starts_with("second.seqused_k is missing"), "{text}");
+        let text = check(both(plain()), Some(&given.intervals(DevSlice::host(&lengths))));
+        assert!(text.starts_with("second.intervals is given"), "{text}");
+        assert_eq!(both(plain()).layout.q, QLayout::Batch);
+    }
+}

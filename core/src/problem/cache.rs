@@ -220,6 +220,7 @@ impl FwdProblem {
             CacheUse { append: Some(append), .. } => format!("append of seqlen_new {}", append.seqlen_new),
             CacheUse { rotary: Some(rotary), .. } => format!("rotary embedding of dim {}", rotary.dim),
             CacheUse { dtype: Some(cache), .. } => format!("dtype_cache {cache} beside {}", self.dtypes.qk),
+            CacheUse { rows: Some(rows), .. } => format!("cache_rows of {} bytes", rows.row_bytes()),
             CacheUse { tree_mask: true, .. } => format!("tree_mask of {} queries", self.dims.seqlen_q),
             _ => return Ok(()),
         };

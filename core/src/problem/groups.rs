@@ -1,5 +1,6 @@
 //! Groups of fields of a forward problem.
 
+use super::CacheRows;
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::kv::{Append, Rotary};
@@ -135,6 +136,9 @@ pub struct CacheUse {
     /// FP8 type of the stored K and V with a 16-bit Q: `dtype_cache`. `None`: K and V have their own types.
     /// Each element is multiplied by its descale and rounded to `dtype_qk` before anything else.
     pub dtype: Option<DType>,
+    /// Format of K's rows where they are bytes with scales of their own: `cache_rows`. Strides of K are in bytes then.
+    /// `None`: rows of elements.
+    pub rows: Option<CacheRows>,
     /// Whether V is the first `head_dim_v` elements of K's rows (MLA), and no tensor of its own.
     pub v_in_k: bool,
     /// New keys and values to write to the cache first.

@@ -17,6 +17,7 @@ pub mod mask;
 pub mod masks;
 pub mod operation;
 mod part;
+mod rows;
 pub mod score;
 mod second;
 mod strides;
@@ -32,6 +33,7 @@ pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
 pub use part::Part;
+pub use rows::CacheRows;
 pub use second::SecondCache;
 pub(crate) use strides::{MAX_EXTENT_BYTES, check_input, check_output, check_unit_stride, check_v};
 
@@ -250,6 +252,8 @@ impl FwdProblem {
         block_scales: impl Into<Option<BlockScales>> => block_scales;
         /// The FP8 type that K and V are stored in beside a 16-bit Q.
         dtype_cache: impl Into<Option<DType>> => cache.dtype;
+        /// Format of K's rows where they are bytes with scales of their own.
+        cache_rows: impl Into<Option<CacheRows>> => cache.rows;
         /// Whether V is the first `head_dim_v` elements of K's rows.
         v_in_k: bool => cache.v_in_k;
         /// New keys and values to write to the cache first.
@@ -386,6 +390,7 @@ impl FwdProblem {
         self.check_score()?;
         self.code.check()?;
         self.check_cache()?;
+        self.check_cache_rows()?;
         self.check_part()?;
         self.check_lists()?;
         self.check_masks()?;
@@ -529,10 +534,12 @@ impl FwdProblem {
             return check_output("o", self.strides.o, extents.o, self.dtypes.o);
         }
         check_input("q", self.strides.q, extents.q, self.dtypes.qk)?;
-        check_input("k", self.strides.k, extents.k, self.stored_k())?;
+        let (k, dtype_k) = self.k_in_memory(extents.k);
+        let (v, dtype_v) = self.v_in_memory(extents.v);
+        check_input("k", self.strides.k, k, dtype_k)?;
         check_unit_stride("q", "dim", self.strides.q.dim, extents.q.dim)?;
-        check_unit_stride("k", "dim", self.strides.k.dim, extents.k.dim)?;
-        check_v("v", self.strides.v, self.layout.v, extents.v, self.stored_v())?;
+        check_unit_stride("k", "dim", self.strides.k.dim, k.dim)?;
+        check_v("v", self.strides.v, self.layout.v, v, dtype_v)?;
         self.check_written_cache(extents.k, extents.v)?;
         check_output("o", self.strides.o, extents.o, self.dtypes.o)
     }

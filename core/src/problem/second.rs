@@ -49,7 +49,7 @@ impl SecondCache {
             lse_without_sink: false,
         };
         let alone = second.alone(problem);
-        second.k = Strides::bshd(alone.shape_k());
+        second.k = Strides::bshd(alone.k_in_memory(alone.shape_k()).0);
         second.v = if problem.cache.v_in_k { second.k } else { Strides::bshd(alone.shape_v()) };
         second
     }
@@ -77,7 +77,7 @@ impl SecondCache {
         (alone.dtypes, alone.strides) = (problem.dtypes, problem.strides);
         (alone.strides.k, alone.strides.v) = (self.k, self.v);
         (alone.layout.seqused_q, alone.layout.seqused_k) = (problem.layout.seqused_q, self.seqused_k);
-        alone.cache.v_in_k = problem.cache.v_in_k;
+        (alone.cache.v_in_k, alone.cache.rows) = (problem.cache.v_in_k, problem.cache.rows);
         (alone.lists, alone.masks.intervals) = (self.lists, self.intervals);
         alone
     }
@@ -206,10 +206,12 @@ impl FwdProblem {
         let alone = second.alone(self);
         alone.check_dims().map_err(named)?;
         let fewest = alone.fewest();
-        check_input("k", second.k, fewest.k, alone.stored_k()).map_err(named)?;
-        check_unit_stride("k", "dim", second.k.dim, fewest.k.dim).map_err(named)?;
-        check_v("v", second.v, VLayout::RowMajor, fewest.v, alone.stored_v()).map_err(named)?;
+        let ((k, dtype_k), (v, dtype_v)) = (alone.k_in_memory(fewest.k), alone.v_in_memory(fewest.v));
+        check_input("k", second.k, k, dtype_k).map_err(named)?;
+        check_unit_stride("k", "dim", second.k.dim, k.dim).map_err(named)?;
+        check_v("v", second.v, VLayout::RowMajor, v, dtype_v).map_err(named)?;
         alone.check_cache().map_err(named)?;
+        alone.check_cache_rows().map_err(named)?;
         alone.check_lists().map_err(named)?;
         alone.check_masks().map_err(named)
     }

@@ -122,6 +122,17 @@ impl<'a> Cached<'a> {
         let Self { problem, inputs, span, .. } = self;
         let places = KvRows::of(problem, &inputs.seq)?;
         let place = |j| places.at(&span, j);
+        if let Some(format) = problem.cache.rows {
+            let (bytes, page_size) = (host(rows.name, Some(&rows.slice))?, problem.layout.kv.page_size());
+            let mut row = vec![0f32; dim as usize];
+            let mut values = Vec::with_capacity(span.seqlen_cached as usize * dim as usize);
+            for (page, at) in (0..span.seqlen_cached).map(place) {
+                let first = rows.strides.offset(page, 0, head, 0) as usize;
+                format.read(&bytes[first..], page_size.unwrap_or(1), at, &mut row);
+                values.extend(row.iter().map(|&x| real::<T>(f64::from(x)) * descale));
+            }
+            return Ok(values);
+        }
         if problem.cache.dtype.is_none() {
             return rows.gather(place, head, span.seqlen_cached, dim, descale);
         }

@@ -3,8 +3,8 @@
 //! Rows that no query sees of either cache are NaN.
 
 use fmha_core::{
-    DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, ListLength, MaskAxes, SecondCache,
-    Strides, Totals,
+    CacheRows, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, ListLength, MaskAxes,
+    SecondCache, Strides, Totals,
 };
 
 use super::edges::{data, group, masked};
@@ -21,6 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
         parts(&mut cases, dtype);
         latent(&mut cases, dtype);
     }
+    rows_of_bytes(&mut cases);
     cases
 }
 
@@ -212,7 +213,7 @@ fn places(cases: &mut Vec<Case>, dtype: DType) {
 fn addressed(mut problem: FwdProblem, [first, second]: [(u32, u32); 2], seed: u64) -> (FwdProblem, Lengths) {
     let totals = |num_pages| Totals { num_pages: Some(num_pages), ..Totals::NONE };
     problem.layout.kv = KvLayout::Paged { page_size: first.0 };
-    problem.strides.k = Strides::bshd(problem.shape_k());
+    problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
     let v_in_k = problem.cache.v_in_k;
     problem.strides.v = if v_in_k { problem.strides.k } else { Strides::bshd(problem.shape_v()) };
     problem.lists = Some(KeyLists::new(&problem, first.1).entries(ListEntries::Addresses));
@@ -324,4 +325,36 @@ fn latent(cases: &mut Vec<Case>, dtype: DType) {
     let seen = Seen::List(400, "scattered");
     let (problem, lengths) = with_second(problem, lengths, (STRIDED, 300), Lengths::default(), seen, seed);
     push(cases, long, modified(problem, "sink_apart"), lengths);
+}
+
+/// Rows of 656 and 584 bytes, of one cache and of two: lists of addresses, and of positions in pages by a table.
+fn rows_of_bytes(cases: &mut Vec<Case>) {
+    for (word, rows) in [("b656", CacheRows::Bytes656), ("b584", CacheRows::Bytes584)] {
+        let sized = |heads, keys| Dims {
+            batch: 2,
+            head_dim_v: CacheRows::HEAD_DIM_V,
+            ..dims(2, keys, (heads, 1), rows.head_dim_qk())
+        };
+        let plain = |heads, keys, mask| {
+            let problem = masked(DType::Bf16, sized(heads, keys), mask).v_in_k(true).cache_rows(rows);
+            problem.sink(heads == 4)
+        };
+        for (heads, pages) in [(4, [(5, 70), (64, 90)]), (20, [(64, 30), (3, 8)])] {
+            let name = format!("lists/rows/{word}/two/h{heads}");
+            let (problem, lengths) = addressed(plain(heads, 0, "0"), pages, data(&name).seed);
+            push(cases, name, modified(problem, if heads == 4 { "sink_apart" } else { "" }), lengths);
+            let name = format!("lists/rows/{word}/one/h{heads}");
+            let (problem, lengths) = addressed(plain(heads, 0, "0"), pages, data(&name).seed);
+            push(cases, name, problem.second(None), Lengths { second: None, ..lengths });
+        }
+        for mask in ["b", "b:30,0"] {
+            let name = format!("lists/rows/{word}/table/{mask}");
+            let (mut problem, lengths) =
+                super::decode::in_pages(plain(3, 90, mask), 16, Lengths::default(), &name);
+            problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            let (problem, lengths) = listed(problem, lengths, 60, "scattered", data(&name).seed);
+            push(cases, name, problem, lengths);
+        }
+    }
 }

@@ -39,8 +39,9 @@ pub fn check_fwd(
     let extents = operands.inputs(problem, args.q, &args.seq, &args.score)?;
     operands.masks(problem, &args.masks, args.seq.totals)?;
     if problem.block_scales.is_none() {
-        operands.cache("k", &args.k, problem, (problem.strides.k, extents.k, problem.stored_k()))?;
-        operands.cache("v", &args.v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
+        let ((k, dtype_k), (v, dtype_v)) = (problem.k_in_memory(extents.k), problem.v_in_memory(extents.v));
+        operands.cache("k", &args.k, problem, (problem.strides.k, k, dtype_k))?;
+        operands.cache("v", &args.v, problem, (problem.strides.v, v, dtype_v))?;
     }
     operands.block_scales(problem, args, &extents)?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
@@ -450,13 +451,10 @@ impl Operands {
         let extents = operands.inputs(problem, q, seq, &ScoreArgs::default())?;
         operands.masks(problem, &call.masks(), seq.totals)?;
         let v = v.map_or(CacheSlice::InK, CacheSlice::Read);
-        operands.cache(
-            "k",
-            &CacheSlice::Read(*k),
-            problem,
-            (problem.strides.k, extents.k, problem.stored_k()),
-        )?;
-        operands.cache("v", &v, problem, (problem.strides.v, extents.v, problem.stored_v()))?;
+        let ((of_k, dtype_k), (of_v, dtype_v)) =
+            (problem.k_in_memory(extents.k), problem.v_in_memory(extents.v));
+        operands.cache("k", &CacheSlice::Read(*k), problem, (problem.strides.k, of_k, dtype_k))?;
+        operands.cache("v", &v, problem, (problem.strides.v, of_v, dtype_v))?;
         operands.cache_operands(problem, &CacheArgs::default(), seq, extents)?;
         self.all.extend(operands.all);
         Ok(())

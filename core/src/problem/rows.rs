@@ -1,0 +1,227 @@
+//! Rows of bytes of a latent cache: values in FP8 with scales of their own, and a rotary part of 16 bits.
+
+use super::{Dims, FwdProblem};
+use crate::dtype::DType;
+use crate::error::{ProblemError, Refusal, ensure};
+use crate::fp8::E4m3Fn;
+use crate::layout::{KvLayout, Shape};
+
+/// Format of the rows of a quantised latent cache, as `FlashMLA` has them. A value is its E4M3 number times its scale,
+/// in f32, rounded to bf16; the last 64 elements are bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CacheRows {
+    /// `DeepSeek` V3.2's: 512 values in E4M3, 4 scales in f32 of 128 values each, 64 elements in bf16. V is the first 512
+    /// of 576 elements.
+    Bytes656,
+    /// `DeepSeek` V4's: a page has 576 bytes of each row first, 448 values in E4M3 and 64 elements in bf16, and behind
+    /// the rows 8 bytes of each: 7 scales in E8M0 of 64 values each, and one that is not read. V is all of 512 elements.
+    Bytes584,
+}
+
+/// Elements in bf16 at a row's end.
+const ROTARY: u32 = 64;
+
+impl CacheRows {
+    /// Bytes of a row, its scales counted.
+    #[must_use]
+    pub const fn row_bytes(self) -> u32 {
+        match self {
+            Self::Bytes656 => 656,
+            Self::Bytes584 => 584,
+        }
+    }
+
+    /// Values in E4M3 of a row.
+    #[must_use]
+    pub const fn values(self) -> u32 {
+        match self {
+            Self::Bytes656 => 512,
+            Self::Bytes584 => 448,
+        }
+    }
+
+    /// Values that share a scale.
+    #[must_use]
+    pub const fn group(self) -> u32 {
+        match self {
+            Self::Bytes656 => 128,
+            Self::Bytes584 => 64,
+        }
+    }
+
+    /// Elements of a row of K.
+    #[must_use]
+    pub const fn head_dim_qk(self) -> u32 {
+        self.values() + ROTARY
+    }
+
+    /// Elements of a row of V.
+    pub const HEAD_DIM_V: u32 = 512;
+
+    /// Offset in its page of a row's values, of its scales, and of its elements in bf16, bytes.
+    #[must_use]
+    pub const fn places(self, page_size: u32, row: u32) -> [usize; 3] {
+        let (row, values) = (row as usize, self.values() as usize);
+        match self {
+            Self::Bytes656 => [row * 656, row * 656 + values, row * 656 + values + 16],
+            Self::Bytes584 => [row * 576, page_size as usize * 576 + row * 8, row * 576 + values],
+        }
+    }
+
+    /// Elements of a row, the bits of bf16, into `to`, which has `head_dim_qk` or fewer. `page` are the bytes of its page.
+    pub fn read_bf16(self, page: &[u8], page_size: u32, row: u32, to: &mut [u16]) {
+        let [values, scales, rotary] = self.places(page_size, row);
+        let (count, group) = (self.values() as usize, self.group() as usize);
+        let (quantised, rest) = to.split_at_mut(count.min(to.len()));
+        for (n, to) in quantised.chunks_mut(group).enumerate() {
+            let scale = self.scale(&page[scales..], n);
+            for (to, &code) in to.iter_mut().zip(&page[values + n * group..]) {
+                let value = E4m3Fn::from_bits(code).to_f32() * scale;
+                *to = half::bf16::from_f32(value).to_bits();
+            }
+        }
+        for (d, to) in rest.iter_mut().enumerate() {
+            *to = u16::from_le_bytes([page[rotary + 2 * d], page[rotary + 2 * d + 1]]);
+        }
+    }
+
+    /// The n-th scale of a row, whose scales begin here.
+    fn scale(self, scales: &[u8], n: usize) -> f32 {
+        match self {
+            Self::Bytes656 => DType::F32.read(&scales[4 * n..]) as f32,
+            // The code of NaN.
+            Self::Bytes584 if scales[n] == u8::MAX => f32::NAN,
+            Self::Bytes584 => 2f32.powi(i32::from(scales[n]) - 127),
+        }
+    }
+
+    /// Elements of a row as [`read_bf16`](Self::read_bf16) gives them, as f32.
+    pub fn read(self, page: &[u8], page_size: u32, row: u32, to: &mut [f32]) {
+        let mut bits = vec![0; to.len()];
+        self.read_bf16(page, page_size, row, &mut bits);
+        for (to, bits) in to.iter_mut().zip(bits) {
+            *to = half::bf16::from_bits(bits).to_f32();
+        }
+    }
+}
+
+impl FwdProblem {
+    /// K's shape in memory and the type of its elements there: bytes, where its rows are.
+    #[must_use]
+    pub fn k_in_memory(&self, shape: Shape) -> (Shape, DType) {
+        match self.cache.rows {
+            None => (shape, self.stored_k()),
+            Some(rows) => (Shape { dim: rows.row_bytes(), ..shape }, super::BYTE),
+        }
+    }
+
+    /// V's shape in memory and the type of its elements there: bytes, where it lies in rows of bytes.
+    #[must_use]
+    pub fn v_in_memory(&self, shape: Shape) -> (Shape, DType) {
+        match self.cache.rows {
+            None => (shape, self.stored_v()),
+            Some(_) => self.k_in_memory(shape),
+        }
+    }
+
+    /// # Errors
+    /// Rows of bytes beside what does not go with them, by its name.
+    pub(crate) fn check_cache_rows(&self) -> Result<(), ProblemError> {
+        let Some(rows) = self.cache.rows else { return Ok(()) };
+        let bytes = rows.row_bytes();
+        let Dims { num_heads_kv, head_dim_qk, head_dim_v, .. } = self.dims;
+        let (wanted_qk, wanted_v) = (rows.head_dim_qk(), CacheRows::HEAD_DIM_V);
+        ensure!(
+            (head_dim_qk, head_dim_v) == (wanted_qk, wanted_v),
+            "cache_rows",
+            "cache_rows of {bytes} bytes have head_dim_qk {wanted_qk} and head_dim_v {wanted_v}, not {head_dim_qk} and \
+             {head_dim_v}"
+        );
+        ensure!(
+            num_heads_kv == 1,
+            "cache_rows",
+            "cache_rows of {bytes} bytes are of 1 kv head, but num_heads_kv is {num_heads_kv}"
+        );
+        let (qk, v) = (self.dtypes.qk, self.dtypes.v);
+        ensure!(
+            qk == DType::Bf16 && v == qk && self.cache.dtype.is_none(),
+            "cache_rows",
+            "cache_rows of {bytes} bytes go with dtype_qk and dtype_v bf16, not {qk} and {v}, and no dtype_cache"
+        );
+        ensure!(
+            self.cache.v_in_k,
+            "cache_rows",
+            "cache_rows of {bytes} bytes have V in K's rows, but v_in_k is false"
+        );
+        let KvLayout::Paged { .. } = self.layout.kv else {
+            let text = format!("cache_rows of {bytes} bytes need pages, not kv_layout {:?}", self.layout.kv);
+            return Err(ProblemError::new("cache_rows", text));
+        };
+        ensure!(
+            self.strides.k.seq == i64::from(bytes) && self.strides.k.dim == 1,
+            "cache_rows",
+            "cache_rows of {bytes} bytes lie one after another, but k.seq stride is {} and k.dim stride {}",
+            self.strides.k.seq,
+            self.strides.k.dim
+        );
+        ensure!(
+            self.cache.append.is_none(),
+            "cache_rows",
+            "cache_rows of {bytes} bytes take no append yet: new keys are not quantised"
+        );
+        Ok(())
+    }
+
+    /// Refuses a problem for kernels that read no rows of bytes.
+    ///
+    /// # Errors
+    /// Rows of bytes.
+    pub fn refuse_cache_rows(&self, kernel: &str) -> Result<(), Refusal> {
+        match self.cache.rows {
+            None => Ok(()),
+            Some(rows) => {
+                let text = format!("cache_rows of {} bytes are not in this kernel", rows.row_bytes());
+                Err(Refusal::new(kernel, text))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page of two rows, the second of numbers that are read, the first of bytes that are not.
+    fn page(rows: CacheRows, scale: &[u8]) -> Vec<u8> {
+        let mut page = vec![0x7f; rows.row_bytes() as usize * 2];
+        let [values, scales, rotary] = rows.places(2, 1);
+        for d in 0..rows.values() as usize {
+            // 1.125 in E4M3.
+            page[values + d] = 0x39;
+        }
+        for group in 0..(rows.values() / rows.group()) as usize {
+            page[scales + group * scale.len()..][..scale.len()].copy_from_slice(scale);
+        }
+        for d in 0..ROTARY as usize {
+            // -2 in bf16.
+            page[rotary + 2 * d..][..2].copy_from_slice(&0xc000u16.to_le_bytes());
+        }
+        page
+    }
+
+    #[test]
+    fn a_row_of_bytes_is_its_values_times_their_scales_and_its_rotary_part() {
+        let cases = [(CacheRows::Bytes656, 0.5f32.to_le_bytes().to_vec()), (CacheRows::Bytes584, vec![126])];
+        for (rows, scale) in cases {
+            let page = page(rows, &scale);
+            let mut row = vec![0f32; rows.head_dim_qk() as usize];
+            rows.read(&page, 2, 1, &mut row);
+            let values = rows.values() as usize;
+            assert!(row[..values].iter().all(|&x| x == 0.5625), "{rows:?}");
+            assert!(row[values..].iter().all(|&x| x == -2.0), "{rows:?}");
+        }
+        assert_eq!(CacheRows::Bytes656.head_dim_qk(), 576);
+        assert_eq!(CacheRows::Bytes584.head_dim_qk(), 512);
+    }
+}
