@@ -1,4 +1,5 @@
-//! Lists of keys, and two caches, as tiles see them: a tile has query heads of one token and kv head, and walks its keys.
+//! Lists of keys, and two caches, as tiles see them: a tile has query heads of one token and kv head, and walks its
+//! keys.
 
 use std::ffi::c_void;
 

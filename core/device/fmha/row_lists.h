@@ -15,7 +15,8 @@ struct ListRow : FwdRow<spec, Lanes> {
   const Keys list;
   float lse_of_keys = 0.f;
 
-  FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists, const Keys& keys)
+  FMHA_DEVICE ListRow(const FwdParams& p, SeqSpan span, int32_t i_head, int32_t i, const ListParams& lists,
+                      const Keys& keys)
       : Row{p, span, i_head, i}, lists(lists), list(keys) {}
 
   // Q[i] . K, as stored, of the key that stands there.

@@ -1,5 +1,5 @@
-// Keys of one query token and kv head in two caches of one softmax: those of the first, one after another, then those of
-// the second. Each cache is seen by a list, or by the band (the first alone) and intervals.
+// Keys of one query token and kv head in two caches of one softmax: those of the first, one after another, then those
+// of the second. Each cache is seen by a list, or by the band (the first alone) and intervals.
 #pragma once
 #include <fmha/mask_data.h>
 #include <fmha/token_list.h>

@@ -11,11 +11,11 @@ use crate::layout::{KvLayout, Shape};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CacheRows {
-    /// `DeepSeek` V3.2's: 512 values in E4M3, 4 scales in f32 of 128 values each, 64 elements in bf16. V is the first 512
-    /// of 576 elements.
+    /// `DeepSeek` V3.2's: 512 values in E4M3, 4 scales in f32 of 128 values each, 64 elements in bf16. V is the first
+    /// 512 of 576 elements.
     Bytes656,
     /// `DeepSeek` V4's: a page has 576 bytes of each row first, 448 values in E4M3 and 64 elements in bf16, and behind
-    /// the rows 8 bytes of each: 7 scales in E8M0 of 64 values each, and one that is not read. V is all of 512 elements.
+    /// the rows 8 bytes of each: 7 scales in E8M0 of 64 values each, and one that is not read. V is all 512 elements.
     Bytes584,
 }
 
@@ -69,7 +69,7 @@ impl CacheRows {
         }
     }
 
-    /// Elements of a row, the bits of bf16, into `to`, which has `head_dim_qk` or fewer. `page` are the bytes of its page.
+    /// Elements of a row, the bits of bf16, into `to`, which has `head_dim_qk` or fewer. `page` are its page's bytes.
     pub fn read_bf16(self, page: &[u8], page_size: u32, row: u32, to: &mut [u16]) {
         let [values, scales, rotary] = self.places(page_size, row);
         let (count, group) = (self.values() as usize, self.group() as usize);

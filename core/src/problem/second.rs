@@ -180,7 +180,7 @@ impl FwdProblem {
             ensure!(
                 heads == 1 || heads == kv,
                 "intervals",
-                "{name} has {heads} heads beside a second cache, not 1 or num_heads_kv {kv}: heads of a group see the same keys"
+                "{name} has {heads} heads beside a second cache, not 1 or num_heads_kv {kv}: a group sees the same keys"
             );
         }
         ensure!(

@@ -1,5 +1,5 @@
-// Keys of a token's list, or of two caches, as kernels of tiles take them: key n of the walk is what stands in the list at n, and it may
-// be absent. The rows of a tile are query heads of one token and kv head, which share the list.
+// Keys of a token's list, or of two caches, as kernels of tiles take them: key n of the walk is what stands in the list
+// at n, and it may be absent. The rows of a tile are query heads of one token and kv head, which share the list.
 #pragma once
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/seen_keys.cuh>

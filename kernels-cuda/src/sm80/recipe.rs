@@ -209,9 +209,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
                 (false, false) => (&raw mut tree).cast(),
             };
             let mut arguments = [(&raw mut *params).cast(), (&raw mut rows).cast(), last];
-            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks
-            // as data MaskDataParams, over lists ListParams, over two caches TwoCachesParams, or, where TMA loads, Maps, which were made for
-            // the same extents; `check_fwd` saw that the memory covers the problem.
+            // SAFETY: the kernel takes FwdParams, TileSchedule and, under a tree mask, TreeMask, under masks as data
+            // MaskDataParams, over lists ListParams, over two caches TwoCachesParams, or, where TMA loads, Maps, which
+            // were made for the same extents; `check_fwd` saw that the memory covers the problem.
             unsafe { fwd.launch(&mut arguments, call.stream) }
         };
         // SAFETY: the caller keeps the contract of `launch`.
