@@ -16,7 +16,7 @@ use crate::source::Header;
 pub struct SecondCall<'a> {
     /// The problem over the second cache alone.
     pub problem: FwdProblem,
-    /// Its operands.
+    /// Operands of the second cache.
     pub args: SecondArgs<'a>,
     /// Lengths and places: the call's queries, the second cache's keys.
     pub seq: SeqArgs<'a>,
@@ -80,9 +80,9 @@ abi_struct! {
     pub struct KeySetParams {
         /// Places of its keys and queries.
         pub call: FwdParams,
-        /// Its list.
+        /// List of its keys.
         pub lists: ListParams,
-        /// Its intervals; no other mask as data.
+        /// Intervals of its keys; no other mask as data.
         pub masks: MaskDataParams,
         /// 1 where its keys are paged.
         pub is_paged: i32,

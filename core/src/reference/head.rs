@@ -205,7 +205,7 @@ impl<'a, T: Float> Head<'a, T> {
             keys
         };
         self.lists = Some(first.into_iter().enumerate().map(row).collect());
-        // What hides the first's keys is in the lists.
+        // The lists leave out what band and masks hide of the first.
         (self.masks, self.band) = (None, MaskSpec::NONE.band(self.span.seqlen_q, self.num_keys() as u32));
         Ok(())
     }
