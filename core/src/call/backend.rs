@@ -411,8 +411,8 @@ pub fn unsupported(backend: &str, refusals: Vec<crate::error::Refusal>) -> Error
     Error::Unsupported { backend: backend.to_owned(), refusals }
 }
 
-/// Refuses a problem with lists of keys, a second cache or rows of bytes for each kernel of a backend that does not know
-/// of them.
+/// Refuses a problem with lists of keys, a second cache or rows of bytes for each kernel of a backend that knows of
+/// none.
 ///
 /// # Errors
 /// [`Error::Unsupported`] with a refusal a kernel.

@@ -9,8 +9,8 @@ use crate::score::Bias;
 /// A second set of keys and values that joins the first in one softmax: a row's probabilities sum to 1 over the keys
 /// that it sees of both. Number of kv heads, head dimensions, types and `v_in_k` are those of the first.
 ///
-/// A second cache is seen whole, by intervals or by a list; the band of the problem is over the first's keys alone. In the first a
-/// row sees the keys of its band and intervals, or those of its list.
+/// A second cache is seen whole, by intervals or by a list; the band of the problem is over the first's keys alone. In
+/// the first a row sees the keys of its band and intervals, or those of its list.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SecondCache {
