@@ -29,6 +29,10 @@ fn numbers_of<T: Pod>(bytes: &[u8]) -> Vec<T> {
 }
 
 /// The numbers of an output.
+#[allow(
+    clippy::mut_from_ref,
+    reason = "arguments of a call are borrowed shared; an output is the call's alone"
+)]
 fn output<'a, T: Pod>(slice: &'a Option<DevSliceMut<'_>>, count: usize) -> &'a mut [T] {
     match slice {
         // SAFETY: core saw that the output has as many aligned numbers, which nothing else of the call touches.

@@ -47,6 +47,9 @@ struct IndexScores {
 
   static constexpr int32_t num_words = heads * 4 * words, own_words = ceil_div(num_words, threads);
 
+  // Whether registers hold the next row while this one is multiplied: in small CTAs they would be too many.
+  static constexpr bool fetches_ahead = !is_fp8(spec.dtype_q) || own_words <= 4;
+
   // A thread's part of a row on its way from memory: bytes of q, where that is FP8, and a weight.
   struct Row {
     uint32_t bytes[is_fp8(spec.dtype_q) ? own_words : 1][2];
@@ -233,10 +236,13 @@ struct IndexScores {
       const int32_t following = next(row + 1);
       ptx::cp_async_wait_group<0>();
       __syncthreads();
-      if (following < end) fetch(coming, stage ^ 1, following);
+      if (following < end) {
+        fetch(coming, stage ^ 1, following);
+        if constexpr (!fetches_ahead) put(coming, stage ^ 1, following);
+      }
       float score[2 * groups];
       score_row(score, keys, stage);
-      if (following < end) put(coming, stage ^ 1, following);
+      if (fetches_ahead && following < end) put(coming, stage ^ 1, following);
       int32_t at;
       const float sum = sum_lanes(score, at);
       const Range seen = choose::keys_of(p, row);
