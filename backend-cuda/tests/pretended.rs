@@ -43,6 +43,8 @@ fn it_says_what_it_is_and_what_it_has() {
         "simt",
         "sm80_lists",
         "combine",
+        "sm80_index",
+        "choose",
     ];
     assert_eq!(backend.kernels(), kernels);
     assert!(backend.precompiler().is_some());
