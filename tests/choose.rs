@@ -538,8 +538,8 @@ fn is_found(&(name, text, put, case): &Fault) {
 
 #[test]
 fn each_planted_fault_is_found() {
-    for fault in 0..FAULTS.len() {
-        assert!(succeeds_apart(&[("CHOOSE_FAULT", &fault.to_string())]), "{:?}", FAULTS[fault]);
+    for (at, fault) in FAULTS.iter().enumerate() {
+        assert!(succeeds_apart(&[("CHOOSE_FAULT", &at.to_string())]), "{fault:?}");
     }
 }
 
