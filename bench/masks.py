@@ -26,10 +26,14 @@ import sys
 import time
 
 import torch
+import torch._functorch.config
 from torch.nn.attention import flex_attention as torchs
 
 import fmha
 import fmha.flex
+
+# Backward runs again and again over what forward kept, which torch would else overwrite.
+torch._functorch.config.donated_buffer = False
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("kit")
