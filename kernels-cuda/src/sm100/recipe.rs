@@ -168,10 +168,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let masks = mask_data_params(call.problem, &call.args.masks);
         let list = match list {
             None => None,
-            // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as the
-            // plan says.
             Some(plan) => {
-                Some(unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? })
+                // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as
+                // the plan says.
+                let list = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
+                Some(list)
             }
         };
         let maps = match tile.copy_bytes {
