@@ -252,7 +252,11 @@ impl Split for CdnaDecode {
     fn source(&self) -> KernelSource {
         // Rows of 256 take more than half of a SIMD's registers, the quarters of longer ones do not.
         let is_wide = self.spec.head_dim_qk.max(self.spec.head_dim_v) > 128;
-        let waves = if is_wide && self.column_waves() == 1 { 1 } else { WAVES_OF_A_SIMD };
+        // Modifiers beside the places of a list would spill: 16 registers of gfx950's at head dimension 128, 40 of
+        // gfx90a's at 576.
+        let is_busy =
+            self.spec.listed && self.spec.modifies && self.spec.head_dim_qk.max(self.spec.head_dim_v) > 64;
+        let waves = if is_busy || is_wide && self.column_waves() == 1 { 1 } else { WAVES_OF_A_SIMD };
         let (least, most) = match self.column_waves() {
             1 => (WAVE_THREADS, MOST_WAVES * WAVE_THREADS),
             _ => (self.num_threads(), self.num_threads()),
