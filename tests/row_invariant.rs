@@ -320,7 +320,8 @@ fn a_row_has_the_same_bits_in_every_call_of_cdna_decode() {
     emulated_amd("gfx942", (4, 3));
 }
 
-/// The pair is one that a walk over blocks in an order of the batch's changes. `ROWS_SEED` and `ROWS_PAIRS` draw others.
+/// The pair is one that finds blocks walked in an order that depends on the batch. `ROWS_SEED` and `ROWS_PAIRS` draw
+/// others.
 #[test]
 fn a_row_has_the_same_gradients_in_every_call_of_cdna_bwd() {
     gradients_on_amd("gfx942", (number("ROWS_SEED", 13), number("ROWS_PAIRS", 1)));
