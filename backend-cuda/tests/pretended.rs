@@ -209,7 +209,10 @@ fn hopper_reads_pages_and_narrow_caches_as_they_lie_but_for_odd_pages_and_many_t
             .jobs(AnyProblem::Forward(&problem), &PlanOptions::default())
             .unwrap();
         let kernels: Vec<_> = jobs.iter().map(|job| job.kernel).collect();
-        assert!(kernels.starts_with(names), "{seqlen_q} queries, pages of {page_size}, {cache:?}: {kernels:?}");
+        assert!(
+            kernels.starts_with(names),
+            "{seqlen_q} queries, pages of {page_size}, {cache:?}: {kernels:?}"
+        );
     }
 }
 

@@ -373,8 +373,8 @@ pub const DECLARED: &[Declared] = &[
     },
 ];
 
-/// Whether TMA brings no boxes of a cache in FP8 beside 16 bits: rows or strides are not whole words of 16, or pages not
-/// whole lines of 8 rows.
+/// Whether sm90 brings no boxes of a cache in FP8 beside 16 bits: rows or strides are not whole words of 16, pages not
+/// whole lines of 8 rows, or rows lie otherwise than Q's and in no pages.
 fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
     let dims = problem.dims;
     let is_odd =
@@ -383,7 +383,8 @@ fn is_no_box_of_a_narrow_cache(problem: &FwdProblem) -> bool {
         && !is_odd(problem.strides.k)
         && !is_odd(problem.strides.v)
         && problem.layout.kv.page_size().is_none_or(|page_size| page_size.is_multiple_of(8));
-    problem.cache.dtype.is_some() && !is_boxed
+    let lies_apart = !problem.layout.kv.is_paged() && problem.refuse_mixed_layouts("").is_err();
+    problem.cache.dtype.is_some() && (!is_boxed || lies_apart)
 }
 
 /// Whether a cache is none that is widened for another kernel: such a cache is FP8, or lies otherwise than Q,

@@ -533,15 +533,17 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
-    // Keys in pages: boxes by the lanes of a warp, copies, parts, and V of the pages of the block before.
+    // Keys in pages: boxes by the lanes of a warp, copies, parts, and V of the pages of the block before. FP8 caches
+    // widened in shared memory.
     Row {
         kernel: Some("sm90"),
         in_test: Cases {
-            filter: "^decode/(paged/bf16/p(16|7)/s3x129/b/hnd|pages_hold_the_same_keys/bf16/q5/b/p16)$",
+            filter: "^decode/(paged/bf16/p(16|7)/s3x129/b/hnd|pages_hold_the_same_keys/bf16/q5/b/p16|split/bf16/e5m2/q9/p64)$",
             deal: 1,
         },
         in_all: Cases {
-            filter: "^decode/((paged|shared_pages|no_keys|pages_[a-z_]*)/b?f16|(split/b?f16/wide|last_keys/b?f16/d))",
+            filter: "^decode/((paged|shared_pages|no_keys|split|pages_[a-z_]*)/b?f16|last_keys/b?f16/d|\
+                fp8_(cache|layouts)/e(4m3fn|5m2)|an_fp8_cache_is_one_widened_before/(packed|gaps|d256))",
             deal: 1,
         },
         ..HOPPER_WALKING
