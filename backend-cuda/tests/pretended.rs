@@ -193,7 +193,7 @@ fn hopper_reads_pages_and_narrow_caches_as_they_lie_but_for_odd_pages_and_many_t
         (512, 7, None, gathered),
         (16, 16, None, direct),
         (16, 16, narrow, direct),
-        (16, 7, narrow, gathered),
+        (16, 7, narrow, few),
         (512, 16, narrow, gathered),
         (1, 16, None, few),
         (1, 16, narrow, few),

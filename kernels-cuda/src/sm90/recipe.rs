@@ -86,6 +86,9 @@ fn has_many_rows(problem: &ValidFwd) -> bool {
     problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio()) > sm80::MOST_SHORT_ROWS
 }
 
+/// Rows of a warp of `sm80`, which has been timed over pages as this kernel has not: so many stay there at any price.
+const ROWS_OF_A_WARP: u32 = 16;
+
 /// Refuses calls that are left to `sm80`.
 fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
     // Calls with FP8 queries were never measured.
@@ -100,6 +103,10 @@ fn leave_to_parts(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String>
     }
     if !taken || has_many_rows(problem) || problem.arrivals > 0 {
         return Ok(());
+    }
+    let rows = problem.dims.seqlen_q.saturating_mul(problem.gqa_ratio());
+    if is_paged && rows <= ROWS_OF_A_WARP {
+        return Err(format!("{rows} rows of a kv head over pages: a warp of sm80 has them all"));
     }
     if is_fp8 {
         return Err(format!(
