@@ -209,7 +209,7 @@ fn folded(
     }
 }
 
-/// What [`folded`] asks, in a process of its own; else there is nothing to do.
+/// Cases of [`folded`], in a process of their own; else there is nothing to do.
 #[test]
 fn the_folds_of_this_process() {
     let Ok(text) = std::env::var("ROWS_FOLDS") else { return };

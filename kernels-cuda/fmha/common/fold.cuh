@@ -1,9 +1,9 @@
 // The fold of a row's parts, where keys are cut after a fixed number of them whatever the call (CONTRACT.md, "Order of
 // the keys"): one part after another, from the last keys to the first, which is how tiles walk blocks.
 //
-// A kernel that walks all parts of its rows folds them as it goes (sm90/fwd/folded_output.cuh); else a launch behind the
-// parts does (fold_parts.cuh). Both are made of the operations below, whose roundings are all written out, so a row has
-// the same bits by either.
+// A kernel that walks all parts of its rows folds them as it goes (sm90/fwd/folded_output.cuh); else a launch behind
+// the parts does (fold_parts.cuh). Both are made of the operations below, whose roundings are all written out, so a row
+// has the same bits by either.
 //
 // A row of one part keeps that part's bits: the fold of no parts is -0, of which a weight of 0 is -0, and the weight of
 // the first part is 1. O is normalised after each part. Unnormalised it could leave f32 where the row's O does not.
@@ -30,7 +30,8 @@ struct FoldedRow {
   FMHA_DEVICE static FoldWeights exponentials(float top, float next, float lse) {
     if (lse == -infinity()) return {1.f, 0.f};
     const float reference = finite_or_zero(next);
-    return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)), exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
+    return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)),
+            exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
   }
   // Takes in a part of such exponentials.
   FMHA_DEVICE FoldWeights add(const FoldWeights& exponentials) {

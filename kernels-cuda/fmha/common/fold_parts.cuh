@@ -18,7 +18,8 @@ struct RowColumns {
   float elems[chunks][width];
 
   FMHA_DEVICE static int32_t column(int32_t chunk) {
-    return chunk * 4 * kWarp + int32_t(threadIdx.x) / kWarp % warps * (kWarp * width) + int32_t(threadIdx.x) % kWarp * width;
+    const int32_t warp = int32_t(threadIdx.x) / kWarp % warps, lane = int32_t(threadIdx.x) % kWarp;
+    return chunk * 4 * kWarp + (warp * kWarp + lane) * width;
   }
   FMHA_DEVICE void load(const float* from, bool there) {
 #pragma unroll
@@ -63,7 +64,8 @@ FMHA_DEVICE FoldedParts fold_row(const KvParts& parts, const MergedRow& merged, 
     FoldWeights weights;
 #pragma unroll 1
     for (int32_t k = 0; k < count; ++k) {
-      const FoldWeights added = folded.row.add({ptx::shfl_idx(exponentials.old, k), ptx::shfl_idx(exponentials.part, k)});
+      const FoldWeights of_part = {ptx::shfl_idx(exponentials.old, k), ptx::shfl_idx(exponentials.part, k)};
+      const FoldWeights added = folded.row.add(of_part);
       if (k == lane) weights = added;
     }
     folded.row.top = ptx::shfl_idx(next, kWarp - 1);
@@ -122,7 +124,7 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
     }
     if (there) {
       const SeqSpan& span = merged.span;
-      // Parts that the forward kernel has written: up to the last key that the row sees, and the first part in any case.
+      // Parts that the forward kernel has written: up to the last key that the row sees, and the first in any case.
       const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
       merged.num_parts = max(ceil_div(row_range(band, merged.i, span.seqlen_k).end, parts.keys), 1);
       merged.row = at;
@@ -143,7 +145,8 @@ FMHA_DEVICE void fold(const FwdParams& p, const KvParts& parts, const Keys& keys
       if (folded.again && live) {
         if (of_row == 0) {
           RecomputedRow<spec, stored, Keys> row{
-              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i, {0, span.seqlen_k}, keys_of_row};
+              p, span, merged.i_head, merged.i, span.storage_batch, span.q_row + merged.i,
+              {0, span.seqlen_k}, keys_of_row};
           row.run();
         }
       } else {

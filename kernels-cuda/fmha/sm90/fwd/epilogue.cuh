@@ -54,10 +54,11 @@ struct RowsOfThread {
     return tile.pack_gqa ? work.i_head + packed_row(r) - query(r) * p.gqa_ratio : work.i_head;
   }
   FMHA_DEVICE bool is_stored(int r) const {
-    return query(r) < work.seqlen_q && (!whole_groups<tile>() || packed_row(r) - work.first_row < rows_of_tile<tile>(p));
+    const bool is_of_tile = !whole_groups<tile>() || packed_row(r) - work.first_row < rows_of_tile<tile>(p);
+    return query(r) < work.seqlen_q && is_of_tile;
   }
 
-  // What a row's keys, or a part of them, come to.
+  // The end of a row, over all of its keys or a part of them.
   FMHA_DEVICE PartEnd end(int r, const RowStats& stats, float scale_log2, float offset_log2,
                           const mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o) const {
     using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;

@@ -1,10 +1,10 @@
-// O of a warpgroup's rows over the parts of the keys that are done, where a CTA walks all parts of its rows and folds them
-// (common/fold.cuh): no part of another CTA is to be merged.
+// O of a warpgroup's rows over the parts of the keys that are done, where a CTA walks all parts of its rows and folds
+// them (common/fold.cuh): no part of another CTA is to be merged.
 //
-// The tensor cores sum a part from nothing, and registers have no room for a second O. So the fold lies in the workspace,
-// a place for each CTA, which alone writes it and reads it back: 64 KB at D 128, which stay in the L2. A thread's
-// elements lie 16 bytes at a time, a warp's side by side. What a part adds is written when the next one begins, under
-// the other warpgroup's products; the last part is added in registers, and a tile of one part touches no memory.
+// The tensor cores sum a part from nothing, and registers have no room for a second O. So the fold lies in the
+// workspace, a place for each CTA, which alone writes it and reads it back: 64 KB at D 128, which stay in the L2. A
+// thread's elements lie 16 bytes at a time, a warp's side by side. A part is added when the next one begins, under the
+// other warpgroup's products; the last one is added in registers, and a tile of one part touches no memory.
 #pragma once
 #include <fmha/common/fold.cuh>
 #include <fmha/common/quads.cuh>
@@ -24,7 +24,8 @@ struct FoldedOutput {
   static constexpr int num_chunks = Output::num_elems / 4, threads = mma::kWarpgroup * num_consumers(tile);
   static constexpr int blocks_of_part = max(tile.fold_keys / tile.block_n, 1);
   // Chunks under way, four registers each: all of them where registers are free, since each wait for the L2 counts.
-  static constexpr int at_once = min(num_chunks, Output::columns > 192 ? 4 : Output::columns > 128 || num_consumers(tile) > 2 ? 8 : 16);
+  static constexpr int free_chunks = Output::columns > 192 ? 4 : Output::columns > 128 || num_consumers(tile) > 2 ? 8 : 16;
+  static constexpr int at_once = min(num_chunks, free_chunks);
 
   // Place of a thread's n-th four numbers: those of O, and behind them the rows' tops and sums.
   FMHA_DEVICE static float* place(const FwdParams& p, int n) {
@@ -33,8 +34,8 @@ struct FoldedOutput {
     return reinterpret_cast<float*>(begin) + ((uint64_t(blockIdx.x) * (num_chunks + 1) + n) * threads + thread) * 4;
   }
 
-  // The highest block that a tile's rows walk: those that only the cluster's other CTA sees lie above it. A tile without
-  // keys has block -1.
+  // The highest block that a tile's rows walk: those that only the cluster's other CTA sees lie above it. A tile
+  // without keys has block -1.
   FMHA_DEVICE static int32_t highest_block(const Work& work) {
     return max(work.last_block - (can_hide_blocks<spec, tile>() ? work.num_hidden : 0), 0);
   }

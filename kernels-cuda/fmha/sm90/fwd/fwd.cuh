@@ -75,8 +75,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm90: a spare warp of the load role brings a bias of 16 bits, its rows those of one head");
   static_assert(tile.split_keys == 0 || (tile.cluster == 1 && !tile.skip_row_max && !takes_prepared_v(tile)),
                 "sm90: a part of the keys is one CTA's, and does not end at the sequence's first key");
-  static_assert(tile.fold_keys == 0 || (tile.split_keys == 0 && !tile.skip_row_max && !flushes_output(tile) && !spec.sink &&
-                                        !spec.sink_columns && !is_fp8(spec.dtype_o) && !SeenKeys::has_tile_list &&
+  static_assert(tile.fold_keys == 0 || (tile.split_keys == 0 && !tile.skip_row_max && !flushes_output(tile) &&
+                                        !spec.sink && !spec.sink_columns && !is_fp8(spec.dtype_o) && !SeenKeys::has_tile_list &&
                                         tile.fold_keys % tile.block_n == 0),
                 "sm90: a tile that folds its parts walks whole blocks of the band's, with no decision that rows share");
   static_assert(!ArrivedKeys::waits || (tile.copy_bytes == 0 && !takes_prepared_v(tile)),
