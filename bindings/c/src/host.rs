@@ -442,6 +442,18 @@ fn layouts(given: &FmhaProblem) -> Result<(QLayout, KvLayout), ProblemError> {
 /// Totals of a run: rows where the layout is packed, pages where it is paged.
 #[inline]
 pub(crate) fn totals(problem: &FwdProblem, args: &FmhaArgs) -> Result<Totals, ProblemError> {
+    let packed_new = |append: &Append| append.layout == QLayout::Packed;
+    let packs_new = problem.cache.append.as_ref().is_some_and(packed_new);
+    let (q, kv, paged) = (problem.layout.q, problem.layout.kv, problem.layout.kv.is_paged());
+    if args.total_q | args.total_k | args.total_new | args.num_pages | args.max_pages == 0 {
+        let none = |wanted: bool| wanted.then_some(0);
+        return Ok(Totals {
+            total_q: none(q == QLayout::Packed),
+            total_k: none(kv == KvLayout::Packed),
+            num_pages: none(paged),
+            total_new: none(packs_new),
+        });
+    }
     let of = |field, value, wanted, with: &str| match (size(field, value)?, wanted) {
         (value, true) => Ok(Some(value)),
         (0, false) => Ok(None),
@@ -449,10 +461,7 @@ pub(crate) fn totals(problem: &FwdProblem, args: &FmhaArgs) -> Result<Totals, Pr
             Err(ProblemError::new(field, format!("{field} {value} goes with {with}, which is 0")))
         }
     };
-    let paged = problem.layout.kv.is_paged();
-    let packs_new = problem.cache.append.as_ref().is_some_and(|append| append.layout == QLayout::Packed);
     of("max_pages", args.max_pages, paged, "page_size")?;
-    let (q, kv) = (problem.layout.q, problem.layout.kv);
     Ok(Totals {
         total_q: of("total_q", args.total_q, q == QLayout::Packed, "packed_q")?,
         total_k: of("total_k", args.total_k, kv == KvLayout::Packed, "packed_k")?,

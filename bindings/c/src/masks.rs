@@ -1,12 +1,12 @@
 //! Masks as data: which of them a call has is read at the plan, and their tensors with each run.
 
 use fmha::{
-    BlockList, BlockLists, ElemType, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits, ProblemError,
-    Shape, Strides, Totals,
+    BlockList, BlockLists, ElemType, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits, Masks,
+    ProblemError, Shape, Strides, Totals,
 };
 
 use crate::host::{flag, goes_with, size, strides};
-use crate::plan::Memory;
+use crate::plan::{Memory, absent};
 use crate::structs::{FmhaArgs, FmhaMasks, FmhaStrides};
 
 /// A problem with the masks of a call.
@@ -95,6 +95,12 @@ impl Memory {
         given: &FmhaArgs,
         totals: Totals,
     ) -> Result<MaskArgs<'a>, ProblemError> {
+        let masks = &problem.masks;
+        if *masks == Masks::default() {
+            absent!(given, "it", intervals, mask_bits, kv_num_blocks, kv_indices);
+            absent!(given, "it", full_kv_num_blocks, full_kv_indices);
+            return Ok(MaskArgs::default());
+        }
         let numbers = |name, at: *const u8, of: Option<(Strides, Shape)>, elem: ElemType| {
             let bytes = of.map_or(0, |(strides, shape)| {
                 strides.extent(shape).map_or(u64::MAX, |n| n.saturating_mul(4))
@@ -102,7 +108,6 @@ impl Memory {
             // SAFETY: the caller keeps the contract of `masks`.
             unsafe { self.read_if(name, of.is_some(), at, bytes, elem) }
         };
-        let masks = &problem.masks;
         let intervals = masks.intervals.as_ref();
         let intervals = intervals.map(|of| (of.strides, problem.shape_intervals(of, totals)));
         let bits = masks.bits.as_ref().map(|of| (of.strides, problem.shape_mask_bits(of, totals)));

@@ -3,10 +3,10 @@
 use std::ffi::{CStr, CString};
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CombineArgs, CombinePlan, DType, DevBuffer,
-    DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan, FwdProblem, ListLength,
-    MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape, Strides, Totals,
-    ValidFwd, Workspace,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, CombineArgs, CombinePlan, DType,
+    DevBuffer, DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan, FwdProblem,
+    ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape,
+    Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
@@ -422,7 +422,25 @@ impl Memory {
         totals: Totals,
         args: &mut CacheArgs<'a>,
     ) -> Result<(), ProblemError> {
-        // SAFETY: the caller keeps the contract of `cache`.
+        let CacheUse { append: None, rotary: None, tree_mask: false, .. } = &problem.cache else {
+            // SAFETY: the caller keeps the contract of `cache`.
+            return unsafe { self.used_cache(problem, given, totals, args) };
+        };
+        absent!(given, "seqlen_new", k_new, v_new);
+        absent!(given, "it", rotary_cos, rotary_sin, tree_mask);
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`FmhaPlan::run`].
+    unsafe fn used_cache<'a>(
+        self,
+        problem: &FwdProblem,
+        given: &FmhaArgs,
+        totals: Totals,
+        args: &mut CacheArgs<'a>,
+    ) -> Result<(), ProblemError> {
+        // SAFETY: the caller keeps the contract of `used_cache`.
         unsafe {
             if let Some(append) = &problem.cache.append {
                 let (k, v) = problem.shapes_new(append, totals);
@@ -569,7 +587,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn input<'a, T>(
         self,
         name: &'static str,
@@ -599,7 +617,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn output<'a, T>(
         self,
         name: &'static str,
@@ -617,7 +635,7 @@ impl Memory {
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn needed<'a, T>(
         self,
         name: &'static str,
@@ -634,7 +652,7 @@ impl Memory {
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn read_if<'a, T>(
         self,
         name: &'static str,
@@ -655,7 +673,7 @@ impl Memory {
     ///
     /// # Safety
     /// As [`FmhaPlan::run`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn write_if<'a, T>(
         self,
         name: &'static str,
@@ -675,6 +693,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
+    #[inline(always)]
     pub(crate) unsafe fn read<'a>(
         self,
         pointer: *const u8,
@@ -688,6 +707,7 @@ impl Memory {
 
     /// # Safety
     /// As [`FmhaPlan::run`].
+    #[inline(always)]
     pub(crate) unsafe fn write<'a>(
         self,
         pointer: *mut u8,
@@ -701,19 +721,23 @@ impl Memory {
 }
 
 /// Refuses null for an operand that has elements.
-#[inline]
+#[inline(always)]
 pub(crate) fn present<T>(name: &'static str, at: *const T, bytes: u64) -> Result<(), ProblemError> {
-    if !at.is_null() || bytes == 0 {
-        return Ok(());
-    }
-    Err(ProblemError::new(name, format!("{name} is null, but {bytes} bytes are needed")))
+    if at.is_null() && bytes != 0 { Err(lacking(name, bytes)) } else { Ok(()) }
+}
+
+#[cold]
+fn lacking(name: &'static str, bytes: u64) -> ProblemError {
+    ProblemError::new(name, format!("{name} is null, but {bytes} bytes are needed"))
 }
 
 /// Refuses an argument that the problem is without.
-#[inline]
+#[inline(always)]
 pub(crate) fn unwanted<T>(name: &'static str, at: *const T, without: &str) -> Result<(), ProblemError> {
-    if at.is_null() {
-        return Ok(());
-    }
-    Err(ProblemError::new(name, format!("{name} is given, but the problem is without {without}")))
+    if at.is_null() { Ok(()) } else { Err(given(name, without)) }
+}
+
+#[cold]
+fn given(name: &'static str, without: &str) -> ProblemError {
+    ProblemError::new(name, format!("{name} is given, but the problem is without {without}"))
 }
