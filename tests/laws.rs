@@ -329,8 +329,10 @@ fn the_table_of_names_is_that_of_the_doors() {
 
     let source =
         |folder: &str| files(folder, &[".rs", ".py"]).into_iter().map(|(_, text)| text).collect::<String>();
-    let core: BTreeSet<String> =
-        (source("core/src") + &source("dist/src")).split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect();
+    let core: BTreeSet<String> = (source("core/src") + &source("dist/src"))
+        .split(|c: char| !c.is_alphanumeric() && c != '_')
+        .map(str::to_owned)
+        .collect();
     lacks("not in Rust", &rust, &core);
 
     let structs = |names: &[&str]| -> BTreeSet<String> {
