@@ -328,6 +328,7 @@ pub unsafe extern "C" fn fmha_dist_rows(
 /// Plans a call over the ranks of `group`, which all plan it together. `problem` has the sizes of the whole: those
 /// of one device that had all rows; its strides are those of this rank's rows, contiguous: Q and O [batch, own rows,
 /// num_heads_q, head_dim], K and V likewise; packed, the batch is no axis. A bias is [.., own queries, all keys].
+/// A rank without queries says write_lse and the bias as the other ranks do, or leaves them out.
 /// Paged, appended and used lengths, gradients of LSE and of a bias are refused. The plan has scratch of its own.
 /// Returns 0 and sets `*plan`, or not 0 (see `fmha_last_error`), on every rank.
 ///

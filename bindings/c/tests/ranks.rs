@@ -171,7 +171,9 @@ fn without_queries(
     let mut bias = [0f32; (ROWS * 2 * ROWS) as usize];
     let (mut dout, mut dq, mut dk, mut dv) = (rows, [9f32; 40], [9f32; 40], [9f32; 40]);
     let of_queries = |data: *mut f32| if has_rows { data.cast() } else { null_mut() };
-    let mut problem = FmhaProblem { write_lse: 1, ..problem(ROWS) };
+    // A rank without queries says what the others say, or leaves it out.
+    let says = has_rows || scheme.is_some();
+    let mut problem = FmhaProblem { write_lse: says.into(), ..problem(ROWS) };
     let mut args = FmhaArgs {
         struct_bytes: size_of::<FmhaArgs>() as u64,
         q: of_queries(rows.as_mut_ptr()),
@@ -181,7 +183,7 @@ fn without_queries(
         lse: of_queries(lse.as_mut_ptr()).cast(),
         ..NO_ARGS
     };
-    if has_bias {
+    if has_bias && says {
         problem.bias = FmhaStrides { seqlen_stride: 2 * ROWS, batch_stride: 0, head_stride: 0, ..STRIDES };
         (problem.bias_kind, problem.dtype_bias) = (FMHA_BIAS_ELEMENTWISE, FMHA_F32);
         args.bias = of_queries(bias.as_mut_ptr());
