@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_second_cache_of_a_call_is_there_iff_its_problem_has_one() {
-        let (q, k, mut o) = ([0f32; 16], [0f32; 80], [0f32; 16]);
+        let (q, k, mut o) = ([0f32; 32], [0f32; 80], [0f32; 32]);
         let (lengths, offsets) = ([1i32; 2], [0i32; 3]);
         let mut check = |problem: FwdProblem, second: Option<&SecondArgs<'_>>| {
             let [slice, keys] = [DevSlice::host(&q), DevSlice::host(&k)];
