@@ -83,7 +83,8 @@ pub use text::{
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
+    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use block_scales::BlockFormat;

@@ -21,6 +21,7 @@ pub(crate) const TWO_PARAM: &str = ", const __grid_constant__ TwoCachesParams ca
 
 /// Last argument of a kernel over tokens' keys.
 #[derive(Clone, Copy)]
+#[allow(clippy::large_enum_variant, reason = "a run makes it on its stack: a box would allocate")]
 pub(crate) enum TokenParams {
     /// Lists of one cache.
     Lists(ListParams),

@@ -106,7 +106,7 @@ pub const DECLARED: &[Declared] = &[
         kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened"],
         slowly: false,
         what: "lists of keys are sm80's, and sm90_mla's of wide rows",
-        applies: |_, problem| problem.is_some_and(|p| p.walks_lists()),
+        applies: |_, problem| problem.is_some_and(FwdProblem::walks_lists),
     },
     Declared {
         backends: &["cuda"],
@@ -115,7 +115,8 @@ pub const DECLARED: &[Declared] = &[
         what: "lists of keys in rows of 256 or fewer elements, and gradients over them, are sm80's",
         applies: |case, problem| {
             let is_narrow = problem.is_some_and(|p| p.walks_lists() && p.dims.head_dim_qk <= 256);
-            is_narrow || matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.walks_lists())
+            is_narrow
+                || matches!(case.body, Body::Backward(_)) && problem.is_some_and(FwdProblem::walks_lists)
         },
     },
     Declared {
@@ -124,7 +125,7 @@ pub const DECLARED: &[Declared] = &[
         slowly: false,
         what: "gradients over lists of keys are sm80_lists'",
         applies: |case, problem| {
-            matches!(case.body, Body::Backward(_)) && problem.is_some_and(|p| p.walks_lists())
+            matches!(case.body, Body::Backward(_)) && problem.is_some_and(FwdProblem::walks_lists)
         },
     },
     Declared {

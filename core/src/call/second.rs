@@ -63,7 +63,8 @@ impl<'a> SecondCall<'a> {
 
 /// An error of the second cache, which says so.
 pub(crate) fn named(error: ProblemError) -> ProblemError {
-    ProblemError::new("second", format!("second.{}", error.text))
+    let ProblemError { text, .. } = error;
+    ProblemError::new("second", format!("second.{text}"))
 }
 
 /// An error of the second cache, which says so where the caller's numbers are at fault.

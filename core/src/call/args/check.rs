@@ -4,7 +4,8 @@ use smallvec::SmallVec;
 
 use super::overlap::{Lattice, Meeting};
 use super::{
-    BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace, ScoreArgs, SecondArgs, SeqArgs,
+    BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs,
+    MaskArgs, MemorySpace, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -17,8 +18,8 @@ use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
 use crate::score::{Bias, Descale};
-use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
 use crate::second::{SecondCall, named};
+use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
 
 const F32: ElemType = ElemType::Number(DType::F32);
 const I32: ElemType = ElemType::I32;

@@ -1,7 +1,8 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs, MaskArgs, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
+    MaskArgs, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
