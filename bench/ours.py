@@ -53,7 +53,7 @@ class FmhaCache(Structure):
         *((n, c_int64) for n in ("seqlen_new", "max_pos")),
         *((n, FmhaStrides) for n in ("k_new", "v_new")),
         *((n, c_int32) for n in ("packed_new", "tree_mask", "rotary_dim", "rotary_interleaved")),
-        *((n, c_int32) for n in ("dtype_rotary", "dtype_cache", "v_in_k", "reserved")),
+        *((n, c_int32) for n in ("dtype_rotary", "dtype_cache", "v_in_k", "cache_rows")),
     ]
 
 

@@ -4,9 +4,9 @@ use std::ffi::{CStr, c_char};
 
 use fmha::{
     Accuracy, Append, Backend, Bias, BiasBroadcast, BiasGrad, BlockFormat, BlockScales, BwdProblem,
-    CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias, FwdProblem, KeyLists,
-    KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout, Rotary,
-    RotaryPairs, Shape, Strides, Totals, VLayout,
+    CacheRows, CombineProblem, DType, Descale, Device, Dims, DropoutSeed, ElementwiseBias, FwdProblem,
+    KeyLists, KvLayout, ListEntries, ListLength, MaskSpec, Merge, Part, PlanOptions, ProblemError, QLayout,
+    Rotary, RotaryPairs, Shape, Strides, Totals, VLayout,
 };
 
 use crate::Result;
@@ -208,7 +208,15 @@ fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemE
         k_new: strides(&cache.k_new),
         v_new: strides(&cache.v_new),
     };
-    none("reserved", cache.reserved)?;
+    let rows = match cache.cache_rows {
+        0 => None,
+        584 => Some(CacheRows::Bytes584),
+        656 => Some(CacheRows::Bytes656),
+        other => {
+            let text = format!("cache_rows {other} is none of 0, 584 and 656 bytes");
+            return Err(ProblemError::new("cache_rows", text));
+        }
+    };
     let dtype_cache = match cache.dtype_cache {
         0 => None,
         code => Some(dtype("dtype_cache", code)?),
@@ -218,6 +226,7 @@ fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemE
         .rotary(rotary(cache)?)
         .tree_mask(flag("tree_mask", cache.tree_mask)?)
         .dtype_cache(dtype_cache)
+        .cache_rows(rows)
         .v_in_k(flag("v_in_k", cache.v_in_k)?))
 }
 

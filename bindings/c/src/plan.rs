@@ -404,7 +404,8 @@ impl Memory {
                     None => self.input(name, at, of, dtype)?.into(),
                 })
             };
-            let k = cached("k", args.k, (strides.k, extents.k), problem.stored_k())?;
+            let (of_k, stored_k) = problem.k_in_memory(extents.k);
+            let k = cached("k", args.k, (strides.k, of_k), stored_k)?;
             if problem.cache.v_in_k {
                 absent!(args, "it: v_in_k 1", v);
                 return Ok((q, k, CacheSlice::InK, o));

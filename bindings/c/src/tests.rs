@@ -610,7 +610,7 @@ fn a_wrong_cache_is_refused_by_field_and_number() {
         ("dtype_cache", "f32", with!(none, dtype_cache = FMHA_F32)),
         ("v_in_k", "4", with!(none, v_in_k = 4)),
         ("tree_mask", "2", with!(none, tree_mask = 2)),
-        ("reserved", "6", with!(none, reserved = 6)),
+        ("cache_rows", "6 is none of 0, 584 and 656 bytes", with!(none, cache_rows = 6)),
     ] {
         let text = refused(&with!(base, p.cache = &raw const cache));
         assert!(text.contains(wanted) && text.contains(number), "{wanted} {number}: {text}");

@@ -178,7 +178,7 @@ static const Field CACHE[] = {
     FIELD(FmhaCache, dtype_rotary, CODE),
     FIELD(FmhaCache, dtype_cache, CODE),
     FIELD(FmhaCache, v_in_k, CODE),
-    FIELD(FmhaCache, reserved, CODE),
+    FIELD(FmhaCache, cache_rows, CODE),
 };
 
 static const Field PART[] = {
