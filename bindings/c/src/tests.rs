@@ -12,8 +12,8 @@ use crate::host::{self, Choice};
 use crate::{
     FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE, FMHA_F16,
     FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCapturedArgs,
-    FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaMasks, FmhaOptions, FmhaPartial,
-    FmhaPlan, FmhaProblem, FmhaStrides, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
+    FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions,
+    FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
 };
 
 /// A struct with everything 0 but its size, as `fmha.h` asks its caller to begin.
@@ -584,6 +584,60 @@ fn a_tree_that_is_a_chain_is_the_causal_mask_and_a_turn_by_nothing_changes_nothi
         a.rotary_sin = zeros.as_ptr().cast(),
     ));
     assert_eq!(causal, tree);
+}
+
+/// Rows of 656 bytes whose values are 1, of which two are listed: O is 1.
+#[test]
+fn rows_of_bytes_are_read_where_they_lie() {
+    const BYTES: usize = 656;
+    let mut row = vec![0u8; BYTES];
+    row[..512].fill(0x38);
+    (0..4).for_each(|i| row[512 + 4 * i..516 + 4 * i].copy_from_slice(&1f32.to_le_bytes()));
+    let (pages, table, used) = (row.repeat(4), [0i32], [3i32]);
+    let (q, mut o) = (vec![0x3F80u16; 576], vec![0u16; 512]);
+    let cache = with!(new!(FmhaCache), v_in_k = 1, cache_rows = BYTES as i32);
+    let (lists, indices) = (with!(new!(FmhaLists), topk = 2), [2i32, 0]);
+    let one = |row: usize| {
+        let row = row as i64;
+        FmhaStrides { batch_stride: row, seqlen_stride: row, head_stride: row, dim_stride: 1 }
+    };
+    let p = with!(
+        new!(FmhaProblem),
+        batch = 1,
+        seqlen_q = 1,
+        seqlen_k = 4,
+        num_heads_q = 1,
+        num_heads_kv = 1,
+        head_dim_qk = 576,
+        head_dim_v = 512,
+        page_size = 4,
+        seqused_k = 1,
+        q = one(576),
+        k = with!(one(BYTES), batch_stride = 4 * BYTES as i64),
+        v = with!(one(BYTES), batch_stride = 4 * BYTES as i64),
+        o = one(512),
+        cache = &raw const cache,
+        lists = &raw const lists,
+        dtype_qk = FMHA_BF16,
+        dtype_v = FMHA_BF16,
+        dtype_o = FMHA_BF16,
+    );
+    let a = with!(
+        new!(FmhaArgs),
+        q = q.as_ptr().cast(),
+        k = pages.as_ptr().cast_mut().cast(),
+        o = o.as_mut_ptr().cast(),
+        indices = indices.as_ptr(),
+        block_table = table.as_ptr(),
+        seqused_k = used.as_ptr(),
+        num_pages = 1,
+        max_pages = 1,
+    );
+    run_on_cpu(&Call { p, a });
+    assert!(o.iter().all(|&element| element == 0x3F80), "{o:x?}");
+    let call = Call { p, a: with!(a, k = std::ptr::null_mut()) };
+    let text = run(&plan(&call).unwrap(), &call).unwrap_err();
+    assert!(text.contains("k is null, but 2624 bytes are needed"), "{text}");
 }
 
 #[test]
