@@ -360,6 +360,8 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaCombineProblem",
         "FmhaCombineArgs",
         "FmhaPartial",
+        "FmhaChooseProblem",
+        "FmhaChooseArgs",
         "FmhaRanks",
     ]);
     lacks("not in the table, C", &of_calls, &c);

@@ -49,6 +49,15 @@
 // Adds to what O holds, as the first term.
 #define FMHA_ADD_TO 2
 
+// Keys up to a query's own position are candidates, where the last query stands on the last key: the default.
+#define FMHA_CAUSAL_KEYS 0
+
+// All keys are candidates.
+#define FMHA_ALL_KEYS 1
+
+// Keys from `first` to `end` of each query are candidates.
+#define FMHA_RANGES_OF_KEYS 2
+
 // Format MXFP8 with E4M3 elements: an E8M0 scale for each 32.
 #define FMHA_MXFP8_E4M3 1
 
@@ -667,6 +676,102 @@ typedef struct FmhaCombineArgs {
   float *lse;
 } FmhaCombineArgs;
 
+// All that a plan of a choice of keys or blocks is made of: scores of an indexer, sum_h relu(q_h . k) w_h, or given
+// ones, and of each row the topk greatest, ties to the lower position, NaN last, in ascending position with -1 after
+// them. Tensors are contiguous, but for k and its scales. Set everything to 0 first, then what is wanted.
+typedef struct FmhaChooseProblem {
+  // sizeof(FmhaChooseProblem).
+  uint64_t struct_bytes;
+  // Sequences.
+  int64_t batch;
+  // Queries of a sequence.
+  int64_t seqlen_q;
+  // Keys of a sequence; of given probabilities, compressed blocks.
+  int64_t seqlen_k;
+  // Entries of a list; 0: scores alone are written.
+  int64_t topk;
+  // Heads of q; 0: scores are given.
+  int64_t num_heads;
+  // Elements of a row of q and k; 0 where scores are given.
+  int64_t head_dim;
+  // Keys of a page; 0: k is not paged.
+  int64_t page_size;
+  // Pages of k, used or not; 0: k is not paged.
+  int64_t num_pages;
+  // Entries of a row of block_table; 0: k is not paged.
+  int64_t max_pages;
+  // Stride of k from a sequence or page to the next, elements; with k_key_stride 0: k is dense.
+  int64_t k_outer_stride;
+  // Stride of k from a key to the next.
+  int64_t k_key_stride;
+  // Stride of k_scale from a sequence or page to the next, elements; with scale_key_stride 0: it is dense.
+  int64_t scale_outer_stride;
+  // Stride of k_scale from a key to the next.
+  int64_t scale_key_stride;
+  // Keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
+  int64_t block;
+  // Tokens of a compressed block, whose probabilities are given and are summed for each block (NSA's l); 0: none.
+  int64_t compressed;
+  // Tokens from a compressed block to the next (NSA's d).
+  int64_t stride;
+  // Tokens of a block that is chosen by sums (NSA's l').
+  int64_t selected;
+  // Blocks that may be chosen by sums.
+  int64_t num_blocks;
+  // Candidates of a row that are in whatever they score: the first so many blocks.
+  int64_t first_blocks;
+  // Candidates of a row that are in whatever they score: the last so many blocks.
+  int64_t last_blocks;
+  // Type of q: FMHA_F32, ...; 0 where scores are given.
+  int32_t dtype_q;
+  // Type of k, likewise.
+  int32_t dtype_k;
+  // FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
+  int32_t candidates;
+  // 1: each key has a scale; else 0.
+  int32_t k_scale;
+  // 1: seqused_k says how many keys of each sequence are in use; 0: all.
+  int32_t seqused_k;
+  // 1: the scores that are chosen among are written; else 0.
+  int32_t write_scores;
+} FmhaChooseProblem;
+
+// Arguments of a run of a choice. Set everything to 0 first, then what the problem has. Addresses are those of a first
+// element, in the memory of the plan's device.
+typedef struct FmhaChooseArgs {
+  // sizeof(FmhaChooseArgs).
+  uint64_t struct_bytes;
+  // Stream of the run, as in FmhaArgs.
+  void *stream;
+  // Read: [batch, seqlen_q, num_heads, head_dim].
+  const void *q;
+  // Read: [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
+  const void *k;
+  // Read: weights of heads, f32 [batch, seqlen_q, num_heads].
+  const float *weights;
+  // Read: scales of keys, f32 [batch, seqlen_k], paged [num_pages, page_size].
+  const float *k_scale;
+  // Read: paged: i32 [batch, max_pages], the pages of each sequence.
+  const int32_t *block_table;
+  // Read: given scores, f32 [batch, seqlen_q, seqlen_k].
+  const float *given;
+  // Read: i32 [batch], keys in use of each sequence.
+  const int32_t *seqused_k;
+  // Read: first candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
+  const int32_t *first;
+  // Read: one past the last candidate of each query, as first.
+  const int32_t *end;
+  // Written: the lists, i32 [batch, seqlen_q, topk].
+  int32_t *indices;
+  // Written: the scores that are chosen among, f32 [batch, seqlen_q, keys or blocks], -inf where there is no
+  // candidate.
+  float *scores;
+  // Scratch of the run, as in FmhaArgs.
+  void *workspace;
+  // Bytes at workspace, as in FmhaArgs.
+  uint64_t workspace_bytes;
+} FmhaChooseArgs;
+
 // How a rank finds the others. Set everything to 0 first, then what is wanted.
 typedef struct FmhaJoin {
   // sizeof(FmhaJoin).
@@ -786,14 +891,29 @@ int fmha_plan_combine(const char *device,
 // As `fmha_run`; `parts` is null or as many as the problem's `num_parts` in host memory.
 int fmha_run_combine(const struct FmhaPlan *plan, const struct FmhaCombineArgs *args);
 
+// Plans a choice of keys or blocks, whose lists FmhaArgs.indices takes; `fmha_plan` plans attention.
+//
+// # Safety
+// As `fmha_plan`.
+int fmha_plan_choose(const char *device,
+                     const struct FmhaChooseProblem *problem,
+                     const struct FmhaOptions *options,
+                     struct FmhaPlan **plan);
+
+// Runs a choice of keys or blocks; `fmha_run` runs attention.
+//
+// # Safety
+// As `fmha_run`.
+int fmha_run_choose(const struct FmhaPlan *plan, const struct FmhaChooseArgs *args);
+
 // The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
 //
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_plan`.
 const char *fmha_plan_text(const struct FmhaPlan *plan);
 
-// Bytes of FmhaArgs.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
-// or needs none, or is null. A plan of combine needs none.
+// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace) that each run of the plan needs: 0 where the
+// plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 //
 // # Safety
 // `plan` is null or from `fmha_plan`.

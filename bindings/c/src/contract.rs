@@ -9,11 +9,11 @@ use std::ffi::CStr;
 use crate::host::{self, AnyPass, Choice, Given};
 use crate::tests::{new, with};
 use crate::{
-    FMHA_ADD_TO, FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE,
+    FMHA_ADD_TO, FMHA_ALL_KEYS, FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE,
     FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16,
     FMHA_F32, FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_MXFP8_E4M3, FMHA_NVFP4, FMHA_V_COL_MAJOR,
-    FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCode, FmhaCombineProblem, FmhaGradients, FmhaLists,
-    FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaStrides,
+    FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaChooseProblem, FmhaCode, FmhaCombineProblem, FmhaGradients,
+    FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaStrides,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -326,6 +326,55 @@ fn every_field_of_a_combine_problem_and_of_the_options_can_be_set_from_c() {
     }
     // The tile's fields are left out: only one tile is tried.
     seen.0.retain(|path, _| !path.starts_with("options.tile."));
+    let constant = seen.constant();
+    assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
+    assert!(seen.0.len() > 20, "{:#?}", seen.0.keys());
+}
+
+#[test]
+fn every_field_of_a_choice_can_be_set_from_c() {
+    let base = with!(
+        new!(FmhaChooseProblem),
+        batch = 1,
+        seqlen_q = 1,
+        seqlen_k = 1,
+        topk = 1,
+        num_heads = 1,
+        head_dim = 1
+    );
+    let given = with!(base, num_heads = 0, head_dim = 0);
+    let other = with!(
+        base,
+        batch = 2,
+        seqlen_q = 2,
+        seqlen_k = 2,
+        topk = 2,
+        num_heads = 2,
+        head_dim = 2,
+        k_outer_stride = 9,
+        k_key_stride = 7,
+        k_scale = 1,
+        scale_outer_stride = 9,
+        scale_key_stride = 7,
+        dtype_q = FMHA_F32,
+        dtype_k = FMHA_F32
+    );
+    let paged = with!(base, page_size = 2, num_pages = 2, max_pages = 2, seqused_k = 1, write_scores = 1);
+    let blocks = with!(base, block = 1, first_blocks = 1, last_blocks = 1);
+    let sums = with!(given, compressed = 2, stride = 1, selected = 2, num_blocks = 3);
+    let mut seen = Seen::default();
+    for problem in [
+        given,
+        other,
+        paged,
+        with!(paged, page_size = 4, num_pages = 4, max_pages = 4),
+        blocks,
+        with!(blocks, block = 2, first_blocks = 2, last_blocks = 2),
+        with!(sums, candidates = FMHA_ALL_KEYS),
+        with!(sums, compressed = 4, stride = 2, selected = 4, num_blocks = 5),
+    ] {
+        seen.add("choose", &crate::choose::problem(&problem).unwrap());
+    }
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
     assert!(seen.0.len() > 20, "{:#?}", seen.0.keys());

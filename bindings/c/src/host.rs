@@ -507,7 +507,7 @@ fn descale(field: &'static str, value: i32) -> Result<Descale, ProblemError> {
     }
 }
 
-fn not_in(field: &'static str, value: i32, names: &str, last: i32) -> ProblemError {
+pub(crate) fn not_in(field: &'static str, value: i32, names: &str, last: i32) -> ProblemError {
     ProblemError::new(field, format!("{field} {value} is not in 0..={last} ({names})"))
 }
 

@@ -6,6 +6,7 @@
 
 #![allow(rustdoc::broken_intra_doc_links, reason = "the text is the header's, where [batch] is a shape")]
 
+mod choose;
 mod code;
 #[cfg(test)]
 mod contract;
@@ -166,6 +167,31 @@ pub unsafe extern "C" fn fmha_run_combine(plan: *const FmhaPlan, args: *const Fm
     unsafe { run_plan(plan, args, FmhaPlan::run_combine) }
 }
 
+/// Plans a choice of keys or blocks, whose lists FmhaArgs.indices takes; `fmha_plan` plans attention.
+///
+/// # Safety
+/// As `fmha_plan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_plan_choose(
+    device: *const c_char,
+    problem: *const FmhaChooseProblem,
+    options: *const FmhaOptions,
+    plan: *mut *mut FmhaPlan,
+) -> c_int {
+    // SAFETY: the caller keeps the contract of `fmha_plan_choose`.
+    unsafe { make_plan(device, problem, options, plan, FmhaPlan::choose) }
+}
+
+/// Runs a choice of keys or blocks; `fmha_run` runs attention.
+///
+/// # Safety
+/// As `fmha_run`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_run_choose(plan: *const FmhaPlan, args: *const FmhaChooseArgs) -> c_int {
+    // SAFETY: the caller keeps the contract of `fmha_run_choose`.
+    unsafe { run_plan(plan, args, FmhaPlan::run_choose) }
+}
+
 /// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
 ///
 /// # Safety
@@ -176,8 +202,8 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
-/// Bytes of FmhaArgs.workspace that each run of the plan needs: 0 where the plan was not made with caller_workspace,
-/// or needs none, or is null. A plan of combine needs none.
+/// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace) that each run of the plan needs: 0 where the
+/// plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 ///
 /// # Safety
 /// `plan` is null or from `fmha_plan`.

@@ -1,18 +1,21 @@
 //! A plan behind the C pointer: made from a problem, run with arguments.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_void};
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, CombineArgs, CombinePlan, DType,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, ChoosePlan, CombineArgs, CombinePlan, DType,
     DevBuffer, DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan, FwdProblem,
     ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape,
     Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
+use crate::choose;
 use crate::code::Captures;
 use crate::host::{self, AnyPass, Choice, Given};
-use crate::structs::{FmhaArgs, FmhaCombineArgs, FmhaCombineProblem, FmhaProblem};
+use crate::structs::{
+    FmhaArgs, FmhaChooseArgs, FmhaChooseProblem, FmhaCombineArgs, FmhaCombineProblem, FmhaProblem,
+};
 
 /// Refuses arguments of which the problem is without `$what`.
 macro_rules! absent {
@@ -43,6 +46,7 @@ enum Planned {
     Forward(FwdPlan, Captures),
     Backward(BwdPlan, Captures),
     Combine(CombinePlan),
+    Choose(ChoosePlan),
 }
 
 impl FmhaPlan {
@@ -112,6 +116,25 @@ impl FmhaPlan {
         Ok(())
     }
 
+    /// Plans a choice of keys or blocks.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn choose(device: &Device, problem: &FmhaChooseProblem, choice: &Choice) -> Result<Self, Error> {
+        let plan = device.plan_choose(&choose::problem(problem)?.validate()?, &choice.plan)?;
+        let (scratch, text) = (plan.workspace(), plan.to_string());
+        Self::with(device, Planned::Choose(plan), (scratch, choice.caller_workspace), text)
+    }
+
+    /// Checks a choice of keys or blocks, as [`Self::check`] does attention.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn check_choose(problem: &FmhaChooseProblem) -> Result<(), Error> {
+        choose::problem(problem)?.validate()?;
+        Ok(())
+    }
+
     fn with(
         device: &Device,
         planned: Planned,
@@ -140,8 +163,11 @@ impl FmhaPlan {
     /// # Safety
     /// As [`Self::run`].
     #[inline]
-    unsafe fn workspace(&self, memory: Memory, args: &FmhaArgs) -> Result<Option<DevSliceMut<'_>>> {
-        let (given, bytes) = (args.workspace, args.workspace_bytes);
+    unsafe fn workspace(
+        &self,
+        memory: Memory,
+        (given, bytes): (*mut c_void, u64),
+    ) -> Result<Option<DevSliceMut<'_>>> {
         let refused = |field, text| Err(ProblemError::new(field, text).into());
         match &self.scratch {
             _ if given.is_null() && bytes > 0 => refused(
@@ -191,7 +217,7 @@ impl FmhaPlan {
             match &*self.planned {
                 Planned::Forward(plan, captures) => self.forward(plan, captures, args),
                 Planned::Backward(plan, captures) => self.backward(plan, captures, args),
-                Planned::Combine(_) => wrong_kind("fmha_run", "combine", "fmha_run_combine"),
+                other => wrong_kind("fmha_run", other),
             }
         }
     }
@@ -243,7 +269,7 @@ impl FmhaPlan {
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
             args.masks = memory.masks(problem, given, totals)?;
-            args.workspace = self.workspace(memory, given)?;
+            args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
         }
         // SAFETY: the caller keeps the contract of `forward`.
         unsafe { plan.run_on_raw(&mut args, given.stream as u64) }
@@ -310,7 +336,7 @@ impl FmhaPlan {
             args.score.numbers = captured.numbers();
             args.masks = memory.masks(fwd, given, totals)?;
             args.dcaptured = memory.dcaptured(problem, &captured);
-            args.workspace = self.workspace(memory, given)?;
+            args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
             plan.run_on_raw(&mut args, given.stream as u64)
         }
     }
@@ -324,7 +350,7 @@ impl FmhaPlan {
     /// As [`Self::run`].
     pub unsafe fn run_combine(&self, given: &FmhaCombineArgs) -> Result<(), Error> {
         let Planned::Combine(plan) = &*self.planned else {
-            return wrong_kind("fmha_run_combine", "attention", "fmha_run");
+            return wrong_kind("fmha_run_combine", &self.planned);
         };
         host::struct_bytes::<FmhaCombineArgs>(given.struct_bytes)?;
         let (problem, memory) = (plan.problem(), Memory(self.space));
@@ -355,11 +381,39 @@ impl FmhaPlan {
     }
 }
 
+impl FmhaPlan {
+    /// Queues a choice of keys or blocks.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    pub unsafe fn run_choose(&self, given: &FmhaChooseArgs) -> Result<(), Error> {
+        let Planned::Choose(plan) = &*self.planned else {
+            return wrong_kind("fmha_run_choose", &self.planned);
+        };
+        host::struct_bytes::<FmhaChooseArgs>(given.struct_bytes)?;
+        let memory = Memory(self.space);
+        // SAFETY: the caller keeps the contract of `run_choose`.
+        unsafe {
+            let mut args = memory.choose(plan.problem(), given)?;
+            args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
+            plan.run_on_raw(&mut args, given.stream as u64)
+        }
+    }
+}
+
 /// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
 /// by it.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
 
-fn wrong_kind(function: &str, planned: &str, instead: &str) -> Result<()> {
+fn wrong_kind(function: &str, planned: &Planned) -> Result<()> {
+    let (planned, instead) = match planned {
+        Planned::Forward(..) | Planned::Backward(..) => ("attention", "fmha_run"),
+        Planned::Combine(_) => ("combine", "fmha_run_combine"),
+        Planned::Choose(_) => ("a choice", "fmha_run_choose"),
+    };
     let text = format!("plan: {function} was given a plan of {planned}, which {instead} runs");
     Err(ProblemError::new("plan", text).into())
 }

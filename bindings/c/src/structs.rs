@@ -34,6 +34,13 @@ pub const FMHA_SUM: i32 = 1;
 /// Adds to what O holds, as the first term.
 pub const FMHA_ADD_TO: i32 = 2;
 
+/// Keys up to a query's own position are candidates, where the last query stands on the last key: the default.
+pub const FMHA_CAUSAL_KEYS: i32 = 0;
+/// All keys are candidates.
+pub const FMHA_ALL_KEYS: i32 = 1;
+/// Keys from `first` to `end` of each query are candidates.
+pub const FMHA_RANGES_OF_KEYS: i32 = 2;
+
 /// Format MXFP8 with E4M3 elements: an E8M0 scale for each 32.
 pub const FMHA_MXFP8_E4M3: i32 = 1;
 /// Format MXFP8 with E5M2 elements: an E8M0 scale for each 32.
@@ -612,6 +619,106 @@ pub struct FmhaCombineArgs {
     pub o: *mut c_void,
     /// Written: the combined LSE, f32 [batch, num_heads_q, seqlen_q].
     pub lse: *mut f32,
+}
+
+/// All that a plan of a choice of keys or blocks is made of: scores of an indexer, sum_h relu(q_h . k) w_h, or given
+/// ones, and of each row the topk greatest, ties to the lower position, NaN last, in ascending position with -1 after
+/// them. Tensors are contiguous, but for k and its scales. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaChooseProblem {
+    /// sizeof(FmhaChooseProblem).
+    pub struct_bytes: u64,
+    /// Sequences.
+    pub batch: i64,
+    /// Queries of a sequence.
+    pub seqlen_q: i64,
+    /// Keys of a sequence; of given probabilities, compressed blocks.
+    pub seqlen_k: i64,
+    /// Entries of a list; 0: scores alone are written.
+    pub topk: i64,
+    /// Heads of q; 0: scores are given.
+    pub num_heads: i64,
+    /// Elements of a row of q and k; 0 where scores are given.
+    pub head_dim: i64,
+    /// Keys of a page; 0: k is not paged.
+    pub page_size: i64,
+    /// Pages of k, used or not; 0: k is not paged.
+    pub num_pages: i64,
+    /// Entries of a row of block_table; 0: k is not paged.
+    pub max_pages: i64,
+    /// Stride of k from a sequence or page to the next, elements; with k_key_stride 0: k is dense.
+    pub k_outer_stride: i64,
+    /// Stride of k from a key to the next.
+    pub k_key_stride: i64,
+    /// Stride of k_scale from a sequence or page to the next, elements; with scale_key_stride 0: it is dense.
+    pub scale_outer_stride: i64,
+    /// Stride of k_scale from a key to the next.
+    pub scale_key_stride: i64,
+    /// Keys of a block, whose score is the greatest of its candidates; 0: keys are chosen, or blocks by sums.
+    pub block: i64,
+    /// Tokens of a compressed block, whose probabilities are given and are summed for each block (NSA's l); 0: none.
+    pub compressed: i64,
+    /// Tokens from a compressed block to the next (NSA's d).
+    pub stride: i64,
+    /// Tokens of a block that is chosen by sums (NSA's l').
+    pub selected: i64,
+    /// Blocks that may be chosen by sums.
+    pub num_blocks: i64,
+    /// Candidates of a row that are in whatever they score: the first so many blocks.
+    pub first_blocks: i64,
+    /// Candidates of a row that are in whatever they score: the last so many blocks.
+    pub last_blocks: i64,
+    /// Type of q: FMHA_F32, ...; 0 where scores are given.
+    pub dtype_q: i32,
+    /// Type of k, likewise.
+    pub dtype_k: i32,
+    /// FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
+    pub candidates: i32,
+    /// 1: each key has a scale; else 0.
+    pub k_scale: i32,
+    /// 1: seqused_k says how many keys of each sequence are in use; 0: all.
+    pub seqused_k: i32,
+    /// 1: the scores that are chosen among are written; else 0.
+    pub write_scores: i32,
+}
+
+/// Arguments of a run of a choice. Set everything to 0 first, then what the problem has. Addresses are those of a first
+/// element, in the memory of the plan's device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaChooseArgs {
+    /// sizeof(FmhaChooseArgs).
+    pub struct_bytes: u64,
+    /// Stream of the run, as in FmhaArgs.
+    pub stream: *mut c_void,
+    /// Read: [batch, seqlen_q, num_heads, head_dim].
+    pub q: *const c_void,
+    /// Read: [batch, seqlen_k, head_dim], paged [num_pages, page_size, head_dim].
+    pub k: *const c_void,
+    /// Read: weights of heads, f32 [batch, seqlen_q, num_heads].
+    pub weights: *const f32,
+    /// Read: scales of keys, f32 [batch, seqlen_k], paged [num_pages, page_size].
+    pub k_scale: *const f32,
+    /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
+    pub block_table: *const i32,
+    /// Read: given scores, f32 [batch, seqlen_q, seqlen_k].
+    pub given: *const f32,
+    /// Read: i32 [batch], keys in use of each sequence.
+    pub seqused_k: *const i32,
+    /// Read: first candidate of each query, i32 [batch, seqlen_q], with FMHA_RANGES_OF_KEYS.
+    pub first: *const i32,
+    /// Read: one past the last candidate of each query, as first.
+    pub end: *const i32,
+    /// Written: the lists, i32 [batch, seqlen_q, topk].
+    pub indices: *mut i32,
+    /// Written: the scores that are chosen among, f32 [batch, seqlen_q, keys or blocks], -inf where there is no
+    /// candidate.
+    pub scores: *mut f32,
+    /// Scratch of the run, as in FmhaArgs.
+    pub workspace: *mut c_void,
+    /// Bytes at workspace, as in FmhaArgs.
+    pub workspace_bytes: u64,
 }
 
 /// How to choose a kernel. Null instead of it, and 0 in every field, is the default.

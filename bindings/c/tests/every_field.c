@@ -291,6 +291,47 @@ static const Field COMBINE_ARGS[] = {
     FIELD(FmhaCombineArgs, lse, POINTER),
 };
 
+static const Field CHOOSE[] = {
+    FIELD(FmhaChooseProblem, struct_bytes, BYTES),
+    FIELD(FmhaChooseProblem, batch, SIZE),
+    FIELD(FmhaChooseProblem, seqlen_q, SIZE),
+    FIELD(FmhaChooseProblem, seqlen_k, SIZE),
+    FIELD(FmhaChooseProblem, topk, SIZE),
+    FIELD(FmhaChooseProblem, num_heads, SIZE),
+    FIELD(FmhaChooseProblem, head_dim, SIZE),
+    FIELD(FmhaChooseProblem, page_size, SIZE),
+    FIELD(FmhaChooseProblem, num_pages, SIZE),
+    FIELD(FmhaChooseProblem, max_pages, SIZE),
+    FIELD(FmhaChooseProblem, k_outer_stride, STRIDE),
+    FIELD(FmhaChooseProblem, k_key_stride, STRIDE),
+    FIELD(FmhaChooseProblem, scale_outer_stride, STRIDE),
+    FIELD(FmhaChooseProblem, scale_key_stride, STRIDE),
+    FIELD(FmhaChooseProblem, block, SIZE),
+    FIELD(FmhaChooseProblem, compressed, SIZE),
+    FIELD(FmhaChooseProblem, stride, SIZE),
+    FIELD(FmhaChooseProblem, selected, SIZE),
+    FIELD(FmhaChooseProblem, num_blocks, SIZE),
+    FIELD(FmhaChooseProblem, first_blocks, SIZE),
+    FIELD(FmhaChooseProblem, last_blocks, SIZE),
+    FIELD(FmhaChooseProblem, dtype_q, CODE),
+    FIELD(FmhaChooseProblem, dtype_k, CODE),
+    FIELD(FmhaChooseProblem, candidates, CODE),
+    FIELD(FmhaChooseProblem, k_scale, CODE),
+    FIELD(FmhaChooseProblem, seqused_k, CODE),
+    FIELD(FmhaChooseProblem, write_scores, CODE),
+};
+
+static const Field CHOOSE_ARGS[] = {
+    FIELD(FmhaChooseArgs, struct_bytes, BYTES),   FIELD(FmhaChooseArgs, stream, FREE),
+    FIELD(FmhaChooseArgs, q, POINTER),            FIELD(FmhaChooseArgs, k, POINTER),
+    FIELD(FmhaChooseArgs, weights, POINTER),      FIELD(FmhaChooseArgs, k_scale, POINTER),
+    FIELD(FmhaChooseArgs, block_table, POINTER),  FIELD(FmhaChooseArgs, given, POINTER),
+    FIELD(FmhaChooseArgs, seqused_k, POINTER),    FIELD(FmhaChooseArgs, first, POINTER),
+    FIELD(FmhaChooseArgs, end, POINTER),          FIELD(FmhaChooseArgs, indices, POINTER),
+    FIELD(FmhaChooseArgs, scores, POINTER),       FIELD(FmhaChooseArgs, workspace, POINTER),
+    FIELD(FmhaChooseArgs, workspace_bytes, MORE),
+};
+
 static const Field OPTIONS[] = {
     FIELD(FmhaOptions, struct_bytes, BYTES),      FIELD(FmhaOptions, kernel, TEXT),
     FIELD(FmhaOptions, tile, TEXT),               FIELD(FmhaOptions, allow_fallback, CODE),
@@ -925,6 +966,75 @@ static void combine(void) {
   fmha_drop(plan);
 }
 
+// Makes each field of a choice and of its arguments wrong.
+static void choice_refuses(const FmhaChooseProblem *problem, const FmhaPlan *plan, const FmhaChooseArgs *args) {
+  char said[64];
+  for (size_t i = 0; i < COUNT(CHOOSE); ++i) {
+    for (size_t way = 0; way < ways(&CHOOSE[i]); ++way) {
+      FmhaChooseProblem bad = *problem;
+      FmhaPlan *none = NULL;
+      clear();
+      spoil(&bad, &CHOOSE[i], way, said);
+      refused(fmha_plan_choose("cpu", &bad, NULL, &none), CHOOSE[i].name, said);
+    }
+  }
+  for (size_t i = 0; i < COUNT(CHOOSE_ARGS); ++i) {
+    for (size_t way = 0; way < ways(&CHOOSE_ARGS[i]); ++way) {
+      FmhaChooseArgs bad = *args;
+      clear();
+      spoil(&bad, &CHOOSE_ARGS[i], way, said);
+      refused(fmha_run_choose(plan, &bad), CHOOSE_ARGS[i].name, said);
+    }
+  }
+}
+
+// An indexer's two greatest keys of each row, and then the same by its scores, which are given.
+static void choose(void) {
+  static float weights[BATCH * ROWS * 2], scores[BATCH * ROWS * ROWS];
+  static int32_t indices[BATCH * ROWS * 2], again[BATCH * ROWS * 2];
+  for (int i = 0; i < BATCH * ROWS * 2; ++i) weights[i] = 1.0f;
+  FmhaChooseProblem problem = {0};
+  problem.struct_bytes = sizeof problem;
+  problem.batch = BATCH;
+  problem.seqlen_q = problem.seqlen_k = ROWS;
+  problem.topk = problem.num_heads = 2;
+  problem.head_dim = DIM;
+  problem.dtype_q = problem.dtype_k = FMHA_F32;
+  problem.write_scores = 1;
+  FmhaChooseArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.q = q;
+  args.k = k;
+  args.weights = weights;
+  args.indices = indices;
+  args.scores = o;
+  FmhaPlan *plan = NULL;
+  CHECK(fmha_plan_choose("cpu", &problem, NULL, &plan) == 0, "a choice is not planned");
+  CHECK(fmha_run_choose(plan, &args) == 0, "a choice does not run");
+  memcpy(scores, o, sizeof scores);
+  CHECK(indices[0] == 0 && indices[1] == -1, "the first row has one candidate: %d %d", indices[0], indices[1]);
+  CHECK(scores[1] < -1e30f, "a later key scores %f", scores[1]);
+  choice_refuses(&problem, plan, &args);
+  FmhaArgs attention = good_args();
+  refused(fmha_run(plan, &attention), "plan", "a plan of a choice");
+  fmha_drop(plan);
+  FmhaChooseProblem given = {0};
+  given.struct_bytes = sizeof given;
+  given.batch = BATCH;
+  given.seqlen_q = given.seqlen_k = ROWS;
+  given.topk = 2;
+  FmhaChooseArgs given_args = {0};
+  given_args.struct_bytes = sizeof given_args;
+  given_args.given = scores;
+  given_args.indices = again;
+  plan = NULL;
+  CHECK(fmha_plan_choose("cpu", &given, NULL, &plan) == 0, "a choice of given scores is not planned");
+  CHECK(fmha_run_choose(plan, &given_args) == 0, "a choice of given scores does not run");
+  CHECK(memcmp(indices, again, sizeof indices) == 0, "given scores choose other keys");
+  choice_refuses(&given, plan, &given_args);
+  fmha_drop(plan);
+}
+
 // What a plan refuses beside numbers that are no numbers of their field.
 static void plans(void) {
   FmhaPlan *plan = NULL;
@@ -980,6 +1090,8 @@ int main(void) {
   COVERS(CAPTURED_ARGS, FmhaCapturedArgs);
   COVERS(COMBINE, FmhaCombineProblem);
   COVERS(COMBINE_ARGS, FmhaCombineArgs);
+  COVERS(CHOOSE, FmhaChooseProblem);
+  COVERS(CHOOSE_ARGS, FmhaChooseArgs);
   COVERS(OPTIONS, FmhaOptions);
   plans();
   forward_and_backward();
@@ -993,6 +1105,7 @@ int main(void) {
   scales_by_blocks();
   combine();
   added();
+  choose();
   buffers();
   printf("%d wrong structs tried, %d failures\n", tried, failures);
   return failures != 0;
