@@ -360,6 +360,8 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaCombineProblem",
         "FmhaCombineArgs",
         "FmhaPartial",
+        "FmhaSecond",
+        "FmhaSecondArgs",
         "FmhaChooseProblem",
         "FmhaChooseArgs",
         "FmhaRanks",

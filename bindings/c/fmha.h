@@ -351,6 +351,34 @@ typedef struct FmhaBlockScales {
   int32_t reserved;
 } FmhaBlockScales;
 
+// A second cache of keys and values in the softmax of a call: a row's probabilities sum to 1 over the keys that it
+// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask is over the first's keys alone.
+// It is seen whole, by its lists or by its intervals. Set everything to 0 first, then what is wanted.
+typedef struct FmhaSecond {
+  // sizeof(FmhaSecond).
+  uint64_t struct_bytes;
+  // Keys of a sequence; packed or paged: of the longest.
+  int64_t seqlen_k;
+  // Rows of a page; 0: its K and V are not paged.
+  int64_t page_size;
+  // K of the second cache, shaped as FmhaProblem.k.
+  struct FmhaStrides k;
+  // V of the second cache, shaped as FmhaProblem.v; not read with v_in_k.
+  struct FmhaStrides v;
+  // Null: no lists of its keys. lse_without_sink is 0.
+  const struct FmhaLists *lists;
+  // Intervals of its keys, and no other mask as data; null: none.
+  const struct FmhaMasks *masks;
+  // 1: its K and V are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else 0.
+  int32_t packed_k;
+  // 1: FmhaSecondArgs.seqused_k says how many of its keys are in use; 0: all.
+  int32_t seqused_k;
+  // 1: LSE is that of the keys alone, beside a sink; else 0.
+  int32_t lse_without_sink;
+  // 0.
+  int32_t reserved;
+} FmhaSecond;
+
 // All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
 // which nobody reads after the plan is made.
 typedef struct FmhaProblem {
@@ -406,6 +434,8 @@ typedef struct FmhaProblem {
   const struct FmhaMasks *masks;
   // Null: Q, K and V have no scales by blocks.
   const struct FmhaBlockScales *block_scales;
+  // Null: keys are of one cache.
+  const struct FmhaSecond *second;
   // Probability that an element of P is dropped.
   float p_drop;
   // Type of Q and K: FMHA_F16, ...
@@ -480,6 +510,34 @@ typedef struct FmhaOptions {
   // 0.
   int32_t reserved;
 } FmhaOptions;
+
+// The second cache of a run. Set everything to 0 first, then what FmhaSecond has.
+typedef struct FmhaSecondArgs {
+  // sizeof(FmhaSecondArgs).
+  uint64_t struct_bytes;
+  // Read: its K.
+  const void *k;
+  // Read: its V. Null with v_in_k.
+  const void *v;
+  // Read: i32 [batch + 1], first row of each sequence of packed K and V.
+  const int32_t *cu_seqlens_k;
+  // Read: i32 [batch], its keys in use of each sequence.
+  const int32_t *seqused_k;
+  // Read: paged: i32 [batch, max_pages], the pages of each sequence.
+  const int32_t *block_table;
+  // Read: lists of its keys, as FmhaArgs.indices.
+  const int32_t *indices;
+  // Read: entries in use of each list.
+  const int32_t *topk_length;
+  // Read: endpoints of its intervals, i32.
+  const int32_t *intervals;
+  // Packed: rows of its K and V, all sequences together; else 0.
+  int64_t total_k;
+  // Paged: pages of its K and V, used or not; else 0.
+  int64_t num_pages;
+  // Paged: entries of a row of its block_table, times page_size at least seqlen_k; else 0.
+  int64_t max_pages;
+} FmhaSecondArgs;
 
 // A captured tensor or number of a run.
 typedef struct FmhaCapturedArgs {
@@ -597,6 +655,8 @@ typedef struct FmhaArgs {
   const uint8_t *block_scale_k;
   // Read: V's scales by blocks.
   const uint8_t *block_scale_v;
+  // Host memory: the second cache; null of none.
+  const struct FmhaSecondArgs *second;
   // Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
   const struct FmhaCapturedArgs *captured;
   // Packed: rows of Q and O, all sequences together; else 0.

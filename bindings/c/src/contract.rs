@@ -13,7 +13,7 @@ use crate::{
     FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16,
     FMHA_F32, FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_MXFP8_E4M3, FMHA_NVFP4, FMHA_V_COL_MAJOR,
     FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaChooseProblem, FmhaCode, FmhaCombineProblem, FmhaGradients,
-    FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaStrides,
+    FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaSecond, FmhaStrides,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -147,6 +147,18 @@ fn lists() -> Vec<FmhaLists> {
     ]
 }
 
+/// Second caches, with lists and masks that the caller keeps.
+fn seconds(lists: &[FmhaLists], masks: &[FmhaMasks]) -> Vec<FmhaSecond> {
+    let base = with!(new!(FmhaSecond), seqlen_k = 3, k = strides(1), v = strides(1));
+    let other = with!(base, seqlen_k = 4, k = strides(2), v = strides(2), seqused_k = 1);
+    let packed = with!(other, packed_k = 1, lse_without_sink = 1);
+    let paged = with!(base, page_size = 2);
+    let of_four = with!(base, page_size = 4);
+    let listed = lists.iter().map(|lists| with!(base, lists = lists));
+    let seen = masks.iter().map(|masks| with!(base, masks = masks));
+    [base, other, packed, paged, of_four].into_iter().chain(listed).chain(seen).collect()
+}
+
 fn parts() -> [FmhaPart; 2] {
     let struct_bytes = size_of::<FmhaPart>() as u64;
     let of = |n| FmhaPart {
@@ -248,6 +260,14 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     block_scales().iter().for_each(|scales| add(&with!(plain(), block_scales = scales)));
     caches().iter().for_each(|cache| add(&with!(plain(), cache = cache)));
     lists().iter().for_each(|lists| add(&with!(plain(), lists = lists)));
+    // The call says whether its LSE has the sink, beside two caches.
+    let of_second: Vec<_> = lists().iter().map(|lists| with!(*lists, lse_without_sink = 0)).collect();
+    let intervals: Vec<_> = masks()
+        .into_iter()
+        .map(|masks| with!(masks, mask_bits_heads = 0, lists_heads = 0, partial = 0, full = 0))
+        .map(|masks| with!(masks, block_q = 0, block_k = 0, max_blocks = 0, full_max_blocks = 0))
+        .collect();
+    seconds(&of_second, &intervals).iter().for_each(|second| add(&with!(plain(), second = second)));
     parts().iter().for_each(|part| add(&with!(plain(), part = part)));
     let biased = with!(
         plain(),
@@ -270,7 +290,9 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     // Keys that come while a call runs are fmha-dist's, whose C calls say whose they are.
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
     // Entries of a list lie side by side, as the contract has it.
-    seen.0.retain(|path, _| path != "forward.lists..strides.dim");
+    seen.0.retain(|path, _| !path.ends_with("lists..strides.dim"));
+    // The second cache says it.
+    seen.0.retain(|path, _| !path.ends_with("second..lists..lse_without_sink"));
     // Counts have no axis behind that of the blocks.
     seen.0.retain(|path, _| !path.ends_with(".counts.dim"));
     let constant = seen.constant();

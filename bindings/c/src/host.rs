@@ -12,6 +12,7 @@ use fmha::{
 use crate::Result;
 use crate::code::{Captures, PointedCode};
 use crate::masks;
+use crate::second;
 use crate::structs::{
     FMHA_ADD_TO, FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE,
     FMHA_BIAS_NONE, FMHA_BY_LSE, FMHA_DESCALE_NONE, FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR,
@@ -139,6 +140,12 @@ unsafe fn forward(given: &FmhaProblem, mask: MaskSpec) -> Result<FwdProblem> {
         let lists = key_lists(&problem, lists)?;
         problem = problem.lists(lists);
     }
+    // SAFETY: the caller keeps the contract of `forward`.
+    if let Some(second) = unsafe { pointed(given.second)? } {
+        // SAFETY: the caller keeps the contract of `forward`.
+        let second = unsafe { second::read(second, given, &problem) }.map_err(second::named)?;
+        problem = problem.second(second);
+    }
     Ok(problem)
 }
 
@@ -247,7 +254,7 @@ fn block_scales(given: &FmhaBlockScales) -> Result<BlockScales, ProblemError> {
 }
 
 /// The lists of a call.
-fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLists, ProblemError> {
+pub(crate) fn key_lists(problem: &FwdProblem, lists: &FmhaLists) -> Result<KeyLists, ProblemError> {
     let block = size("block", lists.block.into())?;
     let addresses = flag("addresses", lists.addresses)?;
     if addresses && block > 1 {
@@ -434,7 +441,7 @@ pub(crate) fn struct_bytes<T>(given: u64) -> Result<(), ProblemError> {
 }
 
 /// Layouts of a problem's rows.
-fn layouts(given: &FmhaProblem) -> Result<(QLayout, KvLayout), ProblemError> {
+pub(crate) fn layouts(given: &FmhaProblem) -> Result<(QLayout, KvLayout), ProblemError> {
     let (packed_q, packed_k) = (flag("packed_q", given.packed_q)?, flag("packed_k", given.packed_k)?);
     let kv = match (size("page_size", given.page_size)?, packed_k) {
         (0, false) => KvLayout::Strided,

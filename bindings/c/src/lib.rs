@@ -14,6 +14,7 @@ mod host;
 mod masks;
 mod plan;
 mod ranks;
+mod second;
 mod structs;
 #[cfg(test)]
 mod tests;

@@ -234,6 +234,7 @@ impl FmhaPlan {
         let captured = unsafe { memory.captured(problem, captures, given)? };
         // SAFETY: the caller keeps the contract of `forward`.
         let (q, k, v, o) = unsafe { memory.tensors(problem, given, &extents)? };
+        let second;
         // Field by field: to move all of the arguments once takes as long as to make them.
         let mut args = FwdArgs::new(q, k, v, o);
         let lse_bytes = extents.lse_elems * 4;
@@ -268,6 +269,8 @@ impl FmhaPlan {
             memory.block_scales(problem, given, &extents, &mut args.score)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
+            second = memory.second(problem, given)?;
+            args.second = second.as_ref();
             args.masks = memory.masks(problem, given, totals)?;
             args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
         }
@@ -280,7 +283,7 @@ impl FmhaPlan {
     unsafe fn backward(&self, plan: &BwdPlan, captures: &Captures, given: &FmhaArgs) -> Result<()> {
         let (problem, memory) = (plan.problem(), Memory(self.space));
         let fwd = problem.fwd();
-        absent!(given, "it", row_max, head_max, key_sum);
+        absent!(given, "it", row_max, head_max, key_sum, second);
         let totals = host::totals(fwd, given)?;
         let extents = fwd.extents(totals);
         let lse_bytes = extents.lse_elems * 4;
@@ -527,7 +530,7 @@ impl Memory {
     /// # Safety
     /// As [`FmhaPlan::run`].
     #[inline]
-    unsafe fn seq<'a>(
+    pub(crate) unsafe fn seq<'a>(
         self,
         problem: &FwdProblem,
         given: &FmhaArgs,

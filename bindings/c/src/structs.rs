@@ -313,6 +313,36 @@ pub struct FmhaBlockScales {
     pub reserved: i32,
 }
 
+/// A second cache of keys and values in the softmax of a call: a row's probabilities sum to 1 over the keys that it
+/// sees of both. Types, heads and head dimensions are the problem's; FmhaProblem.mask is over the first's keys alone.
+/// It is seen whole, by its lists or by its intervals. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaSecond {
+    /// sizeof(FmhaSecond).
+    pub struct_bytes: u64,
+    /// Keys of a sequence; packed or paged: of the longest.
+    pub seqlen_k: i64,
+    /// Rows of a page; 0: its K and V are not paged.
+    pub page_size: i64,
+    /// K of the second cache, shaped as FmhaProblem.k.
+    pub k: FmhaStrides,
+    /// V of the second cache, shaped as FmhaProblem.v; not read with v_in_k.
+    pub v: FmhaStrides,
+    /// Null: no lists of its keys. lse_without_sink is 0.
+    pub lists: *const FmhaLists,
+    /// Intervals of its keys, and no other mask as data; null: none.
+    pub masks: *const FmhaMasks,
+    /// 1: its K and V are packed, and sequences begin where FmhaSecondArgs.cu_seqlens_k says; else 0.
+    pub packed_k: i32,
+    /// 1: FmhaSecondArgs.seqused_k says how many of its keys are in use; 0: all.
+    pub seqused_k: i32,
+    /// 1: LSE is that of the keys alone, beside a sink; else 0.
+    pub lse_without_sink: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
 /// All that a plan is made of. Set everything to 0 first, then what is wanted. Every pointer is to host memory,
 /// which nobody reads after the plan is made.
 #[repr(C)]
@@ -370,6 +400,8 @@ pub struct FmhaProblem {
     pub masks: *const FmhaMasks,
     /// Null: Q, K and V have no scales by blocks.
     pub block_scales: *const FmhaBlockScales,
+    /// Null: keys are of one cache.
+    pub second: *const FmhaSecond,
     /// Probability that an element of P is dropped.
     pub p_drop: f32,
     /// Type of Q and K: FMHA_F16, ...
@@ -430,6 +462,36 @@ pub struct FmhaCapturedArgs {
     pub real: f32,
     /// 0.
     pub reserved: i32,
+}
+
+/// The second cache of a run. Set everything to 0 first, then what FmhaSecond has.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaSecondArgs {
+    /// sizeof(FmhaSecondArgs).
+    pub struct_bytes: u64,
+    /// Read: its K.
+    pub k: *const c_void,
+    /// Read: its V. Null with v_in_k.
+    pub v: *const c_void,
+    /// Read: i32 [batch + 1], first row of each sequence of packed K and V.
+    pub cu_seqlens_k: *const i32,
+    /// Read: i32 [batch], its keys in use of each sequence.
+    pub seqused_k: *const i32,
+    /// Read: paged: i32 [batch, max_pages], the pages of each sequence.
+    pub block_table: *const i32,
+    /// Read: lists of its keys, as FmhaArgs.indices.
+    pub indices: *const i32,
+    /// Read: entries in use of each list.
+    pub topk_length: *const i32,
+    /// Read: endpoints of its intervals, i32.
+    pub intervals: *const i32,
+    /// Packed: rows of its K and V, all sequences together; else 0.
+    pub total_k: i64,
+    /// Paged: pages of its K and V, used or not; else 0.
+    pub num_pages: i64,
+    /// Paged: entries of a row of its block_table, times page_size at least seqlen_k; else 0.
+    pub max_pages: i64,
 }
 
 /// Arguments of a run: addresses, rows of packed and pages of paged tensors, the dropout generator, the stream. Set
@@ -536,6 +598,8 @@ pub struct FmhaArgs {
     pub block_scale_k: *const u8,
     /// Read: V's scales by blocks.
     pub block_scale_v: *const u8,
+    /// Host memory: the second cache; null of none.
+    pub second: *const FmhaSecondArgs,
     /// Host memory: as many as FmhaCode.num_captured, in the order of FmhaCode.captured; null of none.
     pub captured: *const FmhaCapturedArgs,
     /// Packed: rows of Q and O, all sequences together; else 0.

@@ -827,8 +827,7 @@ fn faults(numbers: Vec<usize>) -> impl Strategy<Value = Vec<Fault>> {
 }
 
 fn faults_of_problems() -> impl Strategy<Value = Vec<Fault>> {
-    let (first, last) =
-        (std::mem::offset_of!(FmhaProblem, mask), std::mem::offset_of!(FmhaProblem, block_scales));
+    let (first, last) = (std::mem::offset_of!(FmhaProblem, mask), std::mem::offset_of!(FmhaProblem, second));
     faults(words::<FmhaProblem>(first..=last))
 }
 

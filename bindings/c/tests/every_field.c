@@ -64,6 +64,7 @@ static const Field PROBLEM[] = {
     FIELD(FmhaProblem, lists, FREE),
     FIELD(FmhaProblem, masks, FREE),
     FIELD(FmhaProblem, block_scales, FREE),
+    FIELD(FmhaProblem, second, FREE),
     FIELD(FmhaProblem, p_drop, PROBABILITY),
     FIELD(FmhaProblem, dtype_qk, CODE),
     FIELD(FmhaProblem, dtype_v, CODE),
@@ -136,6 +137,7 @@ static const Field ARGS[] = {
     FIELD(FmhaArgs, block_scale_q, POINTER),
     FIELD(FmhaArgs, block_scale_k, POINTER),
     FIELD(FmhaArgs, block_scale_v, POINTER),
+    FIELD(FmhaArgs, second, POINTER),
     FIELD(FmhaArgs, captured, POINTER),
     FIELD(FmhaArgs, total_q, MORE),
     FIELD(FmhaArgs, total_k, MORE),
@@ -208,6 +210,30 @@ static const Field LISTS[] = {
     FIELD(FmhaLists, addresses, CODE),
     FIELD(FmhaLists, block, FREE),
     FIELD(FmhaLists, lse_without_sink, CODE),
+};
+
+static const Field SECOND[] = {
+    FIELD(FmhaSecond, struct_bytes, BYTES),
+    FIELD(FmhaSecond, seqlen_k, SIZE),
+    FIELD(FmhaSecond, page_size, SIZE),
+    STRIDES(FmhaSecond, k, STRIDE),
+    STRIDES(FmhaSecond, v, STRIDE),
+    // Structs with tables of their own.
+    FIELD(FmhaSecond, lists, FREE),
+    FIELD(FmhaSecond, masks, FREE),
+    FIELD(FmhaSecond, packed_k, CODE),
+    FIELD(FmhaSecond, seqused_k, CODE),
+    FIELD(FmhaSecond, lse_without_sink, CODE),
+    FIELD(FmhaSecond, reserved, CODE),
+};
+
+static const Field SECOND_ARGS[] = {
+    FIELD(FmhaSecondArgs, struct_bytes, BYTES),   FIELD(FmhaSecondArgs, k, POINTER),
+    FIELD(FmhaSecondArgs, v, POINTER),            FIELD(FmhaSecondArgs, cu_seqlens_k, POINTER),
+    FIELD(FmhaSecondArgs, seqused_k, POINTER),    FIELD(FmhaSecondArgs, block_table, POINTER),
+    FIELD(FmhaSecondArgs, indices, POINTER),      FIELD(FmhaSecondArgs, topk_length, POINTER),
+    FIELD(FmhaSecondArgs, intervals, POINTER),    FIELD(FmhaSecondArgs, total_k, MORE),
+    FIELD(FmhaSecondArgs, num_pages, MORE),       FIELD(FmhaSecondArgs, max_pages, MORE),
 };
 
 static const Field MASKS[] = {
@@ -698,6 +724,80 @@ static void lists_of_a_call(void) {
   ran(&problem, &args, "lists backward");
 }
 
+// Each row sees the keys of its causal mask in the first cache, and the same keys again in a second by its intervals:
+// every weight is halved, and O stays. Lists of the second's keys are refused as those of the first.
+static void second_of_a_call(void) {
+  static float whole[Q_ELEMS];
+  static int32_t ends[2][ROWS], indices[BATCH * ROWS * KV];
+  FmhaProblem problem = good();
+  FmhaArgs args = good_args();
+  ran(&problem, &args, "causal");
+  memcpy(whole, o, sizeof whole);
+  for (int row = 0; row < ROWS; ++row) ends[1][row] = row + 1;
+  FmhaMasks masks = {0};
+  FmhaStrides by_rows = {0, 1, 2 * ROWS, ROWS};
+  masks.struct_bytes = sizeof masks;
+  masks.endpoints = 2;
+  masks.intervals_heads = 1;
+  masks.intervals = by_rows;
+  FmhaSecond second = {0};
+  second.struct_bytes = sizeof second;
+  second.seqlen_k = ROWS;
+  second.k = second.v = strides(KV);
+  second.masks = &masks;
+  FmhaSecondArgs second_args = {0};
+  second_args.struct_bytes = sizeof second_args;
+  second_args.k = k;
+  second_args.v = v;
+  second_args.intervals = ends[0];
+  problem.second = &second;
+  args.second = &second_args;
+  clear();
+  FmhaPlan *plan = planned(&problem, "a second cache");
+  CHECK(fmha_run(plan, &args) == 0, "a second cache does not run");
+  for (int i = 0; i < Q_ELEMS; ++i) {
+    const float away = o[i] - whole[i];
+    CHECK(away < 1e-5f && away > -1e-5f, "element %d is not that of one cache: %f", i, away);
+  }
+  plans_refuse(&problem, &second, SECOND, COUNT(SECOND), sizeof second);
+  runs_refuse(plan, &args);
+  char said[64];
+  for (size_t i = 0; i < COUNT(SECOND_ARGS); ++i) {
+    for (size_t way = 0; way < ways(&SECOND_ARGS[i]); ++way) {
+      FmhaSecondArgs bad = second_args;
+      FmhaArgs bad_args = args;
+      bad_args.second = &bad;
+      clear();
+      spoil(&bad, &SECOND_ARGS[i], way, said);
+      refused(fmha_run(plan, &bad_args), "second", said);
+      refused(fmha_run(plan, &bad_args), SECOND_ARGS[i].name, said);
+    }
+  }
+  fmha_drop(plan);
+  FmhaPlan *none = NULL;
+  masks.mask_bits_heads = 1;
+  refused(fmha_plan("cpu", &problem, NULL, &none), "second.masks.mask_bits_heads", "intervals alone");
+  FmhaLists lists = {0};
+  lists.struct_bytes = sizeof lists;
+  lists.topk = 1;
+  lists.batch_stride = ROWS * KV;
+  lists.seqlen_stride = KV;
+  lists.head_stride = 1;
+  second.masks = NULL;
+  second.lists = &lists;
+  second_args.intervals = NULL;
+  second_args.indices = indices;
+  plan = planned(&problem, "lists of a second cache");
+  CHECK(fmha_run(plan, &args) == 0, "lists of a second cache do not run");
+  CHECK(o[0] - v[0] < 1e-6f && v[0] - o[0] < 1e-6f, "the first row sees the first key twice: %f", o[0]);
+  clear();
+  second_args.indices = NULL;
+  refused(fmha_run(plan, &args), "second.indices", "null");
+  lists.topk = -1;
+  refused(fmha_plan("cpu", &problem, NULL, &none), "second.topk", "-1");
+  fmha_drop(plan);
+}
+
 // A score and a mask as text: what they spell, and the gradient of what is captured.
 static void code_of_a_call(void) {
   static float slopes[HEADS], dslopes[HEADS], whole[Q_ELEMS];
@@ -1083,6 +1183,8 @@ int main(void) {
   COVERS(CACHE, FmhaCache);
   COVERS(PART, FmhaPart);
   COVERS(LISTS, FmhaLists);
+  COVERS(SECOND, FmhaSecond);
+  COVERS(SECOND_ARGS, FmhaSecondArgs);
   COVERS(CODE_FIELDS, FmhaCode);
   COVERS(MASKS, FmhaMasks);
   COVERS(BLOCK_SCALES, FmhaBlockScales);
@@ -1101,6 +1203,7 @@ int main(void) {
   parts_of_a_whole();
   code_of_a_call();
   lists_of_a_call();
+  second_of_a_call();
   masks_of_a_call();
   scales_by_blocks();
   combine();
