@@ -127,6 +127,9 @@ typedef struct FmhaDistPlan FmhaDistPlan;
 // Ranks that compute together.
 typedef struct FmhaGroup FmhaGroup;
 
+// A mask object behind the C pointer.
+typedef struct FmhaMaskObject FmhaMaskObject;
+
 // A chosen and loaded kernel with its scratch memory, of the device that it was planned on.
 typedef struct FmhaPlan FmhaPlan;
 
@@ -649,6 +652,9 @@ typedef struct FmhaArgs {
   const int32_t *full_kv_num_blocks;
   // Read: indices of those blocks.
   const int32_t *full_kv_indices;
+  // From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
+  // here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
+  const struct FmhaMaskObject *built;
   // Read: Q's scales by blocks.
   const uint8_t *block_scale_q;
   // Read: K's scales by blocks.
@@ -984,6 +990,35 @@ uint64_t fmha_plan_workspace_bytes(const struct FmhaPlan *plan);
 // # Safety
 // `plan` is null or from `fmha_plan`, and not dropped before.
 void fmha_drop(struct FmhaPlan *plan);
+
+// An object for the masks as data of calls of `forward`, `backward` or both, either of which may be null: memory for
+// copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the calls: total_q
+// and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`) with `*object`
+// untouched. Refused where a mask as code captures something.
+//
+// # Safety
+// `forward` and `backward` are null or from `fmha_plan`; `args` is null or arguments; `object` is null or writable.
+int fmha_mask_object(const struct FmhaPlan *forward,
+                     const struct FmhaPlan *backward,
+                     const struct FmhaArgs *args,
+                     struct FmhaMaskObject **object);
+
+// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns: runs
+// whose FmhaArgs.built is the object read that, until it is built again. It may be captured: each replay builds.
+// `plan` is one of the object's; of its arguments lengths and masks alone are read. Whoever builds waits for runs on
+// other streams that use the object.
+//
+// # Safety
+// `object` is null or from `fmha_mask_object`; the rest as `fmha_run`.
+int fmha_build_mask(struct FmhaMaskObject *object,
+                    const struct FmhaPlan *plan,
+                    const struct FmhaArgs *args);
+
+// Drops an object that no work uses any more. Null is taken.
+//
+// # Safety
+// `object` is null or from `fmha_mask_object`, and not dropped before.
+void fmha_drop_mask_object(struct FmhaMaskObject *object);
 
 // New memory of a device, named as for `fmha_plan`, aligned to 256 bytes; its contents mean nothing.
 // Returns 0 and sets `*buffer`, or not 0 (see `fmha_last_error`) with `*buffer` untouched.

@@ -26,6 +26,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use fmha::{DevBuffer, Device, Error, ProblemError};
 
 pub use host::Choice;
+pub use masks::FmhaMaskObject;
 pub use plan::FmhaPlan;
 pub use ranks::*;
 pub use structs::*;
@@ -224,6 +225,68 @@ pub unsafe extern "C" fn fmha_drop(plan: *mut FmhaPlan) {
         if !plan.is_null() {
             // SAFETY: the caller promised that it is ours, once.
             drop(unsafe { Box::from_raw(plan) });
+        }
+        Ok(())
+    });
+}
+
+/// An object for the masks as data of calls of `forward`, `backward` or both, either of which may be null: memory for
+/// copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the calls: total_q
+/// and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`) with `*object`
+/// untouched. Refused where a mask as code captures something.
+///
+/// # Safety
+/// `forward` and `backward` are null or from `fmha_plan`; `args` is null or arguments; `object` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_mask_object(
+    forward: *const FmhaPlan,
+    backward: *const FmhaPlan,
+    args: *const FmhaArgs,
+    object: *mut *mut FmhaMaskObject,
+) -> c_int {
+    guard(|| {
+        not_null("args", args)?;
+        not_null("object", object)?;
+        // SAFETY: not null, or taken for absent; the caller keeps the rest of the contract of `fmha_mask_object`.
+        let made = unsafe { FmhaPlan::mask_object(forward.as_ref(), backward.as_ref(), &*args)? };
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_mask_object`.
+        unsafe { *object = Box::into_raw(Box::new(made)) };
+        Ok(())
+    })
+}
+
+/// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns: runs
+/// whose FmhaArgs.built is the object read that, until it is built again. It may be captured: each replay builds.
+/// `plan` is one of the object's; of its arguments lengths and masks alone are read. Whoever builds waits for runs on
+/// other streams that use the object.
+///
+/// # Safety
+/// `object` is null or from `fmha_mask_object`; the rest as `fmha_run`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_build_mask(
+    object: *mut FmhaMaskObject,
+    plan: *const FmhaPlan,
+    args: *const FmhaArgs,
+) -> c_int {
+    guard(|| {
+        not_null("object", object)?;
+        not_null("plan", plan)?;
+        not_null("args", args)?;
+        // SAFETY: not null, and the caller keeps the rest of the contract of `fmha_build_mask`.
+        unsafe { (*plan).build_mask(&*object, &*args) }
+    })
+}
+
+/// Drops an object that no work uses any more. Null is taken.
+///
+/// # Safety
+/// `object` is null or from `fmha_mask_object`, and not dropped before.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_drop_mask_object(object: *mut FmhaMaskObject) {
+    guard(|| {
+        if !object.is_null() {
+            // SAFETY: the caller promised that it is ours, once.
+            drop(unsafe { Box::from_raw(object) });
         }
         Ok(())
     });

@@ -1,12 +1,14 @@
 //! Masks as data: which of them a call has is read at the plan, and their tensors with each run.
 
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+
 use fmha::{
-    BlockList, BlockLists, ElemType, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits, Masks,
-    ProblemError, Shape, Strides, Totals,
+    BlockList, BlockLists, BwdPlan, ElemType, FwdPlan, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits, MaskObject, Masks, ProblemError, SeqArgs, Shape, Strides, Totals,
 };
 
+use crate::Result;
 use crate::host::{flag, goes_with, size, strides};
-use crate::plan::{Memory, absent};
+use crate::plan::{Memory, absent, unwanted};
 use crate::structs::{FmhaArgs, FmhaMasks, FmhaStrides};
 
 /// A problem with the masks of a call.
@@ -84,7 +86,65 @@ fn axes(given: &FmhaStrides, heads: u32) -> MaskAxes {
     MaskAxes { per_batch: given.batch_stride != 0, heads }
 }
 
+/// A mask object behind the C pointer.
+pub struct FmhaMaskObject {
+    /// Runs that queue their work read it, and a build writes it.
+    object: RwLock<MaskObject>,
+}
+
+impl FmhaMaskObject {
+    /// # Errors
+    /// As [`MaskObject::new`].
+    pub(crate) fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
+        Ok(Self { object: RwLock::new(MaskObject::new(forward, backward, totals)?) })
+    }
+
+    /// # Safety
+    /// As [`MaskObject::build_on_raw`].
+    pub(crate) unsafe fn build(&self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: u64) -> Result<()> {
+        let mut object = self.object.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the caller keeps the contract of `build`.
+        unsafe { object.build_on_raw(seq, masks, stream) }
+    }
+}
+
+/// The mask object of a run, if it has one, while the run is queued.
+///
+/// # Safety
+/// `built` is null or from `fmha_mask_object`, and lives.
+#[inline]
+pub(crate) unsafe fn built<'a>(
+    problem: &FwdProblem,
+    given: &FmhaArgs,
+) -> Result<Option<RwLockReadGuard<'a, MaskObject>>, ProblemError> {
+    if problem.masks.is_empty() {
+        unwanted("built", given.built, "masks")?;
+    }
+    // SAFETY: the caller keeps the contract of `built`.
+    let object = unsafe { given.built.as_ref() };
+    Ok(object.map(|built| built.object.read().unwrap_or_else(PoisonError::into_inner)))
+}
+
 impl Memory {
+    /// The masks of a run: those of its object, if it has one, or else its tensors.
+    ///
+    /// # Safety
+    /// As [`FmhaPlan::run`](crate::FmhaPlan::run).
+    #[inline]
+    pub(crate) unsafe fn masks_or_built<'a>(
+        self,
+        problem: &FwdProblem,
+        given: &FmhaArgs,
+        totals: Totals,
+        built: Option<&'a MaskObject>,
+    ) -> Result<MaskArgs<'a>, ProblemError> {
+        match built {
+            Some(object) => Ok(object.args()),
+            // SAFETY: the caller keeps the contract of `masks_or_built`.
+            None => unsafe { self.masks(problem, given, totals) },
+        }
+    }
+
     /// The masks of a run.
     ///
     /// # Safety

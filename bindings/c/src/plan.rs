@@ -13,6 +13,7 @@ use crate::Result;
 use crate::choose;
 use crate::code::Captures;
 use crate::host::{self, AnyPass, Choice, Given};
+use crate::masks::{self, FmhaMaskObject};
 use crate::structs::{
     FmhaArgs, FmhaChooseArgs, FmhaChooseProblem, FmhaCombineArgs, FmhaCombineProblem, FmhaProblem,
 };
@@ -234,6 +235,8 @@ impl FmhaPlan {
         let captured = unsafe { memory.captured(problem, captures, given)? };
         // SAFETY: the caller keeps the contract of `forward`.
         let (q, k, v, o) = unsafe { memory.tensors(problem, given, &extents)? };
+        // SAFETY: the caller keeps the contract of `forward`.
+        let built = unsafe { masks::built(problem, given)? };
         let second;
         // Field by field: to move all of the arguments once takes as long as to make them.
         let mut args = FwdArgs::new(q, k, v, o);
@@ -271,7 +274,7 @@ impl FmhaPlan {
             args.score.numbers = captured.numbers();
             second = memory.second(problem, given)?;
             args.second = second.as_ref();
-            args.masks = memory.masks(problem, given, totals)?;
+            args.masks = memory.masks_or_built(problem, given, totals, built.as_deref())?;
             args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
         }
         // SAFETY: the caller keeps the contract of `forward`.
@@ -290,6 +293,7 @@ impl FmhaPlan {
         // SAFETY: the caller keeps the contract of `backward`.
         unsafe {
             let captured = memory.captured(fwd, captures, given)?;
+            let built = masks::built(fwd, given)?;
             let (strides, types) = (&fwd.strides, fwd.dtypes);
             let input = |name, at, strides, shape, dtype| memory.input(name, at, (strides, shape), dtype);
             let grad =
@@ -337,10 +341,62 @@ impl FmhaPlan {
             memory.block_scales(fwd, given, &extents, &mut args.score)?;
             args.score.captured = captured.tensors();
             args.score.numbers = captured.numbers();
-            args.masks = memory.masks(fwd, given, totals)?;
+            args.masks = memory.masks_or_built(fwd, given, totals, built.as_deref())?;
             args.dcaptured = memory.dcaptured(problem, &captured);
             args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
             plan.run_on_raw(&mut args, given.stream as u64)
+        }
+    }
+
+    /// An object for the masks of the calls of these plans.
+    ///
+    /// # Errors
+    /// No plan, or plans that are of other kinds or do not go together; memory that is not there.
+    pub fn mask_object(
+        forward: Option<&Self>,
+        backward: Option<&Self>,
+        given: &FmhaArgs,
+    ) -> Result<FmhaMaskObject, Error> {
+        host::struct_bytes::<FmhaArgs>(given.struct_bytes)?;
+        let forward = match forward.map(|plan| &*plan.planned) {
+            None => None,
+            Some(Planned::Forward(plan, _)) => Some(plan),
+            Some(other) => return not_of("forward", other),
+        };
+        let backward = match backward.map(|plan| &*plan.planned) {
+            None => None,
+            Some(Planned::Backward(plan, _)) => Some(plan),
+            Some(other) => return not_of("backward", other),
+        };
+        let problem = match (forward, backward) {
+            (Some(plan), _) => Some(&**plan.problem()),
+            (None, Some(plan)) => Some(&**plan.problem().fwd()),
+            (None, None) => None,
+        };
+        let totals = problem.map_or(Ok(Totals::NONE), |problem| host::totals(problem, given))?;
+        FmhaMaskObject::new(forward, backward, totals)
+    }
+
+    /// Builds an object from the lengths and masks of a run.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    ///
+    /// # Safety
+    /// As [`Self::run`]; operands beside lengths and masks are not read.
+    pub unsafe fn build_mask(&self, object: &FmhaMaskObject, given: &FmhaArgs) -> Result<(), Error> {
+        let problem = match &*self.planned {
+            Planned::Forward(plan, _) => &**plan.problem(),
+            Planned::Backward(plan, _) => &**plan.problem().fwd(),
+            other => return wrong_kind("fmha_build_mask", other),
+        };
+        host::struct_bytes::<FmhaArgs>(given.struct_bytes)?;
+        unwanted("built", given.built, "it: an object is built from tensors")?;
+        let (memory, totals) = (Memory(self.space), host::totals(problem, given)?);
+        // SAFETY: the caller keeps the contract of `build_mask`.
+        unsafe {
+            let (seq, masks) = (memory.seq(problem, given, totals)?, memory.masks(problem, given, totals)?);
+            object.build(&seq, &masks, given.stream as u64)
         }
     }
 
@@ -410,6 +466,17 @@ impl FmhaPlan {
 /// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
 /// by it.
 const NOWHERE: *const u8 = std::ptr::without_provenance(256);
+
+/// The plan of a mask object that is of another pass.
+fn not_of(field: &'static str, planned: &Planned) -> Result<FmhaMaskObject> {
+    let kind = match planned {
+        Planned::Forward(..) => "forward",
+        Planned::Backward(..) => "backward",
+        Planned::Combine(_) => "combine",
+        Planned::Choose(_) => "a choice",
+    };
+    Err(ProblemError::new(field, format!("{field} is a plan of {kind}")).into())
+}
 
 fn wrong_kind(function: &str, planned: &Planned) -> Result<()> {
     let (planned, instead) = match planned {

@@ -592,6 +592,9 @@ pub struct FmhaArgs {
     pub full_kv_num_blocks: *const i32,
     /// Read: indices of those blocks.
     pub full_kv_indices: *const i32,
+    /// From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
+    /// here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.
+    pub built: *const crate::FmhaMaskObject,
     /// Read: Q's scales by blocks.
     pub block_scale_q: *const u8,
     /// Read: K's scales by blocks.

@@ -13,7 +13,8 @@ use crate::{
     FMHA_BF16, FMHA_BIAS_ALIBI, FMHA_BIAS_ALIBI_PER_BATCH, FMHA_BIAS_ELEMENTWISE, FMHA_BY_LSE, FMHA_F16,
     FMHA_F32, FMHA_MXFP8_E4M3, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaCapturedArgs,
     FmhaCode, FmhaCombineArgs, FmhaCombineProblem, FmhaGradients, FmhaLists, FmhaMasks, FmhaOptions,
-    FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_drop, fmha_last_error, fmha_plan, fmha_run, guard,
+    FmhaPartial, FmhaPlan, FmhaProblem, FmhaStrides, fmha_build_mask, fmha_drop, fmha_drop_mask_object,
+    fmha_last_error, fmha_mask_object, fmha_plan, fmha_run, guard,
 };
 
 /// A struct with everything 0 but its size, as `fmha.h` asks its caller to begin.
@@ -325,6 +326,61 @@ fn each_mask_as_data_that_spells_causal_is_causal() {
         run_on_cpu(&Call { p: with!(call.p, mask = null(), masks = &raw const masks), a });
         assert_eq!(masked, built_in);
         masked.fill(0);
+    }
+}
+
+#[test]
+fn a_mask_object_is_read_in_place_of_the_tensors_it_was_built_from() {
+    let (q, k, v) = (numbers(1, ROWS), numbers(77, ROWS), numbers(300, ROWS));
+    let (mut causal, mut masked) = (vec![0; q.len()], vec![0; q.len()]);
+    run_on_cpu(&call(&q, &k, &v, &mut causal, 1, &[]));
+    let rows = ROWS as i64;
+    let mut ends: Vec<i32> = [vec![0; ROWS], (1..=ROWS as i32).collect()].concat();
+    let masks = with!(
+        new!(FmhaMasks),
+        intervals =
+            FmhaStrides { batch_stride: 0, seqlen_stride: 1, head_stride: 2 * rows, dim_stride: rows },
+        endpoints = 2,
+        intervals_heads = 1
+    );
+    let Call { p, a } = call(&q, &k, &v, &mut masked, 1, &[]);
+    let p = with!(p, mask = null(), masks = &raw const masks);
+    let plan = plan(&Call { p, a }).unwrap();
+    let tensors = with!(a, intervals = ends.as_ptr());
+    let run = |args: &FmhaArgs| {
+        // SAFETY: the plan is alive, and the pointers are memory of this test.
+        match unsafe { fmha_run(&raw const plan, args) } {
+            0 => Ok(()),
+            _ => Err(last_error()),
+        }
+    };
+    let mut object = null_mut();
+    // SAFETY: the plan is alive, and the pointers are memory of this test.
+    let built = unsafe {
+        assert_eq!(fmha_mask_object(&raw const plan, null(), &raw const a, &raw mut object), 0);
+        let built = with!(a, built = object);
+        let early = run(&built).unwrap_err();
+        assert!(early.contains("built 0 times before the call"), "{early}");
+        assert_eq!(fmha_build_mask(object, &raw const plan, &raw const a), 1);
+        assert!(last_error().contains("intervals is null"), "{}", last_error());
+        assert_eq!(fmha_build_mask(object, &raw const plan, &raw const built), 1);
+        assert!(last_error().contains("built is given"), "{}", last_error());
+        assert_eq!(fmha_build_mask(object, &raw const plan, &raw const tensors), 0);
+        built
+    };
+    ends.fill(0);
+    run(&built).unwrap();
+    assert_eq!(masked, causal, "the endpoints of its build");
+    run(&tensors).unwrap();
+    assert!(masked.iter().all(|&number| number == 0), "of the endpoints as they are no query sees a key");
+    // SAFETY: absent plans and plans of another pass are refused; the object is dropped once.
+    unsafe {
+        assert_eq!(fmha_mask_object(null(), null(), &raw const a, &raw mut object), 1);
+        assert!(last_error().contains("plan: a mask object has 0 of them"), "{}", last_error());
+        assert_eq!(fmha_mask_object(null(), &raw const plan, &raw const a, &raw mut object), 1);
+        assert!(last_error().contains("backward is a plan of forward"), "{}", last_error());
+        fmha_drop_mask_object(object);
+        fmha_drop_mask_object(null_mut());
     }
 }
 

@@ -134,6 +134,8 @@ static const Field ARGS[] = {
     FIELD(FmhaArgs, kv_indices, POINTER),
     FIELD(FmhaArgs, full_kv_num_blocks, POINTER),
     FIELD(FmhaArgs, full_kv_indices, POINTER),
+    // An object that is none is not to be told from one; `built_masks` tries it.
+    FIELD(FmhaArgs, built, FREE),
     FIELD(FmhaArgs, block_scale_q, POINTER),
     FIELD(FmhaArgs, block_scale_k, POINTER),
     FIELD(FmhaArgs, block_scale_v, POINTER),
@@ -857,6 +859,36 @@ static void code_of_a_call(void) {
   fmha_drop(plan);
 }
 
+// An object that is built from the masks of a call, read in their place.
+static void built_masks(const FmhaPlan *plan, const FmhaArgs *tensors, const float *whole) {
+  FmhaMaskObject *object = NULL;
+  FmhaArgs args = good_args();
+  clear();
+  CHECK(fmha_mask_object(plan, NULL, &args, &object) == 0, "no mask object");
+  args.built = object;
+  refused(fmha_run(plan, &args), "mask", "built 0 times");
+  refused(fmha_build_mask(object, plan, &args), "built", "given");
+  refused(fmha_build_mask(NULL, plan, tensors), "object", "null");
+  refused(fmha_build_mask(object, NULL, tensors), "plan", "null");
+  refused(fmha_build_mask(object, plan, NULL), "args", "null");
+  refused(fmha_mask_object(plan, NULL, NULL, &object), "args", "null");
+  refused(fmha_mask_object(plan, NULL, tensors, NULL), "object", "null");
+  refused(fmha_mask_object(NULL, plan, tensors, &object), "backward", "a plan of forward");
+  CHECK(fmha_build_mask(object, plan, tensors) == 0, "a mask object is not built");
+  CHECK(fmha_run(plan, &args) == 0, "a mask object does not run");
+  for (int i = 0; i < Q_ELEMS; ++i) {
+    float away = o[i] - whole[i];
+    CHECK(away < 1e-6f && away > -1e-6f, "element %d of built masks is away by %f", i, away);
+  }
+  FmhaProblem plain = good();
+  FmhaPlan *without = planned(&plain, "no masks");
+  clear();
+  refused(fmha_run(without, &args), "built", "given");
+  fmha_drop(without);
+  fmha_drop_mask_object(object);
+  fmha_drop_mask_object(NULL);
+}
+
 // Masks as data that spell causal, forward and backward.
 static void masks_of_a_call(void) {
   static float whole[Q_ELEMS];
@@ -901,6 +933,7 @@ static void masks_of_a_call(void) {
   }
   plans_refuse(&problem, &masks, MASKS, COUNT(MASKS), sizeof masks);
   runs_refuse(plan, &args);
+  built_masks(plan, &args, whole);
   fmha_drop(plan);
   FmhaGradients gradients = good_gradients();
   problem.gradients = &gradients;
