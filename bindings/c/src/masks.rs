@@ -3,7 +3,8 @@
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 use fmha::{
-    BlockList, BlockLists, BwdPlan, ElemType, FwdPlan, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits, MaskObject, Masks, ProblemError, SeqArgs, Shape, Strides, Totals,
+    BlockList, BlockLists, BwdPlan, ElemType, FwdPlan, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits,
+    MaskObject, Masks, ProblemError, SeqArgs, Shape, Strides, Totals,
 };
 
 use crate::Result;

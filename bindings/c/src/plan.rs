@@ -3,10 +3,10 @@
 use std::ffi::{CStr, CString, c_void};
 
 use fmha::{
-    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, ChoosePlan, CombineArgs, CombinePlan, DType,
-    DevBuffer, DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan, FwdProblem,
-    ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs, Shape,
-    Strides, Totals, ValidFwd, Workspace,
+    BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, ChoosePlan, CombineArgs, CombinePlan,
+    DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan,
+    FwdProblem, ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs,
+    Shape, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
