@@ -17,6 +17,7 @@ from ._arguments import row_invariant
 from ._block_scales import BlockScales
 from ._mask import CAUSAL, CAUSAL_TOP_LEFT, NONE, Mask, MaskLike, mask, window
 from ._mask_data import BlockLists, Intervals, MaskBits, split as _split
+from ._mask_object import MaskObject
 from ._native import FmhaError
 from ._numbers import flag as _flag, integer as _integer
 
@@ -37,6 +38,7 @@ __all__ = [
     "Intervals",
     "Mask",
     "MaskBits",
+    "MaskObject",
     "add_parts",
     "attention",
     "attention_out",
@@ -167,7 +169,7 @@ def attention(
             ``",sink"`` for as many first keys that a left bound does not hide, or a :class:`Mask`;
             or data on Q's device, which compiles nothing: :class:`Intervals`, :class:`MaskBits`, :class:`BlockLists`;
             or a list of these, at most one of each kind: a key has to be seen by all, but blocks of the full list ask
-            neither the other masks as data nor a function.
+            neither the other masks as data nor a function; or a :class:`MaskObject` that was built of them.
         causal: ``True`` is ``mask="causal"``.
         softmax_scale: multiplies ``Q K^T``; ``None`` is ``1 / sqrt(head_dim_qk)``, 0 is 0.
         softcap: ``softcap * tanh(score / softcap)``; ``None`` or 0 is none.

@@ -24,7 +24,7 @@ def _like(request: _native.Request, name: str, shape: List[int], dtype: int) -> 
     tensor.sizes[: len(shape)], tensor.strides[: len(shape)] = shape, strides
 
 
-def explain(
+def described(
     door: Any,
     qkv: Tuple[Any, Any, Any],
     tensors: Tuple[Any, ...],
@@ -33,7 +33,8 @@ def explain(
     lse: bool,
     code: Optional[Code] = None,
     lists: Any = None,
-) -> str:
+) -> Tuple[_native.Request, List[Any]]:
+    """A request that a call, or its gradients, is planned by, and what has to outlive it."""
     qkv, tensors = door.prepared(qkv, tensors)
     # A plan is the same whatever the seed.
     request = _native.Request(numbers if numbers[_AT_SEED] is not None else _arguments.with_seed(numbers, 0))
@@ -61,6 +62,12 @@ def explain(
         alive += _code.put(door, request, code, sum(1 << at for at, wanted in enumerate(moves) if wanted))
     if lists is not None:
         lists.put(request)
+    return request, alive
+
+
+def explain(door: Any, *call: Any) -> str:
+    """What a plan says of itself; arguments as of :func:`described`."""
+    request, alive = described(door, *call)
     text = _native.explain(request)
     del alive
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, List, NamedTuple, Optional, Tuple, Union
 
 from ._mask import Mask, MaskLike, mask as _band
@@ -126,9 +127,17 @@ AnyMask = Union[MaskLike, Intervals, MaskBits, BlockLists, List[Any]]
 _DATA = (Intervals, MaskBits, BlockLists)
 
 
+def is_object(given: Any) -> bool:
+    """Whether a ``mask`` is a :class:`fmha.MaskObject`, whose module needs this one."""
+    module = sys.modules.get(f"{__package__}._mask_object")
+    return module is not None and isinstance(given, module.MaskObject)
+
+
 def split(given: Any, outputs: Tuple[Any, ...] = (None,) * len(OUTPUTS)) -> Tuple[Any, Optional[Masks]]:
     """The band of a call's ``mask``, and its masks as data and small outputs; ``None``: it has neither."""
     masks, band = Masks(outputs=outputs), None
+    if is_object(given):
+        return given.band, given.masks._replace(outputs=outputs)
     if not isinstance(given, (*_DATA, list)):
         return given, None if masks.is_empty() else masks
     for one in given if isinstance(given, list) else [given]:

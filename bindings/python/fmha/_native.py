@@ -325,6 +325,28 @@ def run_with(request: Request, allocate: Any) -> None:
     del kept
 
 
+library.fmha_py_mask_object.argtypes = [
+    ctypes.POINTER(Request),
+    ctypes.POINTER(Request),
+    ctypes.POINTER(ctypes.c_int64),
+]
+library.fmha_py_build_mask.argtypes = [ctypes.c_int64, ctypes.POINTER(Request)]
+library.fmha_py_drop_mask_object.argtypes = [ctypes.c_int64]
+library.fmha_py_drop_mask_object.restype = None
+
+
+def mask_object(forward: Request, backward: Optional[Request]) -> int:
+    """The number of a new mask object for the masks of a call, and of its gradients."""
+    number = ctypes.c_int64()
+    behind = None if backward is None else ctypes.byref(backward)
+    check(library.fmha_py_mask_object(ctypes.byref(forward), behind, ctypes.byref(number)))
+    return number.value
+
+
+def build_mask(number: int, request: Request) -> None:
+    check(library.fmha_py_build_mask(number, ctypes.byref(request)))
+
+
 def explain(request: Request) -> str:
     check(library.fmha_py_explain(ctypes.byref(request)))
     return text()

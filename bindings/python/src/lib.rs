@@ -11,6 +11,7 @@ mod code;
 pub mod combine;
 pub mod lists;
 mod masks;
+mod objects;
 mod operands;
 pub mod plans;
 #[cfg(test)]
@@ -203,6 +204,48 @@ pub unsafe extern "C" fn fmha_py_function(
         keep(&function.to_string());
         Ok(())
     })
+}
+
+/// Makes a mask object for the masks of a forward call, and of a backward one unless `backward` is null: `number` is
+/// its own. Calls whose masks are the very tensors use it once it is built.
+///
+/// # Safety
+/// Both are null or requests, as for [`fmha_py_explain`]; `number` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_mask_object(
+    forward: *const Request,
+    backward: *const Request,
+    number: *mut i64,
+) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (forward, backward, number) = unsafe { (forward.as_ref(), backward.as_ref(), number.as_mut()) };
+        let made = objects::make(forward.ok_or("request is null")?, backward)?;
+        *number.ok_or("number is null")? = made;
+        Ok(())
+    })
+}
+
+/// Queues the building of a mask object on the request's stream, from the tensors of the forward call.
+///
+/// # Safety
+/// `request` is null or a request whose lengths and masks are memory of their device as large as they say.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_build_mask(number: i64, request: *const Request) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let request = unsafe { request.as_ref() }.ok_or("request is null")?;
+        objects::build(number, request)
+    })
+}
+
+/// Forgets a mask object.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_drop_mask_object(number: i64) {
+    guard(|| {
+        objects::forget(number);
+        Ok(())
+    });
 }
 
 /// Registers the operators with the torch that the process has imported.

@@ -11,6 +11,16 @@ use crate::tensor::{I32, Tensor, U32};
 // SAFETY: numbers and pointers, of which all bits may be 0.
 const NO_MASKS: FmhaMasks = unsafe { std::mem::zeroed() };
 
+/// Tensors of masks as data.
+pub(crate) const SLOTS: [Slot; 6] = [
+    Slot::Intervals,
+    Slot::MaskBits,
+    Slot::KvNumBlocks,
+    Slot::KvIndices,
+    Slot::FullKvNumBlocks,
+    Slot::FullKvIndices,
+];
+
 /// The masks of a request; `None` where it has none.
 ///
 /// # Errors
@@ -21,15 +31,7 @@ pub(crate) fn masks(
     request: &Request,
 ) -> Result<Option<FmhaMasks>, Wrong> {
     let numbers = &request.numbers;
-    let all = [
-        Slot::Intervals,
-        Slot::MaskBits,
-        Slot::KvNumBlocks,
-        Slot::KvIndices,
-        Slot::FullKvNumBlocks,
-        Slot::FullKvIndices,
-    ];
-    if all.into_iter().all(|slot| request.get(slot).is_none()) {
+    if SLOTS.into_iter().all(|slot| request.get(slot).is_none()) {
         for (name, size) in [("block_q", numbers.block_q), ("block_k", numbers.block_k)] {
             ensure!(size == 0, "{name} {size} goes with lists of blocks, of which there are none");
         }

@@ -4,12 +4,13 @@ use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fmha::Backend;
-use fmha_c::FmhaPlan;
+use fmha_c::{Beside, FmhaPlan};
 use fmha_core::fork::PerProcess;
 use lru::LruCache;
 
 use crate::call::{Call, Key, Wrong, options};
 use crate::combine::Combine;
+use crate::objects;
 use crate::request::{Request, Slot};
 use crate::shapes::one_device;
 use crate::tensor::Device;
@@ -27,7 +28,7 @@ type Kept = Mutex<Option<LruCache<Key, Arc<FmhaPlan>>>>;
 static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
 
 /// A result of the library, with its error as the user reads it.
-fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
+pub(crate) fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
     result.map_err(|error| error.to_string())
 }
 
@@ -52,7 +53,7 @@ fn plan(
     Ok(plan)
 }
 
-fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
+pub(crate) fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
     plan(call.key(), call.device, |device| {
         call.check_types()?;
         // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
@@ -134,6 +135,10 @@ pub fn run<W>(
     if let Some((_, address)) = &scratch {
         (args.workspace, args.workspace_bytes) = (address.cast(), bytes);
     }
+    let object = objects::of(request);
+    // A build waits for calls that are being queued, and they for it.
+    let built = object.as_ref().map(|object| object.read());
+    let beside = Beside { built: built.as_deref(), ..Beside::default() };
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
-    said(unsafe { plan.run(&args) })
+    said(unsafe { plan.run_beside(&args, &beside) })
 }
