@@ -19,6 +19,13 @@ _ARE = "indices: lists of keys are"
 Named = Sequence[Tuple[str, Optional[torch.Tensor]]]
 
 
+class Second:
+    """A second cache in the same softmax, V in the front of its rows, and the lists of its keys."""
+
+    def __init__(self, k: torch.Tensor, lists: Lists) -> None:
+        self.k, self.lists = _torch.last_is_dense(_torch.resolved(k)), lists
+
+
 class Lists:
     """Which keys each token sees."""
 
@@ -29,6 +36,7 @@ class Lists:
         block: int = 1,
         addresses: bool = False,
         lse_without_sink: bool = False,
+        second: Optional[Second] = None,
     ) -> None:
         for name, tensor in (("indices", indices), ("topk_length", topk_length)):
             if tensor is not None and not isinstance(tensor, torch.Tensor):
@@ -38,10 +46,22 @@ class Lists:
         self.indices = indices if indices.dim() == 0 or indices.stride(-1) == 1 else indices.contiguous()
         self.topk_length = topk_length if topk_length is None else _torch.resolved(topk_length).contiguous()
         self.block, self.addresses, self.lse_without_sink = block, addresses, lse_without_sink
+        self.second = second
 
     def put(self, request: _native.Request) -> None:
         indices, length = _described("indices", self.indices), _described("topk_length", self.topk_length)
         request.put_lists(indices, length, self.block, self.addresses, self.lse_without_sink)
+
+    def put_second(self, request: _native.Request, numbers: Tuple[Any, ...], named: Named) -> None:
+        """A call of the same queries over the second cache."""
+        if self.second is None:
+            return
+        second = _native.Request(numbers)
+        shared = ("q", "o", "cu_seqlens_q", "seqused_q")
+        for name, tensor in [*((name, x) for name, x in named if name in shared), ("k", self.second.k)]:
+            _torch.put(second, name, tensor)
+        self.second.lists.put(second)
+        request.put_second(second)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tuple[Any, ...], numbers: Tuple[Any, ...]
@@ -86,6 +106,8 @@ def _run(numbers: Tuple[Any, ...], named: Named, lists: Any, what: str = _ARE) -
     for name, tensor in named:
         _torch.put(request, name, tensor)
     lists.put(request)
+    if isinstance(lists, Lists):
+        lists.put_second(request, numbers, named)
     q = dict(named)["q"]
     assert q is not None
 

@@ -187,6 +187,7 @@ class Request(ctypes.Structure):
         ("code", ctypes.POINTER(Code)),
         ("lists", ctypes.POINTER(Lists)),
         ("block_scales", ctypes.POINTER(BlockScales)),
+        ("second", ctypes.c_void_p),
     ]
 
     def __init__(self, numbers: Tuple[Any, ...]) -> None:
@@ -210,6 +211,11 @@ class Request(ctypes.Structure):
         """Lists of keys, by tensors that :func:`described` has made."""
         self._lists = Lists(indices, topk_length, block, int(addresses), int(without_sink))
         self.lists = ctypes.pointer(self._lists)
+
+    def put_second(self, second: Request) -> None:
+        """A call of the same queries over a second cache alone, whose keys join in the softmax."""
+        self._second = second
+        self.second = ctypes.addressof(second)
 
     def put_block_scales(self, q: Tensor, k: Tensor, v: Tensor, format: int, values: str) -> None:
         """Scales by blocks, by tensors that :func:`described` has made, and the type of the values."""

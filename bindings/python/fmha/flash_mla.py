@@ -2,19 +2,19 @@
 
 ``flash_mla_sparse_fwd`` and ``flash_mla_with_kvcache(indices=...)`` take what FlashMLA's functions of these names
 take and give what they give, LSE too: natural, without the sink, and ``+inf`` for a row that has no key. Caches are of
-16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax. Rows of bytes
-and rows of two caches are gathered into a tensor of their own first, in bf16, which costs more than reading them in
-place. ``indexer_topk`` is refused by name.
+16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax, where it lies.
+Rows of bytes are read where they lie under queries in bf16 on the CPU. Elsewhere they are gathered into a tensor of
+their own first, which costs more. ``indexer_topk`` is refused by name.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
-from ._lists import Lists, forward
+from ._lists import Lists, Second, forward
 from ._theirs import bind
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -36,6 +36,7 @@ def _attend(
     sink: Optional[torch.Tensor],
     topk_length: Optional[torch.Tensor],
     addresses: bool,
+    second: Optional[Second] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """O ``(batch, seqlen_q, num_heads_q, head_dim_v)`` and LSE ``(batch, num_heads_q, seqlen_q)``."""
     for name, given in (("q", q), ("kv", kv), ("indices", indices)):
@@ -47,16 +48,52 @@ def _attend(
     if sink is not None and (sink.dtype != torch.float32 or tuple(sink.shape) != (q.shape[2],)):
         raise ValueError(f"attn_sink of shape {tuple(sink.shape)} is not float32 ({q.shape[2]},)")
     _refuse_numbers(topk_length=topk_length)
-    lists = Lists(indices, topk_length, addresses=addresses, lse_without_sink=sink is not None)
+    lists = Lists(indices, topk_length, addresses=addresses, lse_without_sink=sink is not None, second=second)
     _, numbers = bind(softmax_scale=softmax_scale)
     named = [("sink", None if sink is None else sink.contiguous())]
     o, lse = forward(q, kv, None, named, (*numbers, 0, head_dim_v), lists)
     return o, torch.where(lse == -torch.inf, torch.inf, lse)
 
 
+def _second(
+    q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor, topk_length: Optional[torch.Tensor]
+) -> Second:
+    """A second cache, and the addresses that tokens list of it."""
+    if cache.dim() != 4:
+        raise ValueError(f"extra_k_cache has shape {tuple(cache.shape)}: {cache.dim()} axes, not 4")
+    if indices.dim() != 3:
+        raise ValueError(f"extra_indices_in_kvcache has shape {tuple(indices.shape)}: {indices.dim()} axes, not 3")
+    _refuse_numbers(extra_indices_in_kvcache=indices, extra_topk_length=topk_length)
+    per_token = tuple(q.shape[:2])
+    if topk_length is not None and tuple(topk_length.shape) not in (per_token[:1], per_token):
+        shape = tuple(topk_length.shape)
+        raise ValueError(f"extra_topk_length has shape {shape}, neither {per_token[:1]} nor {per_token}")
+    if tuple(indices.shape[:2]) != per_token:
+        shape = tuple(indices.shape)
+        raise ValueError(f"extra_indices_in_kvcache of shape {shape} are not those of q's {per_token} tokens")
+    if cache.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("extra_k_cache requires a gradient: fmha.flash_mla has none")
+    listed = indices[:, :, None, :].expand(-1, -1, cache.shape[2], -1)
+    return Second(cache, Lists(listed, topk_length, addresses=True))
+
+
 #: Bytes of a row, elements in FP8, elements of a scale, and what follows of 16 bits: DeepSeek V3.2's and V4's.
 _ROWS = {656: (512, 128), 584: (448, 64)}
 _ROTARY = 64
+
+
+def _bytes_in_place(q: torch.Tensor, head_dim_v: int, caches: Sequence[Optional[torch.Tensor]]) -> bool:
+    """Whether rows of bytes are read where they lie: a kernel does so, and all have one format."""
+    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.dim() != 4 or head_dim_v != 512:
+        return False
+    given = [cache for cache in caches if cache is not None]
+    width = given[0].shape[-1]
+    return (
+        width in _ROWS
+        and q.shape[-1] == _ROWS[width][0] + _ROTARY
+        and all(cache.dim() == 4 and tuple(cache.shape[2:]) == (1, width) and cache.numel() > 0 for cache in given)
+        and all(x.element_size() == 1 and x.stride(1) == width and x.stride(3) == 1 for x in given)
+    )
 
 
 def _gathered(
@@ -259,7 +296,10 @@ def flash_mla_with_kvcache(
     if extra_k_cache is None and extra_topk_length is not None:
         raise ValueError("extra_topk_length is given, but extra_k_cache is None")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if is_fp8_kvcache or extra_k_cache is not None:
+    if is_fp8_kvcache and _bytes_in_place(q, head_dim_v, (k_cache, extra_k_cache)):
+        k_cache = k_cache.view(torch.uint8)
+        extra_k_cache = None if extra_k_cache is None else extra_k_cache.view(torch.uint8)
+    elif is_fp8_kvcache:
         caches = [(k_cache, indices, topk_length, ("indices", "topk_length"))]
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
             names = ("extra_indices_in_kvcache", "extra_topk_length")
@@ -267,6 +307,9 @@ def flash_mla_with_kvcache(
         gathered = [_gathered(*cache, is_fp8_kvcache, q) for cache in caches]
         rows, at = (torch.cat(parts, 2) for parts in zip(*gathered))
         return _attend_tokens(q, rows, at, head_dim_v, scale, attn_sink)
+    second = None
+    if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+        second = _second(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     # A list is shared by the cache's heads.
     listed = indices[:, :, None, :].expand(-1, -1, k_cache.shape[2], -1)
-    return _attend(q, k_cache, listed, head_dim_v, scale, attn_sink, topk_length, addresses=True)
+    return _attend(q, k_cache, listed, head_dim_v, scale, attn_sink, topk_length, addresses=True, second=second)

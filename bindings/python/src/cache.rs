@@ -5,7 +5,9 @@ use smallvec::SmallVec;
 
 use crate::call::{Wrong, ensure};
 use crate::request::{Request, Slot, name};
-use crate::shapes::{NO_STRIDES, Sizes, is_cache, longest_is_said, of_type, operand, plain, rows, shape};
+use crate::shapes::{
+    NO_STRIDES, Sizes, cache_rows, is_cache, longest_is_said, of_type, operand, plain, rows, shape,
+};
 use crate::tensor::{I32, Tensor, U32};
 
 /// Whether V is a view of the first elements of K's rows, as address and strides show, in a call that may
@@ -69,7 +71,7 @@ pub(crate) fn cache(
         dtype_rotary: 0,
         dtype_cache: if is_cache { k.dtype } else { 0 },
         v_in_k: i32::from(v_in_k),
-        cache_rows: 0,
+        cache_rows: cache_rows(k),
     };
     if let Some(k_new) = request.get(Slot::KNew) {
         let (wanted, total) = match request.get(Slot::CuSeqlensNew) {

@@ -45,6 +45,7 @@ pub struct Call {
     code: Option<Coded>,
     masks: Option<FmhaMasks>,
     block_scales: Option<FmhaBlockScales>,
+    second: Option<Box<Second>>,
     /// Which keys a query sees; the problem has no text of it.
     pub mask: MaskSpec,
     softmax_scale: Option<f32>,
@@ -104,6 +105,10 @@ impl Call {
         let block_scales = unsafe { request.scaled() }
             .map(|given| crate::scales::scales(&mut args, &sizes, given, device))
             .transpose()?;
+        // SAFETY: who made the request promised its second cache.
+        let second = unsafe { request.second() }
+            .map(|given| Second::new(given, device).map_err(|wrong| format!("second.{wrong}")))
+            .transpose()?;
         Ok(Self {
             problem,
             args,
@@ -113,6 +118,7 @@ impl Call {
             code,
             masks,
             block_scales,
+            second,
             mask: mask(&numbers)?,
             softmax_scale: (!numbers.softmax_scale.is_nan())
                 .then(|| single("softmax_scale", numbers.softmax_scale))
@@ -123,8 +129,18 @@ impl Call {
         })
     }
 
-    /// Runs `body` with the whole problem, whose pointers are good meanwhile.
-    pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
+    /// Runs `body` with the whole problem and its second cache, whose pointers are good meanwhile.
+    pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem, Option<fmha_c::Second<'_>>) -> R) -> R {
+        match &self.second {
+            None => self.with_first(|problem| body(problem, None)),
+            Some(second) => second.alone.with_first(|alone| {
+                let second = fmha_c::Second { problem: alone, lse_without_sink: second.lse_without_sink };
+                self.with_first(|problem| body(problem, Some(second)))
+            }),
+        }
+    }
+
+    fn with_first<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
         fn pointer<T>(value: Option<&T>) -> *const T {
             value.map_or(ptr::null(), ptr::from_ref)
         }
@@ -145,6 +161,11 @@ impl Call {
     /// The arguments of a run, good as long as this is neither moved nor dropped.
     pub fn args(&self) -> FmhaArgs {
         FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), ..self.args }
+    }
+
+    /// The arguments of the second cache, as [`Self::args`] gives those of the first.
+    pub fn second_args(&self) -> Option<FmhaArgs> {
+        self.second.as_ref().map(|second| second.alone.args())
     }
 
     /// Refuses captures of other types than the functions read: once, with the plan.
@@ -179,7 +200,31 @@ impl Call {
         if let Some(code) = &self.code {
             code.key(&mut key);
         }
+        if let Some(second) = &self.second {
+            // No code's key begins so.
+            key.extend([u64::MAX - 5, second.lse_without_sink.into()]);
+            key.extend(second.alone.key());
+        }
         key
+    }
+}
+
+/// A second cache: a call over it alone, and whose LSE it says.
+struct Second {
+    alone: Call,
+    lse_without_sink: bool,
+}
+
+impl Second {
+    /// # Errors
+    /// A fault of the call over it alone, and tensors that are elsewhere than `device`.
+    fn new(request: &Request, device: Device) -> Result<Box<Self>, Wrong> {
+        ensure!(request.second.is_null(), "second is given: there are two caches at most");
+        let alone = Call::new(request)?;
+        let (here, there) = (alone.device, device);
+        ensure!(here == there, "k is on {}, but q is on {}", here.name(), there.name());
+        let lse_without_sink = alone.lists.as_ref().is_some_and(|lists| lists.lse_without_sink != 0);
+        Ok(Box::new(Self { alone, lse_without_sink }))
     }
 }
 

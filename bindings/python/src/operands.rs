@@ -9,7 +9,8 @@ use fmha_c::{
 use crate::call::{Wrong, ensure};
 use crate::request::{Request, Slot, name};
 use crate::shapes::{
-    NO_STRIDES, Placed, Sizes, contiguous, dense_rows, expect, is_cache, of_type, operand, plain,
+    NO_STRIDES, Placed, Sizes, cache_rows, contiguous, dense_rows, expect, is_cache, of_type, operand, plain,
+    rows_of,
 };
 use crate::tensor::{I32, Tensor, U8, dtype_name, is_fp8};
 
@@ -57,7 +58,11 @@ pub(crate) fn fill_operands(
     let (q, k) = (request.required(Slot::Q)?, request.required(Slot::K)?);
     let placed = operand("q", q, &sizes.q(sizes.dim_qk))?;
     (problem.q, args.q) = (placed.strides, placed.data);
-    let placed = operand("k", k, &sizes.k(sizes.dim_qk))?;
+    let bytes = cache_rows(k);
+    let placed = match bytes {
+        0 => operand("k", k, &sizes.k(sizes.dim_qk))?,
+        bytes => rows_of("k", k, &sizes.k(bytes.into()))?,
+    };
     (problem.k, args.k) = (placed.strides, placed.data);
     problem.dtype_qk = q.dtype;
     problem.dtype_v = q.dtype;
@@ -91,7 +96,7 @@ pub(crate) fn fill_operands(
         }
     }
     ensure!(
-        k.dtype == q.dtype || is_cache(q, k),
+        k.dtype == q.dtype || is_cache(q, k) || bytes != 0,
         "k is of {}, but q of {}",
         dtype_name(k.dtype),
         dtype_name(q.dtype)

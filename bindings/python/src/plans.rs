@@ -57,7 +57,9 @@ pub(crate) fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
     plan(call.key(), call.device, |device| {
         call.check_types()?;
         // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-        said(call.with(|problem| unsafe { FmhaPlan::new(device, problem, call.mask, &call.options()) }))
+        said(call.with(|problem, second| unsafe {
+            FmhaPlan::with_second(device, problem, call.mask, second, &call.options())
+        }))
     })
 }
 
@@ -90,7 +92,7 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
     let call = Call::new(request)?;
     call.check_types()?;
     // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-    said(call.with(|problem| unsafe { FmhaPlan::check(problem, call.mask) }))
+    said(call.with(|problem, second| unsafe { FmhaPlan::check_with_second(problem, call.mask, second) }))
 }
 
 /// The plan's description, one fact a line.
@@ -138,7 +140,8 @@ pub fn run<W>(
     let object = objects::of(request);
     // A build waits for calls that are being queued, and they for it.
     let built = object.as_ref().map(|object| object.read());
-    let beside = Beside { built: built.as_deref(), ..Beside::default() };
+    let second = call.second_args();
+    let beside = Beside { built: built.as_deref(), second: second.as_ref() };
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
     said(unsafe { plan.run_beside(&args, &beside) })
 }

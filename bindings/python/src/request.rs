@@ -335,6 +335,9 @@ pub struct Request {
     pub lists: *const Lists,
     /// Scales by blocks; null: none. They outlive the request.
     pub block_scales: *const BlockScales,
+    /// A call of the same queries over a second cache alone, whose keys join in the softmax; null: none. It outlives
+    /// the request.
+    pub second: *const Request,
 }
 
 impl Request {
@@ -348,6 +351,7 @@ impl Request {
             code: ptr::null(),
             lists: ptr::null(),
             block_scales: ptr::null(),
+            second: ptr::null(),
         }
     }
 
@@ -404,6 +408,16 @@ impl Request {
     pub unsafe fn scaled(&self) -> Option<&BlockScales> {
         // SAFETY: the caller's promise.
         unsafe { self.block_scales.as_ref() }
+    }
+
+    /// The call over a second cache alone, if there is one.
+    ///
+    /// # Safety
+    /// `second` is null or a live request.
+    #[must_use]
+    pub unsafe fn second(&self) -> Option<&Self> {
+        // SAFETY: the caller's promise.
+        unsafe { self.second.as_ref() }
     }
 
     /// Whether entries of lists are addresses, so that K has pages and no table.

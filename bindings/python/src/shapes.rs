@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use crate::call::{Wrong, ensure};
 use crate::request::{Request, SLOT_NAMES, Slot, name};
-use crate::tensor::{Device, Tensor, dtype_name, is_fp8};
+use crate::tensor::{Device, Tensor, U8, dtype_name, is_fp8};
 
 /// The sizes that tensors are held to.
 pub(crate) struct Sizes {
@@ -264,6 +264,15 @@ pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
         dtype_name(tensor.dtype)
     );
     Ok(())
+}
+
+/// Bytes of K's rows where they are of a latent cache in FlashMLA's format: values in FP8, scales and a rotary part; else
+/// 0.
+pub(crate) fn cache_rows(k: &Tensor) -> i32 {
+    match k.shape() {
+        [.., width @ (656 | 584)] if k.dtype == U8 => *width as i32,
+        _ => 0,
+    }
 }
 
 /// Whether K is an FP8 cache under queries of 16 bits.

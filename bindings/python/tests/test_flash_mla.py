@@ -1,10 +1,11 @@
 """FlashMLA's names over lists of keys, against the definition in float64."""
 
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import pytest
 import torch
 
+from fmha import flash_mla
 from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from reference import DEVICE
 
@@ -129,6 +130,85 @@ def test_rows_of_bytes_and_a_second_cache_are_read(dim: int) -> None:
             wanted, _, exact = defined(q[b, i], keys, torch.arange(len(keys)), dim**-0.5, 512, sink)
             torch.testing.assert_close(out[b, i].double(), wanted, rtol=3e-2, atol=3e-2)
             torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels of GPUs have rows of bytes gathered for them")
+@pytest.mark.parametrize("dim", [576, 512])
+def test_rows_of_bytes_are_read_where_they_lie_on_the_cpu(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    cache, _ = packed(torch.randn(64, dim), 16)
+    extra, _ = packed(torch.randn(12, dim), 4)
+    q, sink = torch.randn(2, 2, 3, dim).bfloat16(), torch.randn(3)
+    indices = torch.randint(-2, 70, (2, 2, 20), dtype=torch.int32)
+    extra_indices = torch.randint(-2, 14, (2, 2, 8), dtype=torch.int32)
+    seconds: List[Dict[str, Any]] = [{}, dict(extra_k_cache=extra, extra_indices_in_kvcache=extra_indices)]
+    for second in seconds:
+
+        def call() -> Tuple[torch.Tensor, torch.Tensor]:
+            own = dict(is_fp8_kvcache=True, indices=indices, attn_sink=sink)
+            return flash_mla_with_kvcache(q, cache, None, None, 512, **own, **second)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(flash_mla, "_bytes_in_place", lambda *_: False)
+            gathered = call()
+        with monkeypatch.context() as patch:
+            patch.setattr(flash_mla, "_gathered", None)
+            in_place = call()
+        for found, wanted in zip(in_place, gathered):
+            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_second_cache_of_other_heads_or_types_is_refused() -> None:
+    q, cache = torch.randn(1, 2, 4, 24), torch.randn(3, 7, 2, 24)
+    indices = torch.zeros(1, 2, 3, dtype=torch.int32)
+    for extra, said in (
+        (torch.randn(3, 7, 1, 24), "second.num_heads_kv is 1, but the first cache's 2"),
+        (torch.randn(3, 7, 2, 24).bfloat16(), "second.k is of bfloat16, but q of float32"),
+        (torch.randn(3, 7, 2, 16), r"second.k has shape \[3, 7, 2, 16\]"),
+        (torch.randn(3, 7, 2), "extra_k_cache has shape"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            flash_mla_with_kvcache(
+                q, cache, None, None, 16, indices=indices, extra_k_cache=extra, extra_indices_in_kvcache=indices
+            )
+
+
+@pytest.mark.parametrize(("dim", "dim_v", "heads_kv"), [(576, 512, 1), (24, 16, 2)])
+def test_a_second_cache_joins_in_the_softmax_where_it_lies(dim: int, dim_v: int, heads_kv: int) -> None:
+    torch.manual_seed(5)
+    cache, extra = torch.randn(3, 7, heads_kv, dim), torch.randn(5, 4, heads_kv, dim)
+    # A page that no list names may hold anything; rows of the second may lie apart.
+    cache[2] = torch.nan
+    extra = torch.cat((extra, torch.full_like(extra, torch.nan)), -1)[..., :dim]
+    q, sink = torch.randn(2, 3, 4, dim), torch.randn(4)
+    indices = torch.randint(-2, 14, (2, 3, 9), dtype=torch.int32)
+    extra_indices = torch.randint(-2, 30, (2, 3, 11), dtype=torch.int32)
+    extra_indices[0, 1] = -1
+    indices[0, 1:] = 99
+    extra_lengths = torch.tensor([11, 4], dtype=torch.int32)
+    out, lse = flash_mla_with_kvcache(
+        q,
+        cache,
+        None,
+        None,
+        dim_v,
+        indices=indices,
+        attn_sink=sink,
+        extra_k_cache=extra,
+        extra_indices_in_kvcache=extra_indices,
+        extra_topk_length=extra_lengths,
+    )
+    per_kv = 4 // heads_kv
+    for b, i, kv in ((b, i, kv) for b in range(2) for i in range(3) for kv in range(heads_kv)):
+        own = [int(e) for e in indices[b, i] if 0 <= e < 21]
+        other = [int(e) for e in extra_indices[b, i, : int(extra_lengths[b])] if 0 <= e < 20]
+        keys = torch.cat((cache.reshape(-1, heads_kv, dim)[own, kv], extra.reshape(-1, heads_kv, dim)[other, kv]))
+        heads = slice(per_kv * kv, per_kv * kv + per_kv)
+        listed = torch.arange(len(keys))
+        wanted, _, exact = defined(q[b, i, heads], keys, listed, dim**-0.5, dim_v, sink[heads])
+        torch.testing.assert_close(out[b, i, heads].double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[b, heads, i].double(), exact.double(), rtol=1e-5, atol=1e-5)
+    assert (lse[0, :, 1] == torch.inf).all() and (out[0, 1] == 0).all()
 
 
 def test_what_is_not_taken_is_refused_by_its_name() -> None:
