@@ -12,73 +12,37 @@ all keys; ``first`` and ``end``, i32 ``[batch, seqlen_q]``: keys ``first .. end`
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
-import weakref
-from ctypes import c_int32, c_int64, c_uint64, c_void_p
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from . import _c, _native, _torch
+from . import _native, _torch
 from ._numbers import integer as _integer
 
 __all__ = ["block_maxima", "block_sums", "choose", "choose_blocks", "index_lists", "index_scores", "split_pages"]
 
 _WHAT = "choices of keys are"
-_INTEGERS = (
-    "batch seqlen_q seqlen_k topk num_heads head_dim page_size num_pages max_pages k_outer_stride k_key_stride "
-    "scale_outer_stride scale_key_stride block compressed stride selected num_blocks first_blocks last_blocks"
-).split()
-_POINTERS = "q k weights k_scale block_table given seqused_k first end indices scores stream workspace".split()
 _CAUSAL, _ALL, _RANGES = 0, 1, 2
 
+_library = _native.library
+_bytes = _library.fmha_py_describe_choose()
+_numbers, _addresses = (line.split() for line in _native.text().split("\n"))
 
-class FmhaChoose(ctypes.Structure):
+
+class Choose(ctypes.Structure):
     _fields_ = [
-        ("struct_bytes", c_uint64),
-        *((name, c_int64) for name in _INTEGERS),
-        *((name, c_void_p) for name in _POINTERS),
-        ("workspace_bytes", c_uint64),
-        *((name, c_int32) for name in ("dtype_q", "dtype_k", "candidates", "reserved")),
+        *((name, ctypes.c_int64) for name in _numbers),
+        *((name, ctypes.c_void_p) for name in _addresses),
+        ("kernel", ctypes.c_char_p),
+        ("stream", ctypes.c_int64),
     ]
 
 
-_library = _native.library
-_library.fmha_plan_choose.argtypes = [
-    ctypes.POINTER(FmhaChoose),
-    ctypes.POINTER(_c.FmhaOptions),
-    ctypes.POINTER(c_void_p),
-]
-_library.fmha_run_choose.argtypes = [c_void_p, ctypes.POINTER(FmhaChoose)]
-_library.fmha_plan_workspace_bytes.argtypes = [c_void_p]
-_library.fmha_plan_workspace_bytes.restype = c_uint64
-_library.fmha_plan_text.argtypes = [c_void_p]
-_library.fmha_plan_text.restype = ctypes.c_char_p
-_library.fmha_drop.argtypes = [c_void_p]
-_library.fmha_drop.restype = None
+if ctypes.sizeof(Choose) != _bytes:
+    raise ImportError(f"a choice of keys has {_bytes} bytes in the library, {ctypes.sizeof(Choose)} here")
 
-
-class _Plan:
-    """A plan of the library's, dropped with this object."""
-
-    def __init__(self, handle: c_void_p) -> None:
-        self.handle = handle
-        self.workspace: int = _library.fmha_plan_workspace_bytes(handle)
-        # An interpreter that ends leaves plans to the process' end.
-        weakref.finalize(self, _library.fmha_drop, handle).atexit = False
-
-
-@functools.lru_cache(maxsize=256)
-def _plan(_process: int, backend: str, kernel: Optional[str], allow_fallback: bool, call: bytes) -> _Plan:
-    """The plan of a call, whose addresses are 1 where there is something."""
-    options = _c.new(_c.FmhaOptions)
-    options.backend, options.kernel = backend.encode(), kernel.encode() if kernel else None
-    options.allow_fallback, options.caller_workspace = allow_fallback, 1
-    handle = c_void_p()
-    planned = FmhaChoose.from_buffer_copy(call)
-    _c.check(_library.fmha_plan_choose(ctypes.byref(planned), ctypes.byref(options), ctypes.byref(handle)))
-    return _Plan(handle)
+_library.fmha_py_workspace_choose.argtypes = [ctypes.POINTER(Choose), ctypes.POINTER(ctypes.c_uint64)]
+_library.fmha_py_run_choose.argtypes = [ctypes.POINTER(Choose), ctypes.c_void_p, ctypes.c_uint64]
 
 
 class _Call:
@@ -89,7 +53,7 @@ class _Call:
         if not isinstance(like, torch.Tensor):
             raise TypeError(f"{name}: {type(like).__name__} is no tensor of torch's")
         self.device = like.device
-        self.call = _c.new(FmhaChoose)
+        self.call = Choose()
         self.alive: Dict[str, torch.Tensor] = {}
 
     def numbers(self, **numbers: Any) -> None:
@@ -113,7 +77,8 @@ class _Call:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
             tensor = _torch.resolved(tensor).contiguous()
         self.alive[name] = tensor
-        setattr(self.call, name, tensor.data_ptr() or None)
+        # Without elements torch gives no address; the library asks whether there is one.
+        setattr(self.call, name, tensor.data_ptr() or 256)
         return tensor
 
     def write(self, name: str, shape: Tuple[int, ...], dtype: torch.dtype, out: Any = None) -> torch.Tensor:
@@ -136,31 +101,26 @@ class _Call:
 
     def run(self, kernel: Optional[str], allow_fallback: bool) -> None:
         call = self.call
-        planned = FmhaChoose.from_buffer_copy(bytes(call))
-        # Without elements torch gives no address; the library asks whether there is one.
-        for name, tensor in self.alive.items():
-            setattr(planned, name, 256)
-            if not getattr(call, name):
-                setattr(call, name, 256)
-        kind = {"cpu": "cpu", "cuda": "rocm" if torch.version.hip else "cuda"}.get(self.device.type)
+        kind = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}.get(self.device.type)
         if kind is None:
             raise ValueError(f"the call is on {self.device}, neither the CPU nor a GPU")
-        backend = kind if kind == "cpu" else f"{kind}:{self.device.index or 0}"
-        if kind == "cpu":
-            self._run(backend, kernel, allow_fallback, planned)
+        call.device_kind, call.device_index = kind, self.device.index or 0
+        call.kernel, call.allow_fallback = kernel.encode() if kernel else None, bool(allow_fallback)
+        if kind == 0:
+            self._run()
             return
         with torch.cuda.device(self.device):
-            call.stream = torch.cuda.current_stream(self.device).cuda_stream or None
-            self._run(backend, kernel, allow_fallback, planned)
+            call.stream = torch.cuda.current_stream(self.device).cuda_stream
+            self._run()
 
-    def _run(self, backend: str, kernel: Optional[str], allow_fallback: bool, planned: FmhaChoose) -> None:
-        plan = _plan(os.getpid(), backend, kernel, allow_fallback, bytes(planned))
-        scratch = None
-        if plan.workspace:
-            scratch = torch.empty(plan.workspace + 256, dtype=torch.uint8, device=self.device)
-            self.call.workspace = -(-scratch.data_ptr() // 256) * 256
-            self.call.workspace_bytes = plan.workspace
-        _c.check(_library.fmha_run_choose(plan.handle, ctypes.byref(self.call)))
+    def _run(self) -> None:
+        wanted = ctypes.c_uint64()
+        _native.check(_library.fmha_py_workspace_choose(ctypes.byref(self.call), ctypes.byref(wanted)))
+        scratch, address = None, 0
+        if wanted.value:
+            scratch = torch.empty(wanted.value + 256, dtype=torch.uint8, device=self.device)
+            address = -(-scratch.data_ptr() // 256) * 256
+        _native.check(_library.fmha_py_run_choose(ctypes.byref(self.call), address, wanted.value))
         del scratch
 
 

@@ -7,6 +7,7 @@
 
 mod cache;
 pub mod call;
+pub mod choose;
 mod code;
 pub mod combine;
 pub mod lists;
@@ -246,6 +247,49 @@ pub extern "C" fn fmha_py_drop_mask_object(number: i64) {
         objects::forget(number);
         Ok(())
     });
+}
+
+/// Describes a choice of keys, so that Python's `ctypes` need not repeat it: the text of [`fmha_py_text`] has the names
+/// of its numbers, and those of its addresses, one a line. A kernel's name and a stream come after them. Returns the
+/// choice's bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_describe_choose() -> usize {
+    keep(&choose::NAMES.join("\n"));
+    size_of::<choose::Choose>()
+}
+
+/// Plans a choice of keys, and says how many bytes of scratch its run wants.
+///
+/// # Safety
+/// `call` is null or a choice, whose kernel is null or a C string; no tensor is read. `bytes` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_workspace_choose(call: *const choose::Choose, bytes: *mut u64) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
+        // SAFETY: the caller's promise.
+        *bytes.ok_or("bytes is null")? = unsafe { choose::workspace_bytes(call.ok_or("call is null")?)? };
+        Ok(())
+    })
+}
+
+/// Runs a choice of keys with scratch of its device: at least the bytes that [`fmha_py_workspace_choose`] says.
+///
+/// # Safety
+/// As [`fmha_py_workspace_choose`]; addresses are null or memory of the device as large as the numbers say;
+/// `workspace` is so many bytes there, aligned to 256, which nobody else uses until the work is done.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_run_choose(
+    call: *const choose::Choose,
+    workspace: *mut u8,
+    bytes: u64,
+) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let call = unsafe { call.as_ref() }.ok_or("call is null")?;
+        // SAFETY: the caller's promise.
+        unsafe { choose::run(call, workspace, bytes) }
+    })
 }
 
 /// Registers the operators with the torch that the process has imported.

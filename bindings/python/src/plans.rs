@@ -22,10 +22,10 @@ const MOST: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 pub const ALIGNMENT: usize = 256;
 
 /// Plans by the numbers of their calls. Their scratch is the caller's, so one may run on several threads at once.
-type Kept = Mutex<Option<LruCache<Key, Arc<FmhaPlan>>>>;
+pub(crate) type Kept<P> = Mutex<Option<LruCache<Key, Arc<P>>>>;
 
 /// A forked child has its own: another thread may have held the lock when it was made.
-static PLANS: PerProcess<Kept> = PerProcess::of_first(Mutex::new(None));
+static PLANS: PerProcess<Kept<FmhaPlan>> = PerProcess::of_first(Mutex::new(None));
 
 /// A result of the library, with its error as the user reads it.
 pub(crate) fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
@@ -33,12 +33,13 @@ pub(crate) fn said<T>(result: Result<T, impl ToString>) -> Result<T, Wrong> {
 }
 
 /// The plan of a key, made by `make` the first time.
-fn plan(
+pub(crate) fn kept_or_made<P>(
+    plans: &PerProcess<Kept<P>>,
     key: Key,
     device: Device,
-    make: impl FnOnce(&fmha::Device) -> Result<FmhaPlan, Wrong>,
-) -> Result<Arc<FmhaPlan>, Wrong> {
-    let kept = PLANS.get(|| Mutex::new(None));
+    make: impl FnOnce(&fmha::Device) -> Result<P, Wrong>,
+) -> Result<Arc<P>, Wrong> {
+    let kept = plans.get(|| Mutex::new(None));
     let plans = || kept.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(plan) = plans().as_mut().and_then(|plans| plans.get(&key).cloned()) {
         return Ok(plan);
@@ -54,7 +55,7 @@ fn plan(
 }
 
 pub(crate) fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
-    plan(call.key(), call.device, |device| {
+    kept_or_made(&PLANS, call.key(), call.device, |device| {
         call.check_types()?;
         // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
         said(call.with(|problem, second| unsafe {
@@ -64,7 +65,7 @@ pub(crate) fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
 }
 
 fn planned_combine(call: &Combine) -> Result<Arc<FmhaPlan>, Wrong> {
-    plan(call.key(), call.device, |device| {
+    kept_or_made(&PLANS, call.key(), call.device, |device| {
         said(FmhaPlan::combine(device, &call.problem, &options(call.options())))
     })
 }
