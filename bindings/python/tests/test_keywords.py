@@ -767,6 +767,70 @@ def block_sums():
     return Door(sparse.block_sums, dict(probabilities=torch.rand(1, 2, 12), num_blocks=3), cases)
 
 
+def latent_rows():
+    """Queries over listed rows of a latent cache."""
+    torch.manual_seed(4)
+    return torch.randn(1, 2, 3, 24), torch.randn(3, 4, 1, 24), i32(0, 5, 9, 3, 1, 11).view(1, 2, 3)
+
+
+@door
+def flash_mla_sparse_fwd():
+    q, cache, indices = latent_rows()
+    cases = dict(
+        d_v=[changes(16, 12), refused(0), refused(25)],
+        attn_sink=[changes(torch.randn(3)), refused(torch.randn(4))],
+        topk_length=[changes(i32(2, 1)), refused(i32(2, 1).long())],
+        indexer_topk=refused(512),
+    )
+    base = dict(q=q[0], kv=cache.flatten(0, 1), indices=indices[0, :, None], sm_scale=0.2, d_v=16)
+    return Door(flash_mla.flash_mla_sparse_fwd, base, cases)
+
+
+@door
+def flash_mla_with_kvcache():
+    q, cache, indices = latent_rows()
+    second = dict(extra_k_cache=torch.randn(2, 4, 1, 24), extra_indices_in_kvcache=i32(0, 5, 7, 3, 1, 2).view(1, 2, 3))
+    extra, listed = second.values()
+    none = dict(extra_k_cache=None, extra_indices_in_kvcache=None)
+    cases = dict(
+        tile_scheduler_metadata=hint(object(), "the library plans by itself"),
+        num_splits=refused(2),
+        softmax_scale=changes(0.3),
+        causal=refused(True),
+        is_fp8_kvcache=refused(True, "no rows of 656 or 584 bytes"),
+        indices=[changes(indices.flip(2) + 1), refused(None), refused(indices.long())],
+        attn_sink=[changes(torch.randn(3)), refused(torch.randn(4))],
+        extra_k_cache=[changes(extra.flip(0)), refused(None), refused(extra[0])],
+        extra_indices_in_kvcache=[changes(listed + 1), refused(None), refused(listed.long()), refused(listed[:, :1])],
+        topk_length=[changes(i32(2)), refused(i32(2).long()), refused(i32(2, 2, 2))],
+        extra_topk_length=[
+            changes(i32(1)),
+            refused(i32(1).long()),
+            refused(i32(1, 1, 1)),
+            refused(i32(1), "extra_k_cache", **none),
+        ],
+    )
+    base = dict(q=q, k_cache=cache, block_table=None, cache_seqlens=None, head_dim_v=16, indices=indices, **second)
+    return Door(flash_mla.flash_mla_with_kvcache, base, cases)
+
+
+@door
+def mask_object():
+    """An object by the results of a call that uses it."""
+
+    def function(q, k, v, mask, *, backward=None, mask_code=None, **options):
+        built = fmha.MaskObject(q, k, v, mask, backward=backward, mask_code=mask_code, **options)
+        return fmha.attention(q, k, v, mask=built, mask_code=mask_code, **options)
+
+    q, k, v = tensors()
+    ends = torch.stack([i32(*[0] * q.shape[1]), i32(*range(1, q.shape[1] + 1))])[None, None]
+    cases = dict(
+        backward=[hint(True, "gradients alone use it"), refused(torch.ones(2))],
+        mask_code=[changes("k != 1"), refused("k +", "mask_code")],
+    )
+    return Door(function, dict(q=q, k=k, v=v, mask=fmha.Intervals(ends)), cases)
+
+
 @door
 def unpad_input():
     base = dict(hidden_states=torch.randn(2, 3, 4), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
