@@ -6,6 +6,7 @@ use std::ptr;
 use fmha::{Accuracy, MaskAlign, MaskShape, MaskSpec, PlanOptions};
 use fmha_c::{
     Choice, FmhaArgs, FmhaBlockScales, FmhaCache, FmhaGradients, FmhaLists, FmhaMasks, FmhaProblem,
+    FmhaSecond, FmhaSecondArgs,
 };
 use smallvec::SmallVec;
 
@@ -129,15 +130,28 @@ impl Call {
         })
     }
 
-    /// Runs `body` with the whole problem and its second cache, whose pointers are good meanwhile.
-    pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem, Option<fmha_c::Second<'_>>) -> R) -> R {
-        match &self.second {
-            None => self.with_first(|problem| body(problem, None)),
-            Some(second) => second.alone.with_first(|alone| {
-                let second = fmha_c::Second { problem: alone, lse_without_sink: second.lse_without_sink };
-                self.with_first(|problem| body(problem, Some(second)))
-            }),
-        }
+    /// Runs `body` with the whole problem, whose pointers are good meanwhile.
+    pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
+        let Some(second) = &self.second else { return self.with_first(body) };
+        second.alone.with_first(|alone| {
+            // SAFETY: the pointer is null or good meanwhile.
+            let lists = unsafe { alone.lists.as_ref() };
+            let lists = lists.map(|lists| FmhaLists { lse_without_sink: 0, ..*lists });
+            let second = FmhaSecond {
+                struct_bytes: size_of::<FmhaSecond>() as u64,
+                seqlen_k: alone.seqlen_k,
+                page_size: alone.page_size,
+                k: alone.k,
+                v: alone.v,
+                lists: lists.as_ref().map_or(ptr::null(), ptr::from_ref),
+                masks: alone.masks,
+                packed_k: alone.packed_k,
+                seqused_k: alone.seqused_k,
+                lse_without_sink: second.lse_without_sink.into(),
+                reserved: 0,
+            };
+            self.with_first(|problem| body(&FmhaProblem { second: &raw const second, ..*problem }))
+        })
     }
 
     fn with_first<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
@@ -163,9 +177,23 @@ impl Call {
         FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), ..self.args }
     }
 
-    /// The arguments of the second cache, as [`Self::args`] gives those of the first.
-    pub fn second_args(&self) -> Option<FmhaArgs> {
-        self.second.as_ref().map(|second| second.alone.args())
+    /// The arguments of the second cache, for those of a run to point to.
+    pub fn second_args(&self) -> Option<FmhaSecondArgs> {
+        let args = self.second.as_ref()?.alone.args();
+        Some(FmhaSecondArgs {
+            struct_bytes: size_of::<FmhaSecondArgs>() as u64,
+            k: args.k.cast(),
+            v: args.v.cast(),
+            cu_seqlens_k: args.cu_seqlens_k,
+            seqused_k: args.seqused_k,
+            block_table: args.block_table,
+            indices: args.indices,
+            topk_length: args.topk_length,
+            intervals: args.intervals.cast(),
+            total_k: args.total_k,
+            num_pages: args.num_pages,
+            max_pages: args.max_pages,
+        })
     }
 
     /// Refuses captures of other types than the functions read: once, with the plan.

@@ -3,10 +3,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fmha::MaskObject;
-use fmha_c::FmhaPlan;
+use fmha_c::{FmhaMaskObject, FmhaPlan};
 use fmha_core::fork::PerProcess;
 
 use crate::call::{Call, Key, Wrong, ensure};
@@ -17,16 +16,16 @@ use crate::request::Request;
 /// An object, freed with its last user. Memory that queued work still uses is given back by the driver when that work
 /// is done.
 pub(crate) struct Object {
-    object: RwLock<MaskObject>,
+    object: FmhaMaskObject,
     /// The plan of its forward call, and the numbers of that call.
     plan: Arc<FmhaPlan>,
     key: Key,
 }
 
 impl Object {
-    /// The object, which nobody builds meanwhile.
-    pub(crate) fn read(&self) -> RwLockReadGuard<'_, MaskObject> {
-        self.object.read().unwrap_or_else(PoisonError::into_inner)
+    /// The object as a run's arguments point to it.
+    pub(crate) fn built(&self) -> *const FmhaMaskObject {
+        &raw const self.object
     }
 }
 
@@ -70,8 +69,8 @@ pub(crate) fn make(forward: &Request, backward: Option<&Request>) -> Result<i64,
     let call = Call::new(forward)?;
     let plan = planned(&call)?;
     let of_backward = backward.map(|request| planned(&Call::new(request)?)).transpose()?;
-    let object = said(FmhaPlan::mask_object(&plan, of_backward.as_deref(), &call.args()))?;
-    let object = Arc::new(Object { object: RwLock::new(object), plan, key: call.key() });
+    let object = said(FmhaPlan::mask_object(Some(&plan), of_backward.as_deref(), &call.args()))?;
+    let object = Arc::new(Object { object, plan, key: call.key() });
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut kept = kept();
     let all = kept.get_or_insert_default();
@@ -93,9 +92,8 @@ pub(crate) fn build(number: i64, forward: &Request) -> Result<(), Wrong> {
         call.key() == object.key,
         "mask: object {number} was made for another call than it is built with"
     );
-    let mut built = object.object.write().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: who made the request promised its pointers.
-    said(unsafe { object.plan.build_mask(&mut built, &call.args()) })
+    said(unsafe { object.plan.build_mask(&object.object, &call.args()) })
 }
 
 /// Forgets an object; calls that are being queued keep it so long.

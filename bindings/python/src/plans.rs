@@ -1,10 +1,11 @@
 //! Plans, kept by the numbers of their calls: a call that was planned once is looked up and run.
 
 use std::num::NonZeroUsize;
+use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fmha::Backend;
-use fmha_c::{Beside, FmhaPlan};
+use fmha_c::FmhaPlan;
 use fmha_core::fork::PerProcess;
 use lru::LruCache;
 
@@ -58,9 +59,7 @@ pub(crate) fn planned(call: &Call) -> Result<Arc<FmhaPlan>, Wrong> {
     kept_or_made(&PLANS, call.key(), call.device, |device| {
         call.check_types()?;
         // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-        said(call.with(|problem, second| unsafe {
-            FmhaPlan::with_second(device, problem, call.mask, second, &call.options())
-        }))
+        said(call.with(|problem| unsafe { FmhaPlan::new(device, problem, call.mask, &call.options()) }))
     })
 }
 
@@ -93,7 +92,7 @@ pub fn check(request: &Request) -> Result<(), Wrong> {
     let call = Call::new(request)?;
     call.check_types()?;
     // SAFETY: the problem's pointers are good within `with`; nothing of a device is read.
-    said(call.with(|problem, second| unsafe { FmhaPlan::check_with_second(problem, call.mask, second) }))
+    said(call.with(|problem| unsafe { FmhaPlan::check(problem, call.mask) }))
 }
 
 /// The plan's description, one fact a line.
@@ -138,11 +137,9 @@ pub fn run<W>(
     if let Some((_, address)) = &scratch {
         (args.workspace, args.workspace_bytes) = (address.cast(), bytes);
     }
-    let object = objects::of(request);
-    // A build waits for calls that are being queued, and they for it.
-    let built = object.as_ref().map(|object| object.read());
-    let second = call.second_args();
-    let beside = Beside { built: built.as_deref(), second: second.as_ref() };
+    let (object, second) = (objects::of(request), call.second_args());
+    args.built = object.as_ref().map_or(ptr::null(), |object| object.built());
+    args.second = second.as_ref().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
-    said(unsafe { plan.run_beside(&args, &beside) })
+    said(unsafe { plan.run(&args) })
 }
