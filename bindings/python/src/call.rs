@@ -108,7 +108,10 @@ impl Call {
             .transpose()?;
         // SAFETY: who made the request promised its second cache.
         let second = unsafe { request.second() }
-            .map(|given| Second::new(given, device).map_err(|wrong| format!("second.{wrong}")))
+            .map(|given| {
+                Second::new(given, device, &problem, cache.as_ref())
+                    .map_err(|wrong| format!("second.{wrong}"))
+            })
             .transpose()?;
         Ok(Self {
             problem,
@@ -245,12 +248,41 @@ struct Second {
 
 impl Second {
     /// # Errors
-    /// A fault of the call over it alone, and tensors that are elsewhere than `device`.
-    fn new(request: &Request, device: Device) -> Result<Box<Self>, Wrong> {
+    /// A fault of the call over it alone; tensors that are elsewhere than `device`; numbers and types that are not
+    /// those of the first cache, since C's struct has none of its own; new keys.
+    fn new(
+        request: &Request,
+        device: Device,
+        first: &FmhaProblem,
+        cache: Option<&FmhaCache>,
+    ) -> Result<Box<Self>, Wrong> {
         ensure!(request.second.is_null(), "second is given: there are two caches at most");
         let alone = Call::new(request)?;
         let (here, there) = (alone.device, device);
         ensure!(here == there, "k is on {}, but q is on {}", here.name(), there.name());
+        let own = &alone.problem;
+        let of_cache = |cache: Option<&FmhaCache>| {
+            cache.map_or((0, 0, 0), |cache| (cache.dtype_cache, cache.cache_rows, cache.v_in_k))
+        };
+        let ((dtype, rows, v_in_k), (own_dtype, own_rows, own_v_in_k)) =
+            (of_cache(cache), of_cache(alone.cache.as_ref()));
+        for (name, first, second) in [
+            ("batch", first.batch, own.batch),
+            ("seqlen_q", first.seqlen_q, own.seqlen_q),
+            ("num_heads_q", first.num_heads_q, own.num_heads_q),
+            ("num_heads_kv", first.num_heads_kv, own.num_heads_kv),
+            ("head_dim_qk", first.head_dim_qk, own.head_dim_qk),
+            ("head_dim_v", first.head_dim_v, own.head_dim_v),
+            ("dtype_qk", first.dtype_qk.into(), own.dtype_qk.into()),
+            ("dtype_v", first.dtype_v.into(), own.dtype_v.into()),
+            ("dtype_cache", dtype.into(), own_dtype.into()),
+            ("cache_rows", rows.into(), own_rows.into()),
+            ("v_in_k", v_in_k.into(), own_v_in_k.into()),
+        ] {
+            ensure!(first == second, "{name} is {second}, but the first cache's {first}");
+        }
+        let seqlen_new = alone.cache.as_ref().map_or(0, |cache| cache.seqlen_new);
+        ensure!(seqlen_new == 0, "seqlen_new is {seqlen_new}, but new keys go to the first cache");
         let lse_without_sink = alone.lists.as_ref().is_some_and(|lists| lists.lse_without_sink != 0);
         Ok(Box::new(Self { alone, lse_without_sink }))
     }
