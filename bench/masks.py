@@ -6,7 +6,8 @@ Outputs come first: O of every way is held to float64 on some rows of some heads
 what a score captures) to those of the first way alone; WRONG stands behind a figure that is beyond the bound. Then the
 ways are timed in turns, forward
 and backward, in milliseconds; the ratio is torch's time to the better of ours, and its geometric mean ends the table.
-torch's mask is built before, and so is not timed. Ours has no such step: its lists are made in each call.
+torch's mask is built before, and so is not timed, nor is the mask object's; the other ways of ours make their lists in
+each call.
 
     --rows REGEX      some of the rows
     --backward 0      forward alone
@@ -185,6 +186,8 @@ def ways(row, q, k, v):
         data = fmha.Intervals(endpoints(*row.ranges))
         laid = [x.transpose(1, 2) for x in (q, k, v)]
         calls["intervals"] = lambda: fmha.attention(*laid, mask=data).transpose(1, 2)
+        built = fmha.MaskObject(*laid, data)
+        calls["object"] = lambda: fmha.attention(*laid, mask=built).transpose(1, 2)
     if row.name == "causal":
         laid = [x.transpose(1, 2) for x in (q, k, v)]
         calls["built in"] = lambda: fmha.attention(*laid, mask="causal").transpose(1, 2)
@@ -277,7 +280,7 @@ def run(row):
         median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
         for name, t in median.items():
             cells.append(f"{kind} {name} {t:.3f}{' WRONG' if wrong[name] else ''}")
-        ours = [t for name, t in median.items() if name in ("functions", "intervals") and not wrong[name]]
+        ours = [t for name, t in median.items() if name in ("functions", "intervals", "object") and not wrong[name]]
         if ours and "torch" in median:
             ratios[kind] = median["torch"] / min(ours)
             cells.append(f"{kind} ratio {ratios[kind]:.2f}")
