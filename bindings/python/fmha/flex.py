@@ -255,8 +255,10 @@ def _takes_lists(qkv: Tuple[torch.Tensor, ...], bound: Tuple[Tuple[Any, ...], An
     if torch.compiler.is_compiling():
         # Nothing is planned while a compiler traces.
         return False
-    tensors, numbers = bound[0], _torch.as_asked(bound[1])
-    given = (*qkv, *code.masks.tensors, *code.tensors)
+    # A slow kernel that has both is no reason to leave a fast one that has the table.
+    numbers = _torch.as_asked(bound[1])
+    tensors, numbers = bound[0], (*numbers[:-1], numbers[-1] & ~_native.OPTIONS["allow_fallback"])
+    given = (*qkv, *tensors, *code.masks.tensors, *code.tensors)
     moves = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     facts = tuple(x is not None and (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in given)
     like = (facts, moves, numbers, code.score, code.mask, code.names, code.masks.block_q, code.masks.block_k)

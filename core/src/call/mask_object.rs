@@ -192,12 +192,11 @@ impl MaskObject {
         if masks.built.is_some() {
             return Err(refused("mask: a mask object is not built from another one's tensors"));
         }
-        if seq.totals != self.totals {
-            let (given, own) = (seq.totals, self.totals);
-            return Err(refused(&format!("mask: the object was made for {own:?}, not for {given:?}")));
-        }
+        same_rows(self.totals, seq.totals)?;
         check_build(&self.like, seq, masks, self.device.memory().space())?;
         let queues = self.device.queues()?;
+        // What fails half way leaves new tensors beside old lists.
+        self.is_built = false;
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
             let (Some(copied), Some(slice)) = (copied, slice) else { continue };
             let (from, to) = (slice.as_ptr(), self.memory.as_ptr().wrapping_add(copied.place as usize));
@@ -301,11 +300,13 @@ impl MaskObject {
     pub(crate) fn serves(
         &self,
         problem: &FwdProblem,
+        totals: Totals,
         device: &Device,
         kernel: &str,
         lists: &[TileLists],
     ) -> Result<(), ProblemError> {
         self.is_for(problem, device)?;
+        same_rows(self.totals, totals)?;
         for wanted in lists {
             if self.list_at(wanted.of, wanted.block, wanted.is_ordered).is_none() {
                 let has: Vec<String> = self.lists.iter().map(|(list, _)| list.words()).collect();
@@ -354,4 +355,14 @@ impl MaskObject {
 
 fn refused(text: &str) -> crate::error::Error {
     ProblemError::new("mask", text.to_owned()).into()
+}
+
+/// Refuses rows of packed tensors other than an object's. Masks do not depend on how many pages a cache has.
+fn same_rows(own: Totals, given: Totals) -> Result<(), ProblemError> {
+    for (name, own, given) in
+        [("total_q", own.total_q, given.total_q), ("total_k", own.total_k, given.total_k)]
+    {
+        ensure!(own == given, "mask", "mask: built for {name} {own:?}, but the call has {given:?}");
+    }
+    Ok(())
 }

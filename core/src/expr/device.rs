@@ -27,14 +27,17 @@ FMHA_EXPR i64 add(i64 a, i64 b) { return i64(u64(a) + u64(b)); }
 FMHA_EXPR i64 sub(i64 a, i64 b) { return i64(u64(a) - u64(b)); }
 FMHA_EXPR i64 mul(i64 a, i64 b) { return i64(u64(a) * u64(b)); }
 FMHA_EXPR i64 neg(i64 a) { return sub(0, a); }
+FMHA_EXPR bool are_short(i64 a, i64 b) { return u64(a | b) < 2147483648u; }
 FMHA_EXPR i64 floor_div(i64 a, i64 b) {
   if (b == 0) return 0;
+  if (are_short(a, b)) return i64(unsigned(a) / unsigned(b));
   if (b == -1) return neg(a);
   const i64 rest = a % b;
   return a / b - ((rest != 0 && (rest < 0) != (b < 0)) ? 1 : 0);
 }
 FMHA_EXPR i64 floor_mod(i64 a, i64 b) {
   if (b == 0 || b == -1) return 0;
+  if (are_short(a, b)) return i64(unsigned(a) % unsigned(b));
   const i64 rest = a % b;
   return (rest != 0 && (rest < 0) != (b < 0)) ? rest + b : rest;
 }

@@ -170,7 +170,9 @@ fn bound(
             let places: Vec<String> = indices
                 .iter()
                 .enumerate()
-                .map(|(axis, id)| format!("expr::index({}.lo, tile.extent({capture}, {axis}))", of(id)))
+                .map(|(axis, id)| {
+                    format!("expr::index({}.lo, expr::i64(tile.extent({capture}, {axis})))", of(id))
+                })
                 .collect();
             let points: Vec<String> =
                 indices.iter().map(|id| format!("expr::bound::is_point({})", of(id))).collect();

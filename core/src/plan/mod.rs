@@ -23,6 +23,7 @@ use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Refusal, Result};
+use crate::layout::Totals;
 use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::check_masks;
@@ -268,7 +269,8 @@ impl<P: Problem> Plan<P> {
         if let (Some(object), Some(fwd)) =
             (P::mask_args(args).and_then(|masks| masks.built), problem.forward())
         {
-            object.serves(fwd, device, self.kernel(), &self.tile_lists())?;
+            let totals = problem.lengths(args).map_or(Totals::NONE, |(_, seq)| seq.totals);
+            object.serves(fwd, totals, device, self.kernel(), &self.tile_lists())?;
         }
         problem.tell_types(args);
         let args = P::borrowed(args);

@@ -203,6 +203,11 @@ impl FwdProblem {
             "second",
             "second: a query walks {keys} keys of both caches, more than {most}"
         );
+        ensure!(
+            !second.lists.is_some_and(|lists| lists.lse_without_sink),
+            "second",
+            "second.lists.lse_without_sink is true, but LSE is of both caches: second.lse_without_sink says it"
+        );
         let alone = second.alone(self);
         alone.check_dims().map_err(named)?;
         let fewest = alone.fewest();

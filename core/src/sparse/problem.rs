@@ -198,11 +198,10 @@ impl Indexer {
         );
         let dims = 1..=MAX_HEAD_DIM;
         ensure!(dims.contains(&head_dim), "head_dim", "head_dim {head_dim} is not in 1..={MAX_HEAD_DIM}");
-        ensure!(
-            !matches!(dtype_q, DType::E5m2 | DType::E5m2Fnuz),
-            "dtype_q",
-            "dtype_q {dtype_q} is not f32, f16, bf16 or e4m3"
-        );
+        for (name, dtype) in [("dtype_q", dtype_q), ("dtype_k", self.dtype_k)] {
+            let is_e5m2 = matches!(dtype, DType::E5m2 | DType::E5m2Fnuz);
+            ensure!(!is_e5m2, name, "{name} {dtype} is not f32, f16, bf16 or e4m3");
+        }
         if let IndexKeys::Paged { page_size, num_pages, max_pages } = keys {
             let sizes = 1..=MAX_SEQLEN;
             ensure!(

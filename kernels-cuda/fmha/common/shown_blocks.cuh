@@ -192,8 +192,8 @@ struct ShownBlocks {
   }
 
   // Which queries of a block, of which `query` is the first, see the thread's two keys, `key` and `key + 8` of the
-  // sequence: a bit each of `n / 4` of the first key, then of the second. The whole warp asks. Rows and keys beyond the
-  // sequence have the last one's answer.
+  // sequence: a bit each of `n / 4` of the first key, then of the second. The whole warp asks. Rows beyond the
+  // sequence have the last one's answer; what it says of keys beyond means nothing.
   template <int n>
   FMHA_DEVICE QueriesOf<n> queries_of(const SeqSpan& span, int32_t i_head, int32_t key, int32_t query) const {
     const MaskDataParams& m = pairs.masks.m;

@@ -88,7 +88,8 @@ struct FoldedOutput {
         for (int e = 0; e < 4; ++e) {
           const int at = 4 * (begin + c) + e, r = Output::row(at);
           next[e] = fold(old[c][e], element_of_part(__fmul_rn(o[at], ends[r].result.factor), seen[r]), weights[r]);
-          if constexpr (last) o[at] = next[e];
+          // The fold of no parts is -0: a row that sees no key has +0, as where its parts are folded apart.
+          if constexpr (last) o[at] = state[2 * r + 1] == 0.f ? 0.f : next[e];
         }
         if constexpr (!last) ptx::st_global_v4_f32(place(p, begin + c), next[0], next[1], next[2], next[3]);
       }
