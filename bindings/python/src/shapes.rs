@@ -266,8 +266,8 @@ pub(crate) fn attention_type(name: &str, tensor: &Tensor) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Bytes of K's rows where they are of a latent cache in FlashMLA's format: values in FP8, scales and a rotary part; else
-/// 0.
+/// Bytes of K's rows where they are of a latent cache in FlashMLA's format: values in FP8, scales and a rotary part;
+/// else 0.
 pub(crate) fn cache_rows(k: &Tensor) -> i32 {
     match k.shape() {
         [.., width @ (656 | 584)] if k.dtype == U8 => *width as i32,
