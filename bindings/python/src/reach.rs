@@ -14,12 +14,12 @@ use crate::request::{ADDS_TO, BlockScales, Captured, Code, Lists, OPTIONS, Reque
 use crate::tensor::{Device, I32, MAX_DIMS, Tensor, U8, U32};
 
 /// Fields of the C structs that Python never sets, with the reason.
-const NOT_SET: [(&str, &str); 15] = [
+const NOT_SET: [(&str, &str); 16] = [
+    ("args.built", "a mask object's, which a run finds by the tensors of its masks"),
     ("args.reserved", "0"),
     ("args.workspace", "from the caller's allocator, at each run"),
     ("args.workspace_bytes", "likewise"),
     ("block_scales.reserved", "0"),
-    ("cache.reserved", "0"),
     ("captured.reserved", "0"),
     ("captured_args.reserved", "0"),
     ("gradients.reserved", "0"),
@@ -30,6 +30,7 @@ const NOT_SET: [(&str, &str); 15] = [
     ("problem.mask", "given as a value, beside the problem"),
     ("problem.part", "`fmha.dist` makes parts of a whole, and runs them"),
     ("problem.reserved", "0"),
+    ("second.reserved", "0"),
 ];
 
 #[derive(Default)]
@@ -58,7 +59,10 @@ impl Seen {
     fn call(&mut self, request: &Request) {
         let call = Call::new(request).unwrap();
         self.add("options", &call.options().plan);
-        self.add("args", &call.args());
+        let args = call.args();
+        self.add("args", &args);
+        // SAFETY: null, or this call's own struct.
+        unsafe { args.second.as_ref() }.into_iter().for_each(|second| self.add("second_args", second));
         call.with(|problem| {
             self.add("problem", problem);
             // SAFETY: null, or this call's own structs.
@@ -66,6 +70,9 @@ impl Seen {
                 unsafe { (problem.gradients.as_ref(), problem.cache.as_ref(), problem.lists.as_ref()) };
             // SAFETY: null, or this call's own struct.
             let (scales, masks) = unsafe { (problem.block_scales.as_ref(), problem.masks.as_ref()) };
+            // SAFETY: null, or this call's own struct.
+            let second = unsafe { problem.second.as_ref() };
+            second.into_iter().for_each(|second| self.add("second", second));
             scales.into_iter().for_each(|scales| self.add("block_scales", scales));
             lists.into_iter().for_each(|lists| self.add("lists", lists));
             masks.into_iter().for_each(|masks| self.add("masks", masks));
@@ -189,6 +196,15 @@ fn requests() -> Vec<Request> {
     let mut in_k = request(&in_k);
     in_k.numbers.head_dim_v = 8;
     all.push(in_k);
+    let rows_of_bytes = [
+        (Q, tensor(&[2, 3, 4, 576], FMHA_BF16)),
+        (K, tensor(&[5, 16, 1, 656], U8)),
+        (O, tensor(&[2, 3, 4, 512], FMHA_BF16)),
+        (BlockTable, i32s(&[2, 2])),
+    ];
+    let mut rows_of_bytes = request(&rows_of_bytes);
+    rows_of_bytes.numbers.head_dim_v = 512;
+    all.push(rows_of_bytes);
     for (n, dtype) in [(1, FMHA_F16), (2, FMHA_F32)] {
         let tensors = plain(n, dtype);
         let like = |slot: Slot| tensors.iter().find(|(other, _)| *other == slot).unwrap().1;
@@ -277,6 +293,34 @@ fn listed(seen: &mut Seen) {
     }
 }
 
+/// Calls with a second cache: strided with intervals, packed, and paged with lists.
+fn joined(seen: &mut Seen) {
+    let (f16s, i32s) = (|sizes: &[i64]| tensor(sizes, FMHA_F16), |sizes: &[i64]| tensor(sizes, I32));
+    let first = plain(2, FMHA_F16);
+    let like = |slot: Slot| (slot, first.iter().find(|(other, _)| *other == slot).unwrap().1);
+    let over = |keys: &[i64], more: &[(Slot, Tensor)]| {
+        let [k, v] = [16, 32].map(|dim| f16s(&[keys, &[2, dim]].concat()));
+        request(&and(vec![like(Slot::Q), like(Slot::O), (Slot::K, k), (Slot::V, v)], more))
+    };
+    let lists = Lists {
+        indices: i32s(&[2, 3, 2, 5]),
+        topk_length: i32s(&[2]),
+        block: 1,
+        addresses: 0,
+        lse_without_sink: 1,
+    };
+    let strided = over(&[2, 6], &[(Slot::SequsedK, i32s(&[2])), (Slot::Intervals, i32s(&[2, 2, 2, 3]))]);
+    let mut packed = over(&[8], &[(Slot::CuSeqlensK, i32s(&[3]))]);
+    packed.numbers.max_seqlen_k = 5;
+    let mut paged = over(&[5, 16], &[(Slot::BlockTable, i32s(&[2, 2]))]);
+    paged.lists = &raw const lists;
+    for second in [strided, packed, paged] {
+        let mut request = request(&first);
+        request.second = &raw const second;
+        seen.call(&request);
+    }
+}
+
 /// Calls with scales by blocks.
 fn scaled(seen: &mut Seen) {
     for (format, stored, pack, block) in [(1, FMHA_E4M3FN, 1, 32), (3, U8, 2, 16)] {
@@ -337,6 +381,7 @@ fn every_field_of_the_structs_can_be_set_but_for_those_that_have_a_reason() {
     requests().iter().for_each(|request| seen.call(request));
     coded(&mut seen);
     listed(&mut seen);
+    joined(&mut seen);
     scaled(&mut seen);
     masked(&mut seen);
     for (n, dtype, adds) in [(1, FMHA_F16, 0), (2, FMHA_F32, ADDS_TO)] {
