@@ -109,7 +109,7 @@ impl Call {
         // SAFETY: who made the request promised its second cache.
         let second = unsafe { request.second() }
             .map(|given| {
-                Second::new(given, device, &problem, cache.as_ref())
+                Second::new(given, &problem, cache.as_ref(), device)
                     .map_err(|wrong| format!("second.{wrong}"))
             })
             .transpose()?;
@@ -135,33 +135,11 @@ impl Call {
 
     /// Runs `body` with the whole problem, whose pointers are good meanwhile.
     pub fn with<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
-        let Some(second) = &self.second else { return self.with_first(body) };
-        second.alone.with_first(|alone| {
-            // SAFETY: the pointer is null or good meanwhile.
-            let lists = unsafe { alone.lists.as_ref() };
-            let lists = lists.map(|lists| FmhaLists { lse_without_sink: 0, ..*lists });
-            let second = FmhaSecond {
-                struct_bytes: size_of::<FmhaSecond>() as u64,
-                seqlen_k: alone.seqlen_k,
-                page_size: alone.page_size,
-                k: alone.k,
-                v: alone.v,
-                lists: lists.as_ref().map_or(ptr::null(), ptr::from_ref),
-                masks: alone.masks,
-                packed_k: alone.packed_k,
-                seqused_k: alone.seqused_k,
-                lse_without_sink: second.lse_without_sink.into(),
-                reserved: 0,
-            };
-            self.with_first(|problem| body(&FmhaProblem { second: &raw const second, ..*problem }))
-        })
-    }
-
-    fn with_first<R>(&self, body: impl FnOnce(&FmhaProblem) -> R) -> R {
         fn pointer<T>(value: Option<&T>) -> *const T {
             value.map_or(ptr::null(), ptr::from_ref)
         }
         let code = self.code.as_ref().map(Coded::pointed);
+        let second = self.second.as_ref().map(|second| second.pointed());
         body(&FmhaProblem {
             softmax_scale: pointer(self.softmax_scale.as_ref()),
             softcap: pointer(self.softcap.as_ref()),
@@ -171,32 +149,15 @@ impl Call {
             code: pointer(code.as_ref()),
             masks: pointer(self.masks.as_ref()),
             block_scales: pointer(self.block_scales.as_ref()),
+            second: pointer(second.as_ref()),
             ..self.problem
         })
     }
 
     /// The arguments of a run, good as long as this is neither moved nor dropped.
     pub fn args(&self) -> FmhaArgs {
-        FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), ..self.args }
-    }
-
-    /// The arguments of the second cache, for those of a run to point to.
-    pub fn second_args(&self) -> Option<FmhaSecondArgs> {
-        let args = self.second.as_ref()?.alone.args();
-        Some(FmhaSecondArgs {
-            struct_bytes: size_of::<FmhaSecondArgs>() as u64,
-            k: args.k.cast(),
-            v: args.v.cast(),
-            cu_seqlens_k: args.cu_seqlens_k,
-            seqused_k: args.seqused_k,
-            block_table: args.block_table,
-            indices: args.indices,
-            topk_length: args.topk_length,
-            intervals: args.intervals.cast(),
-            total_k: args.total_k,
-            num_pages: args.num_pages,
-            max_pages: args.max_pages,
-        })
+        let second = self.second.as_ref().map_or(ptr::null(), |second| &raw const second.args);
+        FmhaArgs { captured: self.code.as_ref().map_or(ptr::null(), Coded::args), second, ..self.args }
     }
 
     /// Refuses captures of other types than the functions read: once, with the plan.
@@ -233,58 +194,101 @@ impl Call {
         }
         if let Some(second) = &self.second {
             // No code's key begins so.
-            key.extend([u64::MAX - 5, second.lse_without_sink.into()]);
-            key.extend(second.alone.key());
+            key.push(u64::MAX - 5);
+            add(&mut key, Some(&second.given));
+            add(&mut key, second.lists.as_ref());
+            add(&mut key, second.masks.as_ref());
         }
         key
     }
 }
 
-/// A second cache: a call over it alone, and whose LSE it says.
+/// A second cache in the C structs, and what they point to in host memory.
 struct Second {
-    alone: Call,
-    lse_without_sink: bool,
+    /// The cache, without what it points to.
+    given: FmhaSecond,
+    args: FmhaSecondArgs,
+    lists: Option<FmhaLists>,
+    masks: Option<FmhaMasks>,
 }
 
 impl Second {
+    /// The second cache of a request over it alone, beside the problem and the cache of the first.
+    ///
     /// # Errors
-    /// A fault of the call over it alone; tensors that are elsewhere than `device`; numbers and types that are not
-    /// those of the first cache, since C's struct has none of its own; new keys.
+    /// A fault of the call over it alone; tensors that are elsewhere than `device`; sizes and types that are not the
+    /// first's.
     fn new(
         request: &Request,
-        device: Device,
         first: &FmhaProblem,
-        cache: Option<&FmhaCache>,
+        first_cache: Option<&FmhaCache>,
+        device: Device,
     ) -> Result<Box<Self>, Wrong> {
         ensure!(request.second.is_null(), "second is given: there are two caches at most");
         let alone = Call::new(request)?;
         let (here, there) = (alone.device, device);
         ensure!(here == there, "k is on {}, but q is on {}", here.name(), there.name());
-        let own = &alone.problem;
-        let of_cache = |cache: Option<&FmhaCache>| {
-            cache.map_or((0, 0, 0), |cache| (cache.dtype_cache, cache.cache_rows, cache.v_in_k))
+        let (problem, args) = (&alone.problem, &alone.args);
+        let of_rows = |cache: Option<&FmhaCache>| {
+            cache.map_or([0; 3], |cache| [cache.dtype_cache, cache.cache_rows, cache.v_in_k].map(i64::from))
         };
-        let ((dtype, rows, v_in_k), (own_dtype, own_rows, own_v_in_k)) =
-            (of_cache(cache), of_cache(alone.cache.as_ref()));
-        for (name, first, second) in [
-            ("batch", first.batch, own.batch),
-            ("seqlen_q", first.seqlen_q, own.seqlen_q),
-            ("num_heads_q", first.num_heads_q, own.num_heads_q),
-            ("num_heads_kv", first.num_heads_kv, own.num_heads_kv),
-            ("head_dim_qk", first.head_dim_qk, own.head_dim_qk),
-            ("head_dim_v", first.head_dim_v, own.head_dim_v),
-            ("dtype_qk", first.dtype_qk.into(), own.dtype_qk.into()),
-            ("dtype_v", first.dtype_v.into(), own.dtype_v.into()),
-            ("dtype_cache", dtype.into(), own_dtype.into()),
-            ("cache_rows", rows.into(), own_rows.into()),
-            ("v_in_k", v_in_k.into(), own_v_in_k.into()),
+        let ([own_type, own_rows, own_v], [type_, rows, v]) =
+            (of_rows(alone.cache.as_ref()), of_rows(first_cache));
+        for (name, own, wanted) in [
+            ("batch", problem.batch, first.batch),
+            ("seqlen_q", problem.seqlen_q, first.seqlen_q),
+            ("num_heads_q", problem.num_heads_q, first.num_heads_q),
+            ("num_heads_kv", problem.num_heads_kv, first.num_heads_kv),
+            ("head_dim_qk", problem.head_dim_qk, first.head_dim_qk),
+            ("head_dim_v", problem.head_dim_v, first.head_dim_v),
+            ("dtype_qk", problem.dtype_qk.into(), first.dtype_qk.into()),
+            ("dtype_v", problem.dtype_v.into(), first.dtype_v.into()),
+            ("v_layout", problem.v_layout.into(), first.v_layout.into()),
+            ("packed_q", problem.packed_q.into(), first.packed_q.into()),
+            ("dtype_cache", own_type, type_),
+            ("cache_rows", own_rows, rows),
+            ("v_in_k", own_v, v),
         ] {
-            ensure!(first == second, "{name} is {second}, but the first cache's {first}");
+            ensure!(own == wanted, "{name} is {own}, but the first cache's {wanted}");
         }
-        let seqlen_new = alone.cache.as_ref().map_or(0, |cache| cache.seqlen_new);
-        ensure!(seqlen_new == 0, "seqlen_new is {seqlen_new}, but new keys go to the first cache");
-        let lse_without_sink = alone.lists.as_ref().is_some_and(|lists| lists.lse_without_sink != 0);
-        Ok(Box::new(Self { alone, lse_without_sink }))
+        let mut lists = alone.lists;
+        // The flag is the call's, whichever list says it.
+        let lse_without_sink = lists.as_mut().map_or(0, |lists| std::mem::take(&mut lists.lse_without_sink));
+        let given = FmhaSecond {
+            struct_bytes: size_of::<FmhaSecond>() as u64,
+            seqlen_k: problem.seqlen_k,
+            page_size: problem.page_size,
+            k: problem.k,
+            v: problem.v,
+            lists: ptr::null(),
+            masks: ptr::null(),
+            packed_k: problem.packed_k,
+            seqused_k: problem.seqused_k,
+            lse_without_sink,
+            reserved: 0,
+        };
+        let args = FmhaSecondArgs {
+            struct_bytes: size_of::<FmhaSecondArgs>() as u64,
+            k: args.k,
+            v: args.v,
+            cu_seqlens_k: args.cu_seqlens_k,
+            seqused_k: args.seqused_k,
+            block_table: args.block_table,
+            indices: args.indices,
+            topk_length: args.topk_length,
+            intervals: args.intervals,
+            total_k: args.total_k,
+            num_pages: args.num_pages,
+            max_pages: args.max_pages,
+        };
+        Ok(Box::new(Self { given, args, lists, masks: alone.masks }))
+    }
+
+    /// The cache with its lists and masks, which stay where they are as long as this lives.
+    fn pointed(&self) -> FmhaSecond {
+        let lists = self.lists.as_ref().map_or(ptr::null(), ptr::from_ref);
+        let masks = self.masks.as_ref().map_or(ptr::null(), ptr::from_ref);
+        FmhaSecond { lists, masks, ..self.given }
     }
 }
 

@@ -23,8 +23,8 @@ pub(crate) struct Object {
 }
 
 impl Object {
-    /// The object as a run's arguments point to it.
-    pub(crate) fn built(&self) -> *const FmhaMaskObject {
+    /// The object of a run, good as long as this lives.
+    pub(crate) fn pointer(&self) -> *const FmhaMaskObject {
         &raw const self.object
     }
 }

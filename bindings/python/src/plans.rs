@@ -1,7 +1,6 @@
 //! Plans, kept by the numbers of their calls: a call that was planned once is looked up and run.
 
 use std::num::NonZeroUsize;
-use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use fmha::Backend;
@@ -137,9 +136,10 @@ pub fn run<W>(
     if let Some((_, address)) = &scratch {
         (args.workspace, args.workspace_bytes) = (address.cast(), bytes);
     }
-    let (object, second) = (objects::of(request), call.second_args());
-    args.built = object.as_ref().map_or(ptr::null(), |object| object.built());
-    args.second = second.as_ref().map_or(ptr::null(), ptr::from_ref);
+    let object = objects::of(request);
+    if let Some(object) = &object {
+        args.built = object.pointer();
+    }
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
     said(unsafe { plan.run(&args) })
 }
