@@ -522,8 +522,8 @@ impl Sm90Tile {
         operand_v(spec, self)
     }
 
-    /// The boxes of the tensor maps of K and V: as [`Self::kv_box`] and [`Self::v_box`], of a cache that is widened in as
-    /// many columns as it has then.
+    /// The boxes of the tensor maps of K and V: as [`Self::kv_box`] and [`Self::v_box`], of a cache that is widened in
+    /// as many columns as it has then.
     #[must_use]
     pub const fn boxes_of_cache(&self, spec: &FwdSpec) -> [[i32; 4]; 2] {
         let (qk, v) = (spec.head_dim_qk, spec.head_dim_v);

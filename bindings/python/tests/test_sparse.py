@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from fmha import FmhaError, sparse
+from reference import DEVICE
 
 
 def _whole(shape, seed, dtype=torch.float32):
     """Small whole numbers: every sum is exact, and many are equal."""
-    made = torch.Generator().manual_seed(seed)
+    made = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=made).to(dtype)
 
 
@@ -50,7 +51,7 @@ def test_lists_are_those_of_the_definition(dtype):
 
 def test_pages_with_scales_behind_their_keys():
     pages, page_size, dim = 5, 16, 32
-    made = torch.Generator().manual_seed(5)
+    made = torch.Generator(DEVICE).manual_seed(5)
     cache = torch.zeros(pages, page_size, 1, dim + 4, dtype=torch.uint8)
     k, scale = sparse.split_pages(cache, dim)
     k.copy_(_whole(k.shape, 6).to(torch.float8_e4m3fn))

@@ -195,7 +195,7 @@ impl MaskObject {
         same_rows(self.totals, seq.totals)?;
         check_build(&self.like, seq, masks, self.device.memory().space())?;
         let queues = self.device.queues()?;
-        // What fails half way leaves new tensors beside old lists.
+        // A build that fails half way leaves new tensors beside old lists.
         self.is_built = false;
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
             let (Some(copied), Some(slice)) = (copied, slice) else { continue };

@@ -78,8 +78,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses what happens to a cache besides being read, and caches of FP8 beside 16 bits that TMA does not bring in whole
-/// words.
+/// Refuses what happens to a cache besides being read, and caches of FP8 beside 16 bits that TMA does not bring in
+/// whole words.
 fn takes_cache(problem: &FwdProblem) -> Result<(), Refusal> {
     let Some(cache) = problem.cache.dtype else { return problem.refuse_cache_updates(NAME) };
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));

@@ -13,7 +13,7 @@ struct QueryTile {
   int32_t i_head, first_query, first_row;
 };
 
-// What masks as data say of a block where there are none.
+// Answer of masks as data of a block, where there are none.
 struct NothingShown {};
 
 // Which of some blocks the mask or the end of the keys cuts.
@@ -48,7 +48,8 @@ struct Pairs {
   FMHA_DEVICE int32_t first_key(const Work& work) const { return work.keys.begin + own_key(); }
 
   FMHA_DEVICE static Mask mask_of(const Work& work) { return {work.band, work.span.seqlen_k}; }
-  // What lists' masks show of a cut block. Asked before the block's products are under way: registers are free then.
+  // Pairs of a cut block that lists' masks show. They are asked before the block's products are under way, while
+  // registers are free.
   template <Edges edges>
   FMHA_DEVICE Shown shown(const Work& work, const QueryTile& at) const {
     if constexpr (Keys::has_tile_list && edges != Edges::None) {

@@ -23,7 +23,7 @@ struct CacheRole {
   Slot<tile.stages> k_slot, v_slot;
   Slot<kWorkSlots> work_slot;
 
-  // What of a tile's work is needed, in registers.
+  // Part of a tile's work that the role needs, in registers.
   struct Blocks {
     int32_t num_blocks, first_dirty;
     float k_factor, v_factor;
