@@ -77,7 +77,7 @@ fn cache_of(problem: &FwdProblem, operands: &Operands) -> Option<FmhaCache> {
         dtype_rotary: cache.rotary.map_or(0, |rotary| code(rotary.dtype)),
         dtype_cache: cache.dtype.map_or(0, code),
         v_in_k: i32::from(cache.v_in_k),
-        reserved: 0,
+        cache_rows: 0,
     })
 }
 

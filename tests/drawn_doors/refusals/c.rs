@@ -98,7 +98,7 @@ fn wrong_problems(sound: &CProblem) -> Vec<Wrong<CProblem>> {
             wrong(true, "v_in_k", &|of| cache(of).v_in_k = code);
             wrong(true, "packed_new", &|of| cache(of).packed_new = code);
             wrong(true, "tree_mask", &|of| cache(of).tree_mask = code);
-            wrong(true, "reserved", &|of| cache(of).reserved = code);
+            wrong(true, "cache_rows", &|of| cache(of).cache_rows = code);
         }
         wrong(given.rotary_dim > 0, "rotary_dim", &|of| cache(of).rotary_dim = 3);
         wrong(true, "rotary_dim", &|of| cache(of).rotary_dim = -2);
