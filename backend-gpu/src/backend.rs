@@ -140,6 +140,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_second) {
                 fwd.refuse_second(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward() {
+                fwd.refuse_cache_rows(kernel.name())?;
+            }
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
                 fwd.refuse_block_scales(kernel.name())?;
             }

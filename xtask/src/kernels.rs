@@ -737,6 +737,18 @@ pub(crate) const ROWS: &[Row] = &[
         },
         ..AMPERE
     },
+    // Two caches in one softmax: by gathers, and by wgmma of latent rows.
+    Row {
+        in_test: Cases { filter: "^lists/two/bf16/(band/b:15,0/list|parts/absent/sink)$", deal: 1 },
+        in_all: Cases { filter: "^lists/two/b?f16/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        in_test: Cases { filter: "^lists/two/bf16/latent/d512/list$", deal: 1 },
+        in_all: Cases { filter: "^lists/two/b?f16/latent/", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // AMD's lists: gathers, absent entries, parts, addresses and pages, latent rows with V in K's, sinks in the merge.
     Row {
         in_test: Cases {
@@ -1032,7 +1044,8 @@ mod tests {
         let text = include_str!("../../tests/battery/families/mod.rs");
         let families: Vec<&str> = text.lines().filter_map(|l| l.trim().strip_suffix("::cases(),")).collect();
         assert!(families.len() >= 10, "{families:?}");
-        let elsewhere = ["backward", "bits", "decode"];
+        // Two caches are named as lists are.
+        let elsewhere = ["backward", "bits", "decode", "two_caches"];
         for family in families.iter().filter(|family| !elsewhere.contains(family)) {
             let own = [format!("^{family}/"), format!("|{family})/")];
             let has_rows = ROWS.iter().any(|row| own.iter().any(|own| row.in_all.filter.contains(own)));
