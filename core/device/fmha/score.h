@@ -14,6 +14,7 @@
 //   there(e)          whether the sequence has both
 #pragma once
 #include <fmha/code.h>
+#include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/range.h>
 #include <fmha/seq.h>

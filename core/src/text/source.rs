@@ -317,6 +317,7 @@ mod tests {
         let mut headers = headers();
         headers.extend([
             crate::cache_update::header(),
+            crate::choose_params::header(),
             crate::lists::header(),
             crate::second::header(),
             crate::masks::header(),
