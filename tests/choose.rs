@@ -5,6 +5,7 @@
 
 mod amd;
 
+use fmha_conformance::apart::run_test;
 use fmha_core::cache::{Bundle, CompiledKernel, embed};
 use fmha_core::source::KernelSource;
 use fmha_core::sparse::{
@@ -468,13 +469,6 @@ fn sm80_chooses_as_the_definition_does() {
 /// Name of the test that does what another one asks of a process of its own.
 const OWN: &str = "the_work_of_this_process";
 
-/// Whether a process of its own, with this in its environment, succeeds.
-fn succeeds_apart(environment: &[(&str, &str)]) -> bool {
-    let mut own = std::process::Command::new(std::env::current_exe().unwrap());
-    own.args(["--exact", OWN, "--nocapture"]).envs(environment.iter().copied());
-    own.status().unwrap().success()
-}
-
 #[test]
 fn the_work_of_this_process() {
     if let Ok(arch) = std::env::var("CHOOSE_ARCH") {
@@ -489,7 +483,7 @@ fn the_work_of_this_process() {
 /// an error.
 #[test]
 fn hopper_chooses_as_the_definition_does() {
-    assert!(succeeds_apart(&[("CHOOSE_ARCH", "sm_90a"), ("FMHA_EMULATE_MODE", "hb")]));
+    run_test(OWN, &[("CHOOSE_ARCH", "sm_90a"), ("FMHA_EMULATE_MODE", "hb")]).unwrap();
 }
 
 /// A fault in a header: its name, the text, what stands in its place, and the case that finds it.
@@ -539,7 +533,8 @@ fn is_found(&(name, text, put, case): &Fault) {
 #[test]
 fn each_planted_fault_is_found() {
     for (at, fault) in FAULTS.iter().enumerate() {
-        assert!(succeeds_apart(&[("CHOOSE_FAULT", &at.to_string())]), "{fault:?}");
+        let said = run_test(OWN, &[("CHOOSE_FAULT", &at.to_string())]);
+        assert!(said.is_ok(), "{fault:?}: {said:?}");
     }
 }
 

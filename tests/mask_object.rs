@@ -5,6 +5,7 @@
 
 mod amd;
 
+use fmha_conformance::apart::run_test;
 use fmha_core::{
     BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdPlan, FwdProblem,
     Intervals, MaskArgs, MaskAxes, MaskObject, PlanOptions, SeqArgs, Stream,
@@ -291,14 +292,7 @@ fn the_architecture_of_this_process() {
 #[ignore = "a minute: each architecture compiles kernels"]
 fn each_architecture() {
     for arch in ["sm_80", "sm_100a"] {
-        let run = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["the_architecture_of_this_process", "--exact", "--nocapture"])
-            .env("MASK_ARCH", arch)
-            .output()
-            .unwrap();
-        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(run.status.success(), "{arch}: {said}\n{erred}");
-        println!("{said}");
+        println!("{}", run_test("the_architecture_of_this_process", &[("MASK_ARCH", arch)]).unwrap());
     }
 }
 

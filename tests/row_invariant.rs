@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 
+use fmha_conformance::apart::run_test;
 use fmha_conformance::rows::{
     Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
 };
@@ -233,13 +234,7 @@ fn the_folds_of_this_process() {
 
 /// Runs [`the_folds_of_this_process`]: a process emulates one architecture.
 fn fold_in_a_process(which: &str) {
-    let run = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["the_folds_of_this_process", "--exact", "--nocapture"])
-        .env("ROWS_FOLDS", which)
-        .output()
-        .unwrap();
-    let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    assert!(run.status.success(), "{said}\n{erred}");
+    run_test("the_folds_of_this_process", &[("ROWS_FOLDS", which)]).unwrap();
 }
 
 #[test]
@@ -270,14 +265,7 @@ fn the_pairs_of_this_process() {
 #[ignore = "minutes: each pair compiles kernels"]
 fn each_architecture() {
     for arch in ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"] {
-        let run = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["the_pairs_of_this_process", "--exact", "--nocapture"])
-            .env("ROWS_ARCH", arch)
-            .output()
-            .unwrap();
-        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(run.status.success(), "{arch}: {said}\n{erred}");
-        println!("{said}");
+        println!("{}", run_test("the_pairs_of_this_process", &[("ROWS_ARCH", arch)]).unwrap());
     }
 }
 
@@ -352,14 +340,7 @@ fn the_pairs_of_this_process_on_amd() {
 #[ignore = "an hour: 200 pairs of each architecture"]
 fn each_architecture_of_amd() {
     for arch in ["gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"] {
-        let run = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["the_pairs_of_this_process_on_amd", "--exact", "--nocapture"])
-            .env("ROWS_AMD_ARCH", arch)
-            .output()
-            .unwrap();
-        let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(run.status.success(), "{arch}: {said}\n{erred}");
-        println!("{said}");
+        println!("{}", run_test("the_pairs_of_this_process_on_amd", &[("ROWS_AMD_ARCH", arch)]).unwrap());
     }
 }
 

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use fmha_core::expr::draw::{self, CAPTURED, Draw, Kind};
 use fmha_core::expr::{
-    BOUNDS_PRELUDE, Captured, DEVICE_PRELUDE, Function, HostTensor, Number, Pair, Rounding, Seen, Stored,
-    Tile,
+    BOUNDS_PRELUDE, Capture, Captured, DEVICE_PRELUDE, Function, HostTensor, Number, Pair, Rounding, Seen,
+    Stored, Tile,
 };
 
 const EXTENT: u32 = 5;
@@ -58,10 +58,39 @@ fn memory(stored: Stored, rank: usize) -> Vec<u8> {
     bytes
 }
 
+const SHAPE: [u32; 2] = [EXTENT; 2];
+
+/// Strides of tensors of one axis and of two, dense.
+const STRIDES: [[i64; 2]; 2] = [[1, 0], [EXTENT as i64, 1]];
+
+/// Place of a captured tensor among [`CAPTURED`]; none of a number.
+fn place(capture: &Capture) -> Option<usize> {
+    CAPTURED.iter().position(|(name, ..)| *name == capture.name)
+}
+
+/// Tensors of these memories, and numbers, that functions capture.
+fn captured<'a>(captures: &[Capture], memories: &'a [Vec<u8>]) -> Vec<Captured<'a>> {
+    let of = |capture: &Capture| match place(capture) {
+        Some(at) => {
+            let (_, stored, rank) = CAPTURED[at];
+            let strides = &STRIDES[usize::from(rank == 2)][..rank];
+            Captured::Tensor(HostTensor { bytes: &memories[at], stored, shape: &SHAPE[..rank], strides })
+        }
+        None if capture.name == "rate" => Captured::Number(Number::Float(0.625)),
+        None => Captured::Number(Number::Int(-2)),
+    };
+    captures.iter().map(of).collect()
+}
+
+/// A capture as the program's `stored` has it: the axes, 16 more of bools.
+fn stored_word(capture: &Capture) -> usize {
+    let of = |at: usize| CAPTURED[at].2 | if CAPTURED[at].1 == Stored::Bool { 16 } else { 0 };
+    place(capture).map_or(0, of)
+}
+
 #[test]
 fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
     let memories: Vec<Vec<u8>> = CAPTURED.iter().map(|&(_, stored, rank)| memory(stored, rank)).collect();
-    let (shape, strides) = ([EXTENT; 2], [[1, 0], [i64::from(EXTENT), 1]]);
     let mut program = format!(
         "#include <cmath>\n#include <cstdio>\n#define FMHA_EXPR static inline __attribute__((unused))\n{DEVICE_PRELUDE}{PAIR}"
     );
@@ -79,23 +108,8 @@ fn drawn_functions_and_their_slopes_compute_what_the_evaluation_does() {
             slopes.device_text()
         )
         .unwrap();
-        let of = |capture: &fmha_core::expr::Capture| match CAPTURED
-            .iter()
-            .position(|(name, ..)| *name == capture.name)
-        {
-            Some(at) => {
-                let (_, stored, rank) = CAPTURED[at];
-                let strides = &strides[usize::from(rank == 2)][..rank];
-                Captured::Tensor(HostTensor { bytes: &memories[at], stored, shape: &shape[..rank], strides })
-            }
-            None if capture.name == "rate" => Captured::Number(Number::Float(0.625)),
-            None => Captured::Number(Number::Int(-2)),
-        };
-        let captured: Vec<Captured<'_>> = function.captures().iter().map(of).collect();
-        let kinds = function.captures().iter().map(|capture| {
-            let known = CAPTURED.iter().find(|(name, ..)| *name == capture.name);
-            known.map_or(0, |&(_, stored, rank)| rank | if stored == Stored::Bool { 16 } else { 0 })
-        });
+        let captured = captured(function.captures(), &memories);
+        let kinds = function.captures().iter().map(stored_word);
         let kinds: Vec<String> = kinds.chain([0]).map(|kind| kind.to_string()).collect();
         writeln!(calls, "  {{ const int stored[] = {{{}}};", kinds.join(", ")).unwrap();
         let mut draw = Draw::new(seed);
@@ -181,7 +195,6 @@ const MASKS: [&str; 14] = [
 #[test]
 fn bounds_of_masks_over_tiles_say_what_their_pairs_do() {
     let memories: Vec<Vec<u8>> = CAPTURED.iter().map(|&(_, stored, rank)| memory(stored, rank)).collect();
-    let (shape, strides) = ([EXTENT; 2], [[1, 0], [i64::from(EXTENT), 1]]);
     let mut program = format!(
         "#include <cmath>\n#include <cstdio>\n#define FMHA_EXPR static inline __attribute__((unused))\n\
          {DEVICE_PRELUDE}{BOUNDS_PRELUDE}{PAIR}{TILE}"
@@ -192,21 +205,8 @@ fn bounds_of_masks_over_tiles_say_what_their_pairs_do() {
     for (at, (of_integers, mask)) in written.chain(drawn).enumerate() {
         writeln!(program, "namespace f{at} {{ namespace expr = fmha::expr;\n{}}}", mask.bounds_text())
             .unwrap();
-        let place = |capture: &fmha_core::expr::Capture| CAPTURED.iter().position(|it| it.0 == capture.name);
-        let of = |capture: &fmha_core::expr::Capture| match place(capture) {
-            Some(at) => {
-                let (_, stored, rank) = CAPTURED[at];
-                let strides = &strides[usize::from(rank == 2)][..rank];
-                Captured::Tensor(HostTensor { bytes: &memories[at], stored, shape: &shape[..rank], strides })
-            }
-            None if capture.name == "rate" => Captured::Number(Number::Float(0.625)),
-            None => Captured::Number(Number::Int(-2)),
-        };
-        let captured: Vec<Captured<'_>> = mask.captures().iter().map(of).collect();
-        let kinds = mask.captures().iter().map(|capture| {
-            let known = place(capture).map(|at| CAPTURED[at]);
-            known.map_or(0, |(_, stored, rank)| rank | if stored == Stored::Bool { 16 } else { 0 })
-        });
+        let captured = captured(mask.captures(), &memories);
+        let kinds = mask.captures().iter().map(stored_word);
         let kinds: Vec<String> = kinds.chain([0]).map(|kind| kind.to_string()).collect();
         writeln!(calls, "  {{ const int stored[] = {{{}}};", kinds.join(", ")).unwrap();
         let mut draw = Draw::new(at as u64);

@@ -8,6 +8,7 @@
 //! The pieces serve others too: [`tensors`] makes the operands of a problem from a seed, [`execute`]
 //! runs a plan on them, [`check`] compares the results.
 
+pub mod apart;
 pub mod captured;
 pub mod case;
 pub mod check;

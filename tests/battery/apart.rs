@@ -1,0 +1,19 @@
+//! Tests in processes of their own: one emulates one architecture of NVIDIA's.
+
+use std::env::current_exe;
+use std::process::Command;
+
+/// Runs one test of the calling program in a process of its own, with these variables too. Returns what it printed.
+///
+/// # Errors
+/// What the process printed, where the test failed or the program has none of that name; why none was started.
+pub fn run_test(name: &str, variables: &[(&str, &str)]) -> Result<String, String> {
+    let program = current_exe().map_err(|error| error.to_string())?;
+    let run = Command::new(program)
+        .args([name, "--exact", "--nocapture"])
+        .envs(variables.iter().copied())
+        .output()
+        .map_err(|error| error.to_string())?;
+    let [said, erred] = [run.stdout, run.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    if run.status.success() && said.contains("1 passed") { Ok(said) } else { Err(format!("{said}\n{erred}")) }
+}
