@@ -3,7 +3,8 @@
 Each row draws an indexer's operands by the seed. Its scores are first held to float64 at some tokens, its lists to
 torch.topk of those scores (the same values, ascending positions) and to a second run. Then calls are timed inside a
 graph with the L2 full of other numbers, and the median is printed: microseconds, TB/s of the indexer's keys read once,
-TFLOP/s of 2 num_heads head_dim a candidate, and the time of torch's own (matmul, relu, sum, topk, sort) in the same run. The exit status is 1 if a row was wrong. FMHA_NATIVE names the library where it is not in target/release.
+TFLOP/s of 2 num_heads head_dim a candidate, and the time of torch's own (matmul, relu, sum, topk, sort) in the same
+run. The exit status is 1 if a row was wrong. FMHA_NATIVE names the library where it is not in target/release.
 """
 
 from __future__ import annotations

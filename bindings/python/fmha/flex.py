@@ -249,7 +249,7 @@ _FOUND: Dict[Any, bool] = {}
 
 
 def _takes_lists(qkv: Tuple[torch.Tensor, ...], bound: Tuple[Tuple[Any, ...], Any], code: _code.Code) -> bool:
-    """Whether a kernel of the device takes functions beside lists, forward and, where a gradient is wanted, backward."""
+    """Whether a kernel of the device takes functions beside lists, backward too where a gradient is wanted."""
     if qkv[0].device.type == "cpu":
         return True
     if torch.compiler.is_compiling():

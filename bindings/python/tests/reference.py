@@ -13,7 +13,7 @@ DEVICE = os.environ.get("FMHA_TEST_DEVICE", "cpu")
 
 
 def slow_kernels_serve(set_attribute=setattr):
-    """On a GPU most of these tests compute in f32, which no fast kernel takes: `allow_fallback` is True by default here."""
+    """`allow_fallback` is True by default on a GPU: most of these tests compute in f32, which no fast kernel takes."""
     if DEVICE == "cpu":
         return
     from fmha import _arguments

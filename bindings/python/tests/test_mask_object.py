@@ -1,4 +1,4 @@
-"""Mask objects: one build serves calls of many layers, forward and backward, and what changes after it changes nothing."""
+"""Mask objects: one build serves calls of many layers, forward and backward; later changes change nothing."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ FMHA_DEVICE float tanhf(float x) {
   const float a = abs_of(x), square = x * x;
   const float far = 1.f - __fdividef(2.f, 1.f + exp2_of(2.f * kLog2E * a));
   // The quotient cancels near 0: the least largest error of x (1 + x^2 p(x^2)) to 9/16 is 0.8 units of the last place.
-  const float p =
-      -0.333333139f + square * (0.133324523f + square * (-0.0538374306f + square * (0.0210074605f - square * 0.00617981196f)));
+  const float behind = -0.0538374306f + square * (0.0210074605f - square * 0.00617981196f);
+  const float p = -0.333333139f + square * (0.133324523f + square * behind);
   return a < 0.5625f ? x + x * square * p : x < 0.f ? -far : far;
 }
 

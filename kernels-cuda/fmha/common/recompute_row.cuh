@@ -110,7 +110,8 @@ struct RecomputedRow {
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;
       }
       weight *= room;
-      const int64_t v = offset_of_key<size_bytes(widens ? stored : spec.dtype_v)>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
+      constexpr int bytes = size_bytes(widens ? stored : spec.dtype_v);
+      const int64_t v = offset_of_key<bytes>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);

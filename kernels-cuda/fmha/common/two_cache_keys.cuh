@@ -24,7 +24,8 @@ FMHA_DEVICE int32_t key_with(const CacheKeys& keys, int32_t entry, int32_t place
   return keys.list.key_of(entry, place);
 }
 FMHA_DEVICE int32_t key_with(const TwoCaches& both, int32_t entry, int32_t place) {
-  return both.is_second(place) ? key_with(both.second, entry, place - both.first.num) : key_with(both.first, entry, place);
+  return both.is_second(place) ? key_with(both.second, entry, place - both.first.num)
+                               : key_with(both.first, entry, place);
 }
 
 }  // namespace fmha

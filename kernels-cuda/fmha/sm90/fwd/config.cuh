@@ -66,7 +66,9 @@ FMHA_DEVICE consteval bool prepares_v(const FwdSpec& spec, const Sm90Tile& tile)
   return !takes_prepared_v(tile) && (widens_v(spec, tile) || turns_v(spec, tile));
 }
 // Whether K and V lie in 8 bits beside 16 of Q, and are widened in shared memory (cache_role.cuh).
-FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm90Tile& tile) { return tile.stored != spec.dtype_qk; }
+FMHA_DEVICE consteval bool widens_cache(const FwdSpec& spec, const Sm90Tile& tile) {
+  return tile.stored != spec.dtype_qk;
+}
 // Whether two warps bring blocks from one place of shared memory to another.
 FMHA_DEVICE consteval bool passes_twice(const FwdSpec& spec, const Sm90Tile& tile) {
   return prepares_v(spec, tile) || widens_cache(spec, tile);
@@ -88,7 +90,8 @@ FMHA_DEVICE consteval Regs regs(const Sm90Tile& tile) {
   if (tile.copy_bytes > 0) return num_consumers(tile) == 1 ? Regs{80, 240} : Regs{72, 216};
   switch (num_consumers(tile)) {
     case 1: return {tile.shares > 0 ? 152 : 56, 240};  // a warp looks through the lengths of all sequences
-    case 2: return tile.raw_stages > 0 ? Regs{56, 224} : Regs{40, 232};  // 24 spill the schedule role, 40 the cache role
+    // 24 spill the schedule role, 40 the cache role.
+    case 2: return tile.raw_stages > 0 ? Regs{56, 224} : Regs{40, 232};
     default: return {32, 160};
   }
 }

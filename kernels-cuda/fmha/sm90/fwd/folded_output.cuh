@@ -24,7 +24,8 @@ struct FoldedOutput {
   static constexpr int num_chunks = Output::num_elems / 4, threads = mma::kWarpgroup * num_consumers(tile);
   static constexpr int blocks_of_part = max(tile.fold_keys / tile.block_n, 1);
   // Chunks under way, four registers each: all of them where registers are free, since each wait for the L2 counts.
-  static constexpr int free_chunks = Output::columns > 192 ? 4 : Output::columns > 128 || num_consumers(tile) > 2 ? 8 : 16;
+  static constexpr bool is_crowded = Output::columns > 128 || num_consumers(tile) > 2;
+  static constexpr int free_chunks = Output::columns > 192 ? 4 : is_crowded ? 8 : 16;
   static constexpr int at_once = min(num_chunks, free_chunks);
 
   // Place of a thread's n-th four numbers: those of O, and behind them the rows' tops and sums.

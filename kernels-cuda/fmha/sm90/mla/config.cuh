@@ -43,7 +43,8 @@ constexpr int kBothGroups = 2 * kWarpgroup;
 // Whether a CTA walks tiles. A walk has no registers over FP8 caches and two caches, beside a soft-cap, and where O is
 // stored in f32 (as parts are, whose tiles are few) or element by element.
 FMHA_DEVICE consteval bool walks_tiles(const FwdSpec& spec, const Sm90MlaTile& tile) {
-  return tile.listed && !tile.two_caches && !is_fp8(tile.stored) && !spec.softcap && size_bytes(spec.dtype_o) == 2 && tile.vector_store;
+  return tile.listed && !tile.two_caches && !is_fp8(tile.stored) && !spec.softcap && size_bytes(spec.dtype_o) == 2 &&
+         tile.vector_store;
 }
 
 // Fields that architecture-independent headers read: those of this tile, and those that other tiles have and this one

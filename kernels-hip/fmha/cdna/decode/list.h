@@ -13,7 +13,8 @@ namespace fmha::cdna::decode {
 
 // The list of token i of a sequence; `span` as the call has it.
 FMHA_DEVICE TokenList list_of(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head_kv) {
-  return {p, reload_params<ListDecodeParams>().lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv};
+  const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+  return {p, reload_params<ListDecodeParams>().lists, span, band, i, i_head_kv};
 }
 
 // The list of a piece's token.

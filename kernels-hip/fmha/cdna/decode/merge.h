@@ -46,7 +46,8 @@ struct ListEnd {
 
   static FMHA_DEVICE ListEnd of(const FwdParams& p, int32_t i_head, float lse_of_keys) {
     const float sink = p.sink.data ? scalar_of(p.sink, 0, i_head, -infinity()) : -infinity();
-    return {sink == infinity() && lse_of_keys < infinity(), reload_params<ListDecodeParams>().lists.lse_without_sink != 0};
+    const bool without_sink = reload_params<ListDecodeParams>().lists.lse_without_sink != 0;
+    return {sink == infinity() && lse_of_keys < infinity(), without_sink};
   }
 };
 
