@@ -12,6 +12,10 @@ HERE = pathlib.Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from engine_parts import Finder, Stub  # noqa: E402
+from reference import DEVICE, attention as by_definition, close, tolerance  # noqa: E402
+
+#: Head dimension, rows of a page, and by how much sequences are longer than those of the CPU.
+SIZES = ((16, 4, 1),) if DEVICE == "cpu" else ((64, 1, 40), (128, 16, 100), (128, 64, 200), (256, 32, 50))
 
 BARE = (
     "sglang",
@@ -60,10 +64,10 @@ class Off(Stub):
 
 
 class Pool:
-    """A token pool of 16 bits on the CPU, in place of the engine's, whose write is compiled."""
+    """A token pool of 16 bits, in place of the engine's, whose write is compiled."""
 
     def __init__(self, rows, heads, dim):
-        self.buffers = torch.zeros(2, rows, heads, dim, dtype=torch.bfloat16)
+        self.buffers = torch.zeros(2, rows, heads, dim, dtype=torch.bfloat16, device=DEVICE)
 
     def set_kv_buffer(self, layer, where, k, v):
         self.buffers[0][where.loc], self.buffers[1][where.loc] = k, v
@@ -78,64 +82,73 @@ class Pool:
 def serve(base, registry, batches, pools, choices):
     """The plugin is in the engine's table, its class is of the engine's, and steps run by the engine's own dispatch."""
     from fmha import _plugins
-    from reference import attention as by_definition, close, tolerance
 
     _plugins.sglang()
     assert choices == ["fmha"] and "fmha" in registry.ATTENTION_BACKENDS
-    size, to_token = 4, torch.zeros(5, 16, dtype=torch.int32)
-    pool = Pool(64, 2, 16)
+    for dim, size, long in SIZES:
+        run_steps(base, registry, batches, dim, size, long)
+    assert pools.KVWriteLoc.__module__ == pools.__name__
+    print(f"steps: {3 * len(SIZES)} on {DEVICE}")
+
+
+def run_steps(base, registry, batches, dim, size, long):
+    """Two requests over pages of `size` rows: two chunks of a prompt, then a token each."""
+    longest = -(-12 * long // size) * size
+    to_token = torch.zeros(5, longest, dtype=torch.int32)
+    pool = Pool(4 * longest, 2, dim)
     runner = types.SimpleNamespace(
-        req_to_token_pool=types.SimpleNamespace(req_to_token=to_token), token_to_kv_pool=pool, page_size=size
+        req_to_token_pool=types.SimpleNamespace(req_to_token=to_token.to(DEVICE)),
+        token_to_kv_pool=pool,
+        page_size=size,
     )
-    backend = registry.ATTENTION_BACKENDS["fmha"](runner)
-    assert isinstance(backend, base.AttentionBackend)
-    pages, requests = list(range(1, 16)), [3, 1]
+    pages, requests = (1 + torch.randperm(4 * longest // size - 1)).tolist(), [3, 1]
     for request in requests:
-        for i in range(12):
+        for i in range(longest):
             page = pages.pop() if i % size == 0 else int(to_token[request, i - 1]) // size
             to_token[request, i] = page * size + i % size
+    runner.req_to_token_pool.req_to_token.copy_(to_token)
+    backend = registry.ATTENTION_BACKENDS["fmha"](runner)
+    assert isinstance(backend, base.AttentionBackend)
     layer = types.SimpleNamespace(
         layer_id=0,
         tp_q_head_num=4,
         tp_k_head_num=2,
-        qk_head_dim=16,
-        v_head_dim=16,
+        qk_head_dim=dim,
+        v_head_dim=dim,
         scaling=0.3,
         logit_cap=0.0,
         sliding_window_size=-1,
         is_cross_attention=False,
         attn_type=types.SimpleNamespace(value="decoder"),
     )
-    rows = torch.randn(2, 2, 12, 2, 16).to(torch.bfloat16)
-    before, steps = [0, 0], 0
-    for new in ((5, 3), (1, 4), (1, 1)):
+    rows = torch.randn(2, 2, 12 * long, 2, dim).to(DEVICE, torch.bfloat16)
+    before = [0, 0]
+    for new in ((5 * long, 3 * long), (long, 4 * long), (1, 1)):
         after = [a + n for a, n in zip(before, new)]
         places = [(b, i) for b in range(2) for i in range(before[b], after[b])]
         mode = batches.ForwardMode.DECODE if new == (1, 1) else batches.ForwardMode.EXTEND
         batch = types.SimpleNamespace(
             forward_mode=mode,
-            req_pool_indices=torch.tensor(requests),
-            seq_lens=torch.tensor(after),
+            req_pool_indices=torch.tensor(requests, device=DEVICE),
+            seq_lens=torch.tensor(after, device=DEVICE),
             seq_lens_cpu=torch.tensor(after),
-            extend_seq_lens=torch.tensor(new),
+            extend_seq_lens=torch.tensor(new, device=DEVICE),
             extend_seq_lens_cpu=list(new),
-            out_cache_loc=torch.stack([to_token[requests[b], i] for b, i in places]).long(),
+            out_cache_loc=torch.stack([to_token[requests[b], i] for b, i in places]).long().to(DEVICE),
         )
         backend.init_forward_metadata(batch)
-        q = torch.randn(len(places), 64).to(torch.bfloat16)
+        q = torch.randn(len(places), 4 * dim).to(DEVICE, torch.bfloat16)
         k, v = (torch.stack([x[b, i] for b, i in places]) for x in rows)
         # The engine's own method calls one of ours.
         o = backend.forward(q, k, v, layer, batch)
         first = 0
         for b, n in enumerate(new):
             keys, values = (x[b : b + 1, : after[b]] for x in rows)
-            query = q[None, first : first + n].view(1, n, 4, 16)
+            query = q[None, first : first + n].view(1, n, 4, dim)
             wanted, _ = by_definition(query, keys, values, mask=(2, -1, 0, 0), softmax_scale=0.3)
-            close(o[first : first + n].view(n, 4, 16), wanted[0], tolerance(torch.bfloat16))
+            close(o[first : first + n].view(n, 4, dim), wanted[0], tolerance(torch.bfloat16))
             first += n
-        before, steps = after, steps + 1
-    assert pools.KVWriteLoc.__module__ == pools.__name__
-    print("steps:", steps)
+        before = after
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ HERE = pathlib.Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from engine_parts import Finder  # noqa: E402
+from reference import DEVICE  # noqa: E402
 
+#: Head dimension, rows of a page, and by how much sequences are longer than those of the CPU.
+SIZES = ((16, 4, 1),) if DEVICE == "cpu" else ((64, 16, 40), (128, 16, 100), (128, 64, 200), (256, 32, 50))
 
 BARE = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.utils")
 STUBBED = (
@@ -30,11 +33,10 @@ STUBBED = (
 
 
 def write_rows(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
-    """vLLM's compiled write into pages, of 16 bits."""
-    size = k_cache.shape[1]
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            k_cache[slot // size, slot % size], v_cache[slot // size, slot % size] = key[row], value[row]
+    """vLLM's compiled write into pages, of 16 bits. A slot below 0 is padding."""
+    size, kept = k_cache.shape[1], slots >= 0
+    places = (slots[kept] // size, slots[kept] % size)
+    k_cache[places], v_cache[places] = key[kept], value[kept]
 
 
 def no_group():
@@ -85,8 +87,6 @@ def chosen_by(registry):
 
 def serve(backend, registry):
     """The plugin is found by the engine's registry, its classes are of the engine's, and a step runs."""
-    from reference import attention as by_definition, close, tolerance
-
     chosen = chosen_by(registry)
     assert issubclass(chosen, backend.AttentionBackend) and issubclass(chosen.get_impl_cls(), backend.AttentionImpl)
     assert issubclass(chosen.get_builder_cls(), backend.AttentionMetadataBuilder)
@@ -95,18 +95,27 @@ def serve(backend, registry):
     assert reasons(chosen, backend, head_size=12) == ["head_size not supported"]
     assert any("7 is below 8" in said for said in reasons(chosen, backend, major=7))
     assert reasons(chosen, backend, use_mla=True)
-    heads, heads_kv, dim, size = 4, 2, 16, 4
+    for dim, size, long in SIZES:
+        steps(chosen, backend, dim, size, long)
+    print(f"steps: {3 * len(SIZES)} on {DEVICE}")
+
+
+def steps(chosen, backend, dim, size, long):
+    """Two sequences over pages of `size` rows: two chunks of a prompt, then a token each; a GPU replays a graph of the
+    last step for lengths that it was not captured with."""
+    heads, heads_kv = 4, 2
     # Abstract methods that are not there would raise here.
     sizes = dict(num_heads=heads, head_size=dim, scale=0.3, num_kv_heads=heads_kv)
     impl = chosen.get_impl_cls()(**sizes, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto")
     spec = types.SimpleNamespace(block_size=size)
-    builder = chosen.get_builder_cls()(spec, ["layer.0"], types.SimpleNamespace(), torch.device("cpu"))
-    pool = torch.zeros(12, heads_kv, size, 2 * dim, dtype=torch.bfloat16)
+    builder = chosen.get_builder_cls()(spec, ["layer.0"], types.SimpleNamespace(), torch.device(DEVICE))
+    pages = -(-9 * long // size)
+    pool = torch.zeros(4 * pages, heads_kv, size, 2 * dim, dtype=torch.bfloat16, device=DEVICE)
     layer = types.SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
-    table = torch.tensor([[7, 2, 0], [4, 9, 1]], dtype=torch.int32)
-    rows = torch.randn(2, 2, 9, heads_kv, dim).to(torch.bfloat16)
+    table = torch.randperm(4 * pages)[: 2 * pages].view(2, pages).int()
+    rows = torch.randn(2, 2, 9 * long, heads_kv, dim).to(DEVICE, torch.bfloat16)
     before = [0, 0]
-    for new in ((5, 3), (1, 4), (1, 1)):
+    for new in ((5 * long, 3 * long), (long, 4 * long), (1, 1)):
         after = [a + n for a, n in zip(before, new)]
         places = [(b, i) for b in range(2) for i in range(before[b], after[b])]
         slots = torch.tensor([int(table[b, i // size]) * size + i % size for b, i in places])
@@ -117,16 +126,44 @@ def serve(backend, registry):
         metadata = builder.build(0, common)
         k, v = (torch.stack([x[b, i] for b, i in places]) for x in rows)
         impl.do_kv_cache_update(layer, k, v, pool, metadata.slot_mapping)
-        q = torch.randn(len(places), heads, dim).to(torch.bfloat16)
+        q = torch.randn(len(places), heads, dim).to(DEVICE, torch.bfloat16)
         o = torch.empty_like(q)
         impl.forward(layer, q, k, v, pool, metadata, o)
-        for b, (first, n) in enumerate(((0, new[0]), (new[0], new[1]))):
-            part = slice(first, first + n)
-            k, v = (x[b : b + 1, : after[b]] for x in rows)
-            wanted, _ = by_definition(q[None, part], k, v, mask=(2, -1, 0, 0), softmax_scale=0.3)
-            close(o[part], wanted[0], tolerance(torch.bfloat16))
+        compare(o, q, rows, new, after)
         before = after
-    print("steps: 3")
+    if DEVICE != "cpu":
+        replay(builder, impl, layer, common, pool, rows, after)
+
+
+def replay(builder, impl, layer, common, pool, rows, after):
+    """A step's graph, replayed with fewer keys of each sequence, is right for those."""
+    q = torch.randn(2, impl.num_heads, impl.head_size).to(DEVICE, torch.bfloat16)
+    o, metadata = torch.empty_like(q), builder.build_for_cudagraph_capture(common)
+    call = lambda: impl.forward(layer, q, q, q, pool, metadata, o)
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=aside):
+        call()
+    for lengths in (after, [after[0] // 2, 1], [1, after[1] - 1]):
+        metadata.seq_lens.copy_(torch.tensor(lengths))
+        o.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        compare(o, q, rows, (1, 1), lengths)
+
+
+def compare(o, q, rows, new, after):
+    """O of each sequence's new rows is attention by definition over the keys that it has after the step."""
+    from reference import attention as by_definition, close, tolerance
+
+    for b, (first, n) in enumerate(((0, new[0]), (new[0], new[1]))):
+        part = slice(first, first + n)
+        k, v = (x[b : b + 1, : after[b]] for x in rows)
+        wanted, _ = by_definition(q[None, part], k, v, mask=(2, -1, 0, 0), softmax_scale=0.3)
+        close(o[part], wanted[0], tolerance(torch.bfloat16))
 
 
 def reasons(chosen, backend, major=9, **changes):
@@ -147,17 +184,17 @@ def reasons(chosen, backend, major=9, **changes):
 def common_metadata(backend, starts, lengths, tokens, longest_q, longest_k, table, slots):
     """The engine's own metadata class, with what it asks for."""
     known = dict(
-        query_start_loc=starts,
+        query_start_loc=starts.to(DEVICE),
         query_start_loc_cpu=starts,
-        seq_lens=lengths,
+        seq_lens=lengths.to(DEVICE),
         seq_lens_cpu=lengths,
         num_computed_tokens_cpu=lengths - starts.diff(),
         num_reqs=len(lengths),
         num_actual_tokens=tokens,
         max_query_len=longest_q,
         max_seq_len=longest_k,
-        block_table_tensor=table,
-        slot_mapping=slots,
+        block_table_tensor=table.to(DEVICE),
+        slot_mapping=slots.to(DEVICE),
         causal=True,
     )
     return filled(backend.CommonAttentionMetadata, **known)

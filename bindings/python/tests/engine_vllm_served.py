@@ -14,6 +14,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 import engine_vllm  # noqa: E402
 from engine_parts import Finder  # noqa: E402
+from reference import DEVICE, attention as by_definition  # noqa: E402
+
+#: Head dimension, rows of a page, and by how much prompts are longer than those of the CPU.
+DIM, SIZE, LONG = (16, 4, 1) if DEVICE == "cpu" else (128, 16, 8)
+#: Tokens of a sequence, at most.
+LONGEST = 64 * LONG
 
 BARE = (
     "vllm",
@@ -68,11 +74,11 @@ class Config(types.SimpleNamespace):
 class Model:
     """A decoder of two layers with random weights; ``attend`` is asked for each layer's attention."""
 
-    def __init__(self, vocabulary=61, layers=2, heads=4, heads_kv=2, dim=16):
+    def __init__(self, vocabulary=61, layers=2, heads=4, heads_kv=2, dim=DIM):
         self.heads, self.heads_kv, self.dim, width = heads, heads_kv, dim, heads * dim
-        made = lambda *shape: torch.randn(*shape) / shape[0] ** 0.5
-        self.embedding, self.head = torch.randn(vocabulary, width), made(width, vocabulary)
-        self.places = torch.randn(64, width)
+        made = lambda *shape: torch.randn(*shape).to(DEVICE) / shape[0] ** 0.5
+        self.embedding, self.head = torch.randn(vocabulary, width).to(DEVICE), made(width, vocabulary)
+        self.places = torch.randn(LONGEST, width).to(DEVICE)
         self.layers = [
             (made(width, width), made(width, heads_kv * dim), made(width, heads_kv * dim), made(width, width))
             for _ in range(layers)
@@ -90,14 +96,13 @@ class Model:
 
 def alone(model, prompt, count):
     """The tokens that follow a prompt, and the scores of each, by float64 attention over all rows each time."""
-    from reference import attention
-
     tokens, scores = list(prompt), []
     for _ in range(count):
-        whole = lambda _, q, k, v: attention(
+        whole = lambda _, q, k, v: by_definition(
             q[None], k[None], v[None], mask=(2, -1, 0, 0), softmax_scale=model.dim**-0.5
         )[0][0]
-        scores.append(model(torch.tensor(tokens), torch.arange(len(tokens)), whole)[-1])
+        places = torch.arange(len(tokens), device=DEVICE)
+        scores.append(model(torch.tensor(tokens, device=DEVICE), places, whole)[-1])
         tokens.append(int(scores[-1].argmax()))
     return tokens[len(prompt) :], scores
 
@@ -114,9 +119,9 @@ class Runner:
             impl(**heads, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto") for _ in model.layers
         ]
         shape = (blocks, model.heads_kv, size, 2 * model.dim)
-        self.pools = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in model.layers]
+        self.pools = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in model.layers]
         spec = types.SimpleNamespace(block_size=size)
-        self.builder = chosen.get_builder_cls()(spec, ["layer"], types.SimpleNamespace(), torch.device("cpu"))
+        self.builder = chosen.get_builder_cls()(spec, ["layer"], types.SimpleNamespace(), torch.device(DEVICE))
         self.layer = types.SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
 
     def step(self, output):
@@ -130,7 +135,7 @@ class Runner:
         names = list(output.num_scheduled_tokens)
         counts = [output.num_scheduled_tokens[name] for name in names]
         tokens, positions, slots = [], [], []
-        table = torch.zeros(len(names), 16, dtype=torch.int32)
+        table = torch.zeros(len(names), LONGEST // self.size, dtype=torch.int32)
         for b, (name, count) in enumerate(zip(names, counts)):
             known, blocks, first = self.requests[name]
             table[b, : len(blocks)] = torch.tensor(blocks)
@@ -156,7 +161,7 @@ class Runner:
             self.impls[at].do_kv_cache_update(self.layer, k, v, self.pools[at], metadata.slot_mapping)
             return self.impls[at].forward(self.layer, q, k, v, self.pools[at], metadata, torch.empty_like(q))
 
-        logits = self.model(torch.tensor(tokens), torch.tensor(positions), attend)
+        logits = self.model(torch.tensor(tokens, device=DEVICE), torch.tensor(positions, device=DEVICE), attend)
         sampled = []
         for b, (name, count) in enumerate(zip(names, counts)):
             known, _, first = self.requests[name]
@@ -198,7 +203,7 @@ def scheduler_of(found, blocks, size, tokens):
             max_long_partial_prefills=1,
         ),
         cache_config=Config(num_gpu_blocks=blocks, block_size=size, enable_prefix_caching=True),
-        model_config=Config(max_model_len=64, runner_type="generate"),
+        model_config=Config(max_model_len=LONGEST, runner_type="generate"),
         observability_config=Config(),
         parallel_config=Config(
             data_parallel_index=0,
@@ -216,7 +221,7 @@ def scheduler_of(found, blocks, size, tokens):
         num_prefill_lookahead_tokens=0,
     )
     kinds = found("v1.kv_cache_interface")
-    spec = kinds.FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
+    spec = kinds.FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=DIM, dtype=torch.bfloat16)
     groups = [kinds.KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
     cache = kinds.KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     scheduler = found("v1.core.sched.scheduler").Scheduler
@@ -227,14 +232,15 @@ def scheduler_of(found, blocks, size, tokens):
 
 def serve(found, backend, chosen):
     torch.manual_seed(0)
-    model, size, blocks = Model(), 4, 40
-    scheduler = scheduler_of(found, blocks, size, tokens=12)
+    model, size, blocks = Model(), SIZE, 40
+    scheduler = scheduler_of(found, blocks, size, tokens=12 * LONG)
     utils = found("v1.core.kv_cache_utils")
     utils.init_none_hash(hash_of)
     hasher = utils.get_request_block_hasher(size, hash_of)
     sampling = Config(max_tokens=7, min_tokens=0, stop_token_ids=[])
-    shared = torch.randint(61, (9,)).tolist()
-    prompts = [shared + [1, 2], [5], shared + [3], torch.randint(61, (30,)).tolist(), [7, 8, 9], shared[:8] + [4, 4]]
+    shared = torch.randint(61, (9 * LONG,)).tolist()
+    longest = torch.randint(61, (30 * LONG,)).tolist()
+    prompts = [shared + [1, 2], [5], shared + [3], longest, [7, 8, 9], shared[: 8 * LONG] + [4, 4]]
     for at, prompt in enumerate(prompts):
         request = found("v1.request").Request(
             request_id=str(at),
@@ -276,7 +282,7 @@ def serve(found, backend, chosen):
                 assert float(exact.max() - exact[got[at][i]]) < 0.05, (at, i, got[at], wanted)
                 break
     assert compared > 25, compared
-    print(f"served: {len(prompts)} requests, {steps} steps, {mixed} of mixed lengths, {reused} tokens of prefixes kept")
+    print(f"served: {len(prompts)} requests, {steps} steps, {mixed} of mixed lengths, {reused} tokens of prefixes kept; on {DEVICE}")
 
 
 def hash_of(value):
