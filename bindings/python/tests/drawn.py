@@ -17,7 +17,7 @@ import numpy
 import torch
 
 import fmha
-from reference import attention as by_definition, slow_kernels_serve
+from reference import DEVICE, attention as by_definition, slow_kernels_serve
 
 try:
     import jax
@@ -178,7 +178,8 @@ class Call:
             max_seqlen_k=self.of_k.most if self.of_k.packed else None,
             deterministic=draw.maybe(0.2, lambda: True),
             batch_invariant=draw.maybe(0.1, lambda: True),
-            row_invariant=draw.maybe(0.1, lambda: True),
+            # No kernel of a GPU promises it in f32.
+            row_invariant=draw.maybe(0.1, lambda: DEVICE == "cpu" or self.dtype != torch.float32 or None),
             accuracy=draw.maybe(0.2, lambda: "exact"),
             check_lengths=draw.maybe(0.2, lambda: True),
             dtype_o=draw.maybe(0.1, lambda: draw.choice(DTYPES)),

@@ -16,11 +16,13 @@ def slow_kernels_serve(set_attribute=setattr):
     """`allow_fallback` is True by default on a GPU: most of these tests compute in f32, which no fast kernel takes."""
     if DEVICE == "cpu":
         return
-    from fmha import _arguments
+    from fmha import _arguments, sparse
 
     names = _arguments.bind.__code__.co_varnames
     given = [name == "allow_fallback" or value for name, value in zip(names, _arguments.bind.__defaults__)]
     set_attribute(_arguments.bind, "__defaults__", tuple(given))
+    for chooses in (sparse.index_scores, sparse.index_lists):
+        set_attribute(chooses, "__kwdefaults__", {**chooses.__kwdefaults__, "allow_fallback": True})
 
 
 appends_in_f32 = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's kernels append to a cache in 16 bits alone")
@@ -67,13 +69,13 @@ def attention(
     if bias is not None:
         s = s + bias.double()
     if alibi_slopes is not None:
-        i = torch.arange(seqlen_q).view(-1, 1)
-        j = torch.arange(seqlen_k).view(1, -1)
+        i = torch.arange(seqlen_q, device=s.device).view(-1, 1)
+        j = torch.arange(seqlen_k, device=s.device).view(1, -1)
         diagonal = 0 if mask[0] == 1 else seqlen_k - seqlen_q
         slopes = alibi_slopes.double().view(-1, s.shape[1], 1, 1)
         s = s - slopes * (i + diagonal - j).abs()
     seen = mask if isinstance(mask, torch.Tensor) else visible(mask, seqlen_q, seqlen_k)
-    s = s.masked_fill(~seen, -math.inf)
+    s = s.masked_fill(~seen.to(s.device), -math.inf)
     whole = s
     if sink is not None:
         whole = torch.cat([s, sink.double().view(1, -1, 1, 1).expand(*s.shape[:2], seqlen_q, 1)], -1)

@@ -1,4 +1,4 @@
-"""The choice of keys against its definition in float64, on the CPU."""
+"""The choice of keys against its definition in float64."""
 
 import itertools
 import os
@@ -115,7 +115,7 @@ def test_a_row_of_nothing_and_nan():
         ("topk 0 without write_scores", lambda q, k, w: sparse.index_lists(q, k, w, 0)),
         ("blocks.first 3", lambda q, k, w: sparse.index_lists(q, k, w, 2, block=4, first_blocks=3)),
         ("first_blocks 1: keys are chosen", lambda q, k, w: sparse.index_lists(q, k, w, 2, first_blocks=1)),
-        ("no such kernel", lambda q, k, w: sparse.index_lists(q, k, w, 2, kernel="sm80_index")),
+        ("no such kernel", lambda q, k, w: sparse.index_lists(q, k, w, 2, kernel="sm80_indices")),
         ("head_dim 8, but q has 16", lambda q, k, w: sparse.index_lists(q, k[..., :8], w, 2)),
         ("k_scale has shape", lambda q, k, w: sparse.index_lists(q, k, w, 2, k_scale=torch.ones(1, 9))),
         ("first and end go together", lambda q, k, w: sparse.index_lists(q, k, w, 2, first=torch.zeros(1, 2))),
@@ -138,6 +138,7 @@ def test_a_compiler_is_refused():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.skipif(DEVICE != "cpu", reason="a forked child cannot use the GPU that its parent uses")
 def test_a_forked_child_chooses():
     scores = _whole((1, 3, 64), 23)
     wanted = sparse.choose(scores, 5)
