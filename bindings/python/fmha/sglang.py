@@ -1,8 +1,8 @@
 """An attention backend of SGLang's, found by its plugin entry point: ``--attention-backend fmha``.
 
-Made for SGLang 0.5.23's interface. Tested against a stand-in of its base class, pools and batches, on the CPU and an
-H200, and inside of its own registry, base class and modes on the CPU, the rest of the engine stubbed. Nobody has
-served a model with it yet.
+Made for SGLang 0.5.23's interface. Tested on the CPU and an H200, against a stand-in of its base class, pools and
+batches, and inside of its own registry, base class and modes, the rest of the engine stubbed. Nobody has served a model
+with it yet.
 
 Decoding and extending over the token pool, whose pages are the block table's, with windows, sinks and soft-cap. CUDA
 graphs of decoding: lengths and pages are read on the device. Speculative verification, cross and encoder attention,

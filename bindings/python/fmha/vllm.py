@@ -1,8 +1,8 @@
 """An attention backend of vLLM's, found by its plugin entry point: ``vllm serve ... --attention-backend FMHA``.
 
 Made for vLLM 0.33's interface; before 0.32, which has no names of plugins' own, it is ``--attention-backend CUSTOM``.
-Tested against a stand-in of its base classes and metadata, on the CPU and an H200, and inside of vLLM 0.32's and 0.31's
-own registry, check, scheduler, cache manager, base classes and metadata on the CPU, the rest of the engine stubbed.
+Tested on the CPU and an H200, against a stand-in of its base classes and metadata, and inside of vLLM 0.32's and 0.31's
+own registry, check, scheduler, cache manager, base classes and metadata, the rest of the engine stubbed.
 
 Decoder attention over the paged cache in 16 bits or FP8, with windows, sinks, soft-cap, ALiBi, batch invariance, causal
 and not. CUDA graphs of any batch (``ALWAYS``): a graph's plan has its tokens for the longest query, unless the engine
