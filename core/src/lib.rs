@@ -76,8 +76,8 @@ pub use problem::{block_scales, fp8};
 pub use problem::{bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, score};
 #[doc(hidden)]
 pub use text::{
-    abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, scale_params, small_outputs,
-    source, spec,
+    abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, memory,
+    scale_params, small_outputs, source, spec,
 };
 
 #[doc(hidden)]

@@ -6,6 +6,8 @@
 //! - [`abi_spec!`](crate::abi_spec): a struct of compile-time facts. It crosses as text, a C++20
 //!   designated initialiser, so names stand on both ends and no layout has to agree.
 //! - [`abi_enum!`](crate::abi_enum): an enum that a spec holds, spelled alike on both sides.
+//! - [`abi_functions!`](crate::abi_functions): numbers that follow from specs ([`functions`](crate::functions)).
+//! - [`abi_memory!`](crate::abi_memory): shared memory as a list of parts ([`memory`](crate::memory)).
 
 use std::marker::PhantomData;
 

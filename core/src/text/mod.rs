@@ -7,6 +7,8 @@ pub mod cache_update;
 pub mod choose_params;
 pub mod code_source;
 pub mod fields;
+pub mod functions;
+pub mod memory;
 pub mod scale_params;
 pub mod small_outputs;
 pub mod source;
