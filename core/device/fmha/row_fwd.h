@@ -10,6 +10,7 @@
 //
 // `Lanes` is the vendor's: `count`, `index()`, `ballot(bool)` and `from(x, lane)`.
 #pragma once
+#include <fmha/finish.h>
 #include <fmha/mask.h>
 #include <fmha/num.h>
 #include <fmha/online_softmax.h>
@@ -164,21 +165,20 @@ struct FwdRow {
   }
 
   FMHA_DEVICE void store() const {
-    const float scale_o = p.scale_o ? *p.scale_o : 1.f;
-    const float normaliser = row_sum == 0.f ? 0.f : inverse_of_power(room) / row_sum;
-    float factor = descale(p.descale_v) * scale_o;
-    if constexpr (spec.dropout) factor *= p.dropout_scale;
-    const int64_t at = row_offset(p.o, span.storage_batch, int64_t(span.q_row) + i, i_head);
+    // O lies lower by `room`.
+    const RowResult end = end_row<ScalarUnit>({0.f, row_max}, row_sum, true);
+    const float normaliser = end.factor * inverse_of_power(room);
+    const float factor = scaled_output<OutputScales{true, spec.dropout, true}>(1.f, p, span.i_batch, i_head_kv);
+    const OutputRow to = output_row(span, i_head, i);
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * Lanes::count + lane;
       float x = o[c] * normaliser;
       // A mean of V is no larger than V: a sum that did not leave f32 does not by its last rounding either.
       if (with_room && o[c] - o[c] == 0.f) x = clamp(x, -kLargestFloat, kLargestFloat);
-      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, at + d, x * factor);
+      if (d < spec.head_dim_v) store_elem<spec.dtype_o>(p.o.data, to.o(p) + d, x * factor);
     }
-    if (spec.write_lse && lane == 0)
-      p.lse[lse_offset(p, span, i_head, i)] = row_sum == 0.f ? -infinity() : row_max + log2_of(row_sum) * kLn2;
+    if (spec.write_lse && lane == 0) *to.lse(p) = end.lse;
   }
 
   // The keep bits of every key of the sequence, masked or not.

@@ -34,6 +34,22 @@ FMHA_DEVICE OutputPlace output_place(const FwdParams& p, const Work& work) {
   else return {work.part * p.batch + work.i_batch, 0};
 }
 
+// A row of a tile: its query and head, whether it is one of the sequence's, and where its O and LSE lie.
+struct TileRow {
+  int32_t i;
+  bool stored;
+  OutputRow to;
+};
+template <auto tile, class Keys>
+FMHA_DEVICE TileRow tile_row(const FwdParams& p, const Work& work, int32_t packed_row, const Keys& keys) {
+  const int32_t i = query_of<tile>(p, packed_row);
+  const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
+  bool stored = i < work.seqlen_q;
+  if constexpr (whole_groups<tile>()) stored &= packed_row - work.first_row < rows_of_tile<tile>(p);
+  const OutputPlace place = output_place<tile>(p, work);
+  return {i, stored, {place.batch, place.row + query_of_sequence(keys, i), i_head}};
+}
+
 // Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask
 // hides has come through, or the sum has left f32. Each is computed again by the whole warp.
 template <FwdSpec spec, auto tile, class Keys = EveryKey>
@@ -44,11 +60,10 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   for (int32_t lane = 0; lane < 32; ++lane) {
     if (!(lanes >> lane & 1)) continue;
     const int32_t packed_row = ptx::shfl_idx(row, lane);
-    const int32_t i = query_of<tile>(p, packed_row);
-    const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
-    const OutputPlace place = output_place<tile>(p, work);
+    const TileRow of_tile = tile_row<tile>(p, work, packed_row, seen);
+    const OutputRow& to = of_tile.to;
     RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{
-        p, span, i_head, i, place.batch, place.row + query_of_sequence(seen, i), keys_of_work<tile>(p, work), seen};
+        p, span, to.i_head, of_tile.i, to.batch, to.row, keys_of_work<tile>(p, work), seen};
     again.run();
   }
 }

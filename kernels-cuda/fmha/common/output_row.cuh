@@ -1,49 +1,34 @@
-// The end of a row: from its running maximum and sum to O's factor and LSE.
+// The end of a row (finish.h) by the special-function unit, and whether it is to be computed again.
 #pragma once
-#include <fmha/num.h>
+#include <fmha/common/quads.cuh>
+#include <fmha/finish.h>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/memory.cuh>
 #include <fmha/ptx/num.cuh>
 #include <fmha/range.h>
-#include <fmha/seq.h>
+#include <fmha/score.h>
 
 namespace fmha {
 
-// Factor that normalises a row's O, and the row's natural log-sum-exp.
-struct RowResult {
-  float factor, lse;
+struct RowUnit {
+  FMHA_DEVICE static float exp2(float x) { return ptx::ex2_approx_ftz(x); }
+  FMHA_DEVICE static float log2(float x) { return ptx::lg2_approx_ftz(x); }
+  FMHA_DEVICE static float inverse(float x) { return ptx::rcp_approx_ftz(x); }
+  FMHA_DEVICE static float quotient(float a, float b) { return a / b; }
+  FMHA_DEVICE static float larger(float a, float b) { return fmaxf(a, b); }
+  FMHA_DEVICE static float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 };
 
-// The number that a row's scores had subtracted before their exponentials, rounded: in log2, and as a natural score.
-// Beyond kLargestShift the natural one counts, since a score of f32 times log2(e) may be more than f32 holds.
-struct RowMax {
-  float log2, natural;
-};
-
-// `row_sum` is the sum of exp2(score - row_max) over all keys; 0 for a row that sees none.
+// A row whose scores had `row_max` subtracted, and whose sum is `row_sum`. Maxima compare in log2 up to kLargestShift.
 template <FwdSpec spec>
 FMHA_DEVICE RowResult finish_row(const FwdParams& p, RowMax row_max, float row_sum, int32_t i_head) {
   if constexpr (!spec.sink) {
-    if (row_sum == 0.f) return {0.f, -infinity()};
-    const float sum_log2 = ptx::lg2_approx_ftz(row_sum);
-    const bool natural = !(fabsf(row_max.log2) < kLargestShift);
-    return {ptx::rcp_approx_ftz(row_sum),
-            natural ? row_max.natural + sum_log2 * kLn2 : (row_max.log2 + sum_log2) * kLn2};
+    return end_row<RowUnit>(row_max, row_sum, !(fabsf(row_max.log2) < kLargestShift));
   } else {
     const float sink = scalar_of(p.sink, 0, i_head, -infinity());
-    // Whether the two are compared as natural scores, else in log2.
-    const bool natural = !(fabsf(row_max.log2) < kLargestShift || row_sum == 0.f) ||
-                         !(fabsf(sink * kLog2E) < kLargestShift);
-    const float to_log2 = natural ? kLog2E : 1.f;
-    const float seen_max = row_sum == 0.f ? -infinity() : natural ? row_max.natural : row_max.log2;
-    // The product is rounded by itself: a multiply-add with the difference below would keep its rounding error.
-    const float of_sink = natural ? sink : __fmul_rn(sink, kLog2E);
-    const float top = fmaxf(seen_max, of_sink);
-    if (top == -infinity()) return {0.f, -infinity()};
-    const float seen = row_sum == 0.f ? 0.f : ptx::ex2_approx_ftz((seen_max - top) * to_log2);
-    const float total = row_sum * seen + ptx::ex2_approx_ftz((of_sink - top) * to_log2);
-    const float total_log2 = ptx::lg2_approx_ftz(total);
-    return {seen / total, natural ? top + total_log2 * kLn2 : (top + total_log2) * kLn2};
+    const bool is_natural = !(fabsf(row_max.log2) < kLargestShift || row_sum == 0.f) ||
+                            !(fabsf(sink * kLog2E) < kLargestShift);
+    return end_row_with_sink<RowUnit>(row_max, row_sum, sink, is_natural);
   }
 }
 
@@ -62,6 +47,30 @@ FMHA_DEVICE RowEnd finish_row_of(const FwdParams& p, const Keys& keys, RowMax ro
     const RowResult row = finish_row<spec>(p, row_max, row_sum, i_head);
     return {row, row.lse};
   }
+}
+
+// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the
+// sum of weights times V may leave it.
+FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
+  return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
+}
+
+// The end of a row of an accumulator's lane, over all of the row's keys or a part of them.
+struct PartEnd {
+  RowResult result;
+  bool again;  // the row is to be computed again from memory
+};
+
+// `max_log2`: what scores had subtracted, in log2, for the maximum `row_max` of products. A row whose log2 maximum and
+// natural maximum differ beyond rounding is computed again.
+template <FwdSpec spec, class RowSoftmax, class Keys, int n>
+FMHA_DEVICE PartEnd end_lane_row(const FwdParams& p, const Keys& keys, float max_log2, float row_max, float row_sum,
+                                 float scale_log2, int32_t i_head, const mma::Accumulator<n>& o, int r) {
+  const RowEnd end = finish_row_of<spec>(p, keys, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, i_head);
+  bool again = RowSoftmax::is_too_large(row_max, scale_log2);
+  // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
+  if constexpr (may_be_non_finite(spec)) again |= has_non_finite(o, r) && end.lse_of_keys < infinity();
+  return {end.row, again};
 }
 
 // Element `at` of O. FP8 saturates, infinities too.

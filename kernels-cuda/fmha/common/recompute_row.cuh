@@ -23,12 +23,6 @@
 
 namespace fmha {
 
-// Whether O may be not finite although O's right value is: under a mask, and where V is of f32's range, so that the
-// sum of weights times V may leave it.
-FMHA_DEVICE consteval bool may_be_non_finite(const FwdSpec& spec) {
-  return hides_pairs(spec) || spec.dtype_v == DType::Bf16;
-}
-
 // One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
 // memory as `stored`: Q's type, or FP8 beside 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
@@ -138,19 +132,15 @@ struct RecomputedRow {
 
     const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, positive_scale)};
     const RowResult result = finish_row_of<spec>(p, keys, max, row_sum, i_head).row;
-    float factor = result.factor * inverse_of_power(room);
-    if constexpr (spec.dropout) factor *= p.dropout_scale;
-    if constexpr (is_fp8(spec.dtype_v)) factor *= descale(p.descale_v);
-    if constexpr (is_fp8(spec.dtype_o)) factor *= p.scale_o ? *p.scale_o : 1.f;
-    const int64_t at = row_offset(p.o, o_batch, o_row, i_head);
+    const float unscaled = result.factor * inverse_of_power(room);
+    const float factor = scaled_output<output_scales(spec)>(unscaled, p, span.i_batch, i_head_kv);
+    const OutputRow to = {o_batch, o_row, i_head};
 #pragma unroll
     for (int32_t c = 0; c < columns; ++c) {
       const int32_t d = c * 32 + lane;
-      store_o<spec.dtype_o>(p.o.data, at + d, o[c] * factor, d < spec.head_dim_v);
+      store_o<spec.dtype_o>(p.o.data, to.o(p) + d, o[c] * factor, d < spec.head_dim_v);
     }
-    if constexpr (spec.write_lse) {
-      ptx::st_global_f32_if(p.lse + o_batch * p.lse_batch + i_head * p.lse_head + o_row, result.lse, lane == 0);
-    }
+    if constexpr (spec.write_lse) ptx::st_global_f32_if(to.lse(p), result.lse, lane == 0);
   }
 };
 

@@ -102,4 +102,19 @@ FMHA_DEVICE void store_part(float* out, const mma::Accumulator<n>& o, int r, flo
   }
 }
 
+// A row's part as a tile stores it: the f32 of a part of the keys, or O's type, from element `at` on.
+template <FwdSpec spec, auto tile, bool turned, int n>
+FMHA_DEVICE void store_lane_row(void* data, int64_t at, const mma::Accumulator<n>& o, int r, float factor,
+                                bool stored) {
+  if constexpr (tile.split_keys > 0) {
+    store_part<spec, turned>(static_cast<float*>(data) + at, o, r, factor, stored);
+  } else if constexpr (!tile.vector_store || spec.dtype_o == DType::F32) {
+    store_elements<spec, turned>(data, at, o, r, factor, stored);
+  } else if constexpr (is_fp8(spec.dtype_o)) {
+    store_bytes<spec, turned>(static_cast<uint8_t*>(data) + at, o, r, factor, stored);
+  } else {
+    store_vectors<spec, turned>(static_cast<uint16_t*>(data) + at, o, r, factor, stored);
+  }
+}
+
 }  // namespace fmha

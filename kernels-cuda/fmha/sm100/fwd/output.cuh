@@ -16,21 +16,16 @@ template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
                            uint32_t o, const SeenKeys& seen) {
   constexpr int dim = spec.head_dim_v, chunk = 32;
-  const int32_t i = query_of<tile>(p, row);
-  const int32_t i_head = tile.pack_gqa ? work.i_head + row - i * p.gqa_ratio : work.i_head;
-  bool stored = i < work.seqlen_q;
-  if constexpr (whole_groups<tile>()) stored &= row - work.first_row < rows_of_tile<tile>(p);
+  const TileRow of_tile = tile_row<tile>(p, work, row, EveryKey{});
+  const bool stored = of_tile.stored;
   // P's scale is in the sum and in O.
   constexpr float of_p = 1.f / scale_of_p<spec, tile>();
   const float scale_log2 = softmax_scale_log2<spec>(p, work);
   const RowMax max = {__fmul_rn(row_max, scale_log2), __fmul_rn(row_max, scale_log2 * kLn2)};
-  RowResult result = finish_row<spec>(p, max, row_sum * of_p, stored ? i_head : 0);
+  RowResult result = finish_row<spec>(p, max, row_sum * of_p, stored ? of_tile.to.i_head : 0);
   if constexpr (of_p != 1.f) result.factor *= of_p;
-  if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
-  if constexpr (spec.dropout) result.factor *= p.dropout_scale;
-  if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
-  const OutputPlace place = output_place<tile>(p, work);
-  const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
+  result.factor = scaled_output<output_scales(spec)>(result.factor, p, work.i_batch, work.i_head_kv);
+  const int64_t at = of_tile.to.o(p);
 
   float zero = 0.f;  // NaN once a number is not finite
 #pragma unroll
@@ -47,10 +42,7 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
     }
     store_columns<spec.dtype_o, tile.vector_store>(p.o.data, at + c, x, dim - c, stored);
   }
-  if constexpr (spec.write_lse) {
-    float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
-    ptx::st_global_f32_if(out, result.lse, stored);
-  }
+  if constexpr (spec.write_lse) ptx::st_global_f32_if(of_tile.to.lse(p), result.lse, stored);
   if constexpr (may_be_non_finite(spec)) {
     // A row without a key is to be 0, and is none if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();

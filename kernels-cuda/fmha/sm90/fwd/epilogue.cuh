@@ -41,79 +41,38 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   }
 }
 
-// A thread's two rows of a tile, the first of them `row`.
-template <FwdSpec spec, Sm90Tile tile>
-struct RowsOfThread {
-  const FwdParams& p;
-  const Work& work;
-  const int32_t row;
-
-  FMHA_DEVICE int32_t packed_row(int r) const { return row + 8 * r; }
-  FMHA_DEVICE int32_t query(int r) const { return query_of<tile>(p, packed_row(r)); }
-  FMHA_DEVICE int32_t head(int r) const {
-    return tile.pack_gqa ? work.i_head + packed_row(r) - query(r) * p.gqa_ratio : work.i_head;
-  }
-  FMHA_DEVICE bool is_stored(int r) const {
-    const bool is_of_tile = !whole_groups<tile>() || packed_row(r) - work.first_row < rows_of_tile<tile>(p);
-    return query(r) < work.seqlen_q && is_of_tile;
-  }
-
-  // The end of a row, over all of its keys or a part of them.
-  FMHA_DEVICE PartEnd end(int r, const RowStats& stats, float scale_log2, float offset_log2,
-                          const mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o) const {
-    using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
-    const bool stored = is_stored(r);
-    const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
-    // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
-    const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
-    RowResult result = finish_row<spec>(p, {max_log2, __fmul_rn(max_log2, kLn2)}, row_sum, stored ? head(r) : 0);
-    if constexpr (is_fp8(spec.dtype_v)) result.factor *= scalar_of(p.descale_v, work.i_batch, work.i_head_kv, 1.f);
-    if constexpr (is_fp8(spec.dtype_o)) result.factor *= p.scale_o ? *p.scale_o : 1.f;
-    if constexpr (spec.dropout) result.factor *= p.dropout_scale;
-    bool again = stored && RowSoftmax::is_too_large(stats.row_max, scale_log2);
-    // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-    if constexpr (may_be_non_finite(spec)) again |= stored && has_non_finite(o, r) && result.lse < infinity();
-    return {result, again};
-  }
-};
-
 template <FwdSpec spec, Sm90Tile tile, class Keys>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o, const Keys& keys) {
+  using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
-  const OutputPlace place = output_place<tile>(p, work);
-  const RowsOfThread<spec, tile> of_thread{p, work, row};
   const int32_t quad_lane = threadIdx.x % 4;
+  const TileRow of_thread[2] = {tile_row<tile>(p, work, row, keys), tile_row<tile>(p, work, row + 8, keys)};
   PartEnd ends[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) ends[r] = of_thread.end(r, rows[r], scale_log2, offset_log2, o);
+  for (int r = 0; r < 2; ++r) {
+    const bool stored = of_thread[r].stored;
+    const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
+    const float max_log2 = RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2;
+    ends[r] = end_lane_row<spec, RowSoftmax>(p, EveryKey{}, max_log2, rows[r].row_max, row_sum, scale_log2,
+                                             stored ? of_thread[r].to.i_head : 0, o, r);
+    float& factor = ends[r].result.factor;
+    factor = scaled_output<output_scales(spec)>(factor, p, work.i_batch, work.i_head_kv);
+    ends[r].again &= stored;
+  }
   if constexpr (tile.fold_keys > 0) {
     // A warpgroup without rows may have walked no block, and then has folded nothing.
-    const bool has_rows = of_thread.query(0) < work.seqlen_q;
+    const bool has_rows = of_thread[0].i < work.seqlen_q;
     if (ptx::uniform(has_rows && FoldedOutput<spec, tile>::has_several_parts(work)))
       FoldedOutput<spec, tile>::template add<true>(p, false, ends, o);
   }
   const bool suspect[2] = {ends[0].again, ends[1].again};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int32_t i = of_thread.query(r), i_head = of_thread.head(r);
-    const bool stored = of_thread.is_stored(r);
+    const TileRow& to = of_thread[r];
     const RowResult& result = ends[r].result;
-    const int64_t at = place.batch * p.o.batch + int64_t(place.row + i) * p.o.row + i_head * p.o.head;
-
-    if constexpr (split_keys<tile>() > 0) {
-      store_part<spec, turned>(static_cast<float*>(p.o.data) + at, o, r, result.factor, stored);
-    } else if constexpr (tile.vector_store && is_fp8(spec.dtype_o)) {
-      store_bytes<spec, turned>(static_cast<uint8_t*>(p.o.data) + at, o, r, result.factor, stored);
-    } else if constexpr (tile.vector_store && spec.dtype_o != DType::F32) {
-      store_vectors<spec, turned>(static_cast<uint16_t*>(p.o.data) + at, o, r, result.factor, stored);
-    } else {
-      store_elements<spec, turned>(p.o.data, at, o, r, result.factor, stored);
-    }
-    if constexpr (spec.write_lse) {
-      float* out = p.lse + place.batch * p.lse_batch + i_head * p.lse_head + place.row + i;
-      ptx::st_global_f32_if(out, result.lse, stored && quad_lane == 0);
-    }
+    store_lane_row<spec, tile, turned>(p.o.data, to.to.o(p), o, r, result.factor, to.stored);
+    if constexpr (spec.write_lse) ptx::st_global_f32_if(to.to.lse(p), result.lse, to.stored && quad_lane == 0);
   }
   __syncwarp();
   if (!__any_sync(ptx::kAllLanes, suspect[0] || suspect[1])) return;
@@ -122,8 +81,7 @@ FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, Row
     for (int r = 0; r < 2; ++r) {
       // Any of a row's four lanes may have found a value.
       const bool found = ptx::vote_ballot(suspect[r]) >> (threadIdx.x % 32 / 4 * 4) & 15;
-      float* out = p.lse + place.batch * p.lse_batch + of_thread.head(r) * p.lse_head + place.row + of_thread.query(r);
-      ptx::st_global_f32_if(out, float_of(kAgainBits), found && quad_lane == 0);
+      ptx::st_global_f32_if(of_thread[r].to.lse(p), float_of(kAgainBits), found && quad_lane == 0);
     }
     return;
   }

@@ -7,16 +7,10 @@
 // other warpgroup's products; the last one is added in registers, and a tile of one part touches no memory.
 #pragma once
 #include <fmha/common/fold.cuh>
-#include <fmha/common/quads.cuh>
+#include <fmha/common/output_row.cuh>
 #include <fmha/sm90/fwd/config.cuh>
 
 namespace fmha::sm90 {
-
-// The end of a part, or of a tile whose keys are one: for a thread's row of the fragment.
-struct PartEnd {
-  RowResult result;
-  bool again;  // the row is to be computed again from memory
-};
 
 template <FwdSpec spec, Sm90Tile tile>
 struct FoldedOutput {

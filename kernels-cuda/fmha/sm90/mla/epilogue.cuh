@@ -76,15 +76,14 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
     const int32_t i_head = work.head_of(p, packed_row, i);
     const bool stored = i < work.end_query;
     const float sum = smem.row_sum[0][row] + smem.row_sum[1][row], row_max = consumer.softmax.rows[r].row_max;
-    // A row whose log2 maximum and natural maximum differ beyond rounding is computed again.
     const float max_log2 = RowSoftmax::shift_of(row_max, consumer.scale_log2);
-    const RowEnd end = finish_row_of<spec>(p, keys, {max_log2, __fmul_rn(max_log2, kLn2)}, sum, stored ? i_head : 0);
-    RowResult result = end.row;
+    const PartEnd end = end_lane_row<spec, RowSoftmax>(p, keys, max_log2, row_max, sum, consumer.scale_log2,
+                                                       stored ? i_head : 0, consumer.o, r);
+    RowResult result = end.result;
     result.factor *= to_descale_v;
-    suspect[r] = stored && (is_far || RowSoftmax::is_too_large(row_max, consumer.scale_log2));
-    // A row that sees no key (LSE -inf) is among them: its O is to be 0, but 0 times a hidden NaN of V is NaN.
-    if constexpr (may_be_non_finite(spec)) suspect[r] |= stored && has_non_finite(consumer.o, r) && end.lse_of_keys < infinity();
-    const int64_t at = o_batch * p.o.batch + int64_t(o_row + i) * p.o.row + i_head * p.o.head + group * Plan<spec, tile>::columns_half;
+    suspect[r] = stored && (is_far || end.again);
+    const OutputRow to = {o_batch, o_row + i, i_head};
+    const int64_t at = to.o(p) + group * Plan<spec, tile>::columns_half;
     if constexpr (!tile.vector_store) {
       store_elements<half, false>(p.o.data, at, consumer.o, r, result.factor, stored);
     } else if constexpr (spec.dtype_o == DType::F32) {
@@ -92,9 +91,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
     } else {
       store_vectors<half, false>(static_cast<uint16_t*>(p.o.data) + at, consumer.o, r, result.factor, stored);
     }
-    if constexpr (spec.write_lse && group == 0) {
-      ptx::st_global_f32_if(p.lse + o_batch * p.lse_batch + i_head * p.lse_head + o_row + i, result.lse, stored && quad_lane == 0);
-    }
+    if constexpr (spec.write_lse && group == 0) ptx::st_global_f32_if(to.lse(p), result.lse, stored && quad_lane == 0);
   }
 
   // A row computed again is written whole, by warpgroup 0, after both have stored it.
