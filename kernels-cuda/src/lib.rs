@@ -28,6 +28,7 @@ pub mod tma;
 pub mod tree_mask;
 pub mod wgmma;
 
+use fmha_core::functions::round_up;
 use fmha_core::source::{Header, KernelSource};
 use include_dir::{Dir, include_dir};
 
@@ -50,9 +51,9 @@ fn row_grid(num_rows: u64, num_threads: u32, num_sms: u32) -> u32 {
     u32::try_from(needed).unwrap_or(u32::MAX).min(16 * num_sms)
 }
 
-/// `a`, or the next multiple of `b` after it.
-const fn round_up(a: i32, b: i32) -> i32 {
-    (a + b - 1) / b * b
+/// C++ definitions in a namespace.
+fn within(namespace: &str, definitions: &[String]) -> String {
+    format!("namespace {namespace} {{\n{}}}\n", definitions.concat())
 }
 
 /// An entry with what it includes of the headers above and of those rendered for it alone.

@@ -2,17 +2,19 @@
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::memory::Size;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
-use fmha_core::{DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_spec};
+use fmha_core::{
+    DType, FwdProblem, KvLayout, Refusal, VLayout, Workspace, abi_functions, abi_memory, abi_spec,
+};
 
 use crate::operands::{
     keys_of_v_begin_anywhere, odd_stride, refuse_faint_alibi, refuse_long_sequences, strides, swizzle_span,
 };
-use crate::round_up;
 use crate::schedule::{self, TileSchedule, UnitOfWork};
 use crate::split::{self, Cut, RowsAtOnce, Shares};
-use crate::{lists, tree_mask};
+use crate::{lists, round_up, tree_mask, within};
 
 pub mod recipe;
 mod table;
@@ -34,9 +36,6 @@ const MOST_STAGES: i32 = 4;
 
 /// CTAs that walk shares, at most.
 const MOST_SHARES: i32 = 1 << 16;
-
-/// Elements of O that a warp's registers hold beside fragments of FP8 on their way: two sixteens of rows of 128.
-const MOST_RAW_OUTPUT: i32 = 32 * 128;
 
 /// Header that the kernel's entry includes.
 pub const HEADER: &str = "fmha/sm80/fwd/fwd.cuh";
@@ -110,53 +109,104 @@ abi_spec! {
     }
 }
 
-impl Sm80Tile {
-    /// Threads of a CTA.
-    #[must_use]
-    pub const fn num_threads(&self) -> i32 {
-        32 * (self.warps + self.tma as i32)
-    }
+abi_functions! {
+    pub(crate) fn rows_text() {
+        /// A head dimension of 16 bits as the tiles have it: whole steps of a product.
+        pub const fn padded_dim(dim: i32) -> i32 {
+            round_up(dim, 16)
+        }
 
+        /// Elements of a row as the tiles have it: whole steps of a product, 32 bytes. The copies fill with zeros what
+        /// the tensor lacks.
+        pub const fn padded_row(dim: i32, dtype: DType) -> i32 {
+            round_up(dim, 32 / dtype.size_bytes() as i32)
+        }
+    }
+}
+
+abi_functions! {
+    fn tile_text() of tile: Sm80Tile {
+        /// Threads that consume; all of them load, but where one more warp issues TMA.
+        pub const fn num_consumers(&self) -> i32 {
+            32 * self.warps
+        }
+
+        /// Threads of a CTA.
+        pub const fn num_threads(&self) -> i32 {
+            self.num_consumers() + if self.tma { 32 } else { 0 }
+        }
+
+        /// Elements of a row of Q, K or V in shared memory: whole spans of the swizzle, 128 bytes, where a warp's
+        /// copies are to have them.
+        const fn tile_dim(&self, dim: i32, dtype: DType) -> i32 {
+            if self.whole_spans { round_up(dim, 64) } else { padded_row(dim, dtype) }
+        }
+
+        /// Whether K and V are of an FP8 cache beside queries of 16 bits.
+        const fn widens_cache(&self, spec: &FwdSpec) -> bool {
+            self.stored.is_fp8() && !spec.dtype_qk.is_fp8()
+        }
+
+        /// Whether blocks of an FP8 cache are loaded as they lie in memory, and widened in shared memory, one at a
+        /// time, for the products.
+        const fn widens_blocks(&self, spec: &FwdSpec) -> bool {
+            self.widens_cache(spec) && self.copy_bytes >= 4
+        }
+
+        /// Whether the products read FP8 blocks as they lie (`fp8_product.cuh`): one warp has all rows, and a lane
+        /// reads whole words. A warp's registers then hold 32 * 128 elements of O at most.
+        pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
+            self.widens_blocks(spec)
+                && self.warps == 1
+                && spec.head_dim_qk % 16 == 0
+                && spec.head_dim_v % 64 == 0
+                && self.block_m * spec.head_dim_v <= 32 * 128
+        }
+    }
+}
+
+abi_memory! {
+    fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
-    #[must_use]
-    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
-        let (of_qk, of_v) =
-            (self.row_bytes(spec.head_dim_qk, spec.dtype_qk), self.row_bytes(spec.head_dim_v, spec.dtype_v));
-        let (k, v_block) = (tile_bytes(self.block_n * of_qk), tile_bytes(self.block_n * of_v));
-        let blocks = if self.widens_blocks(spec) {
-            let (qk, v) = (of_qk / 2, of_v / 2);
-            let wide = if k > v_block { k } else { v_block };
-            let wide = if self.reads_raw_blocks(spec) { 0 } else { wide };
-            wide + self.stages * self.block_n * (qk + v)
-        } else {
-            self.stages * (k + if self.v_in_k { 0 } else { v_block })
-        };
-        // 32 quads of 16 bytes for each warp.
-        let quads = if spec.dropout { self.warps * 512 } else { 0 };
-        // Four barriers a slot of the rings.
-        let barriers = if self.tma { self.stages * 32 } else { 0 };
-        let quads = round_up(quads + barriers, 1024);
-        round_up(tile_bytes(self.block_m * of_qk) + blocks + quads, 1024)
+    pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm80Tile {
+        /// Part of the dropout generator's work that rows have in common, one per warp.
+        quads: "DropoutQuads" [self.warps] if spec.dropout => Size::of(512, 16);
+        /// TMA's bytes of a block of K.
+        k_full: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
+        /// TMA's bytes of a block of V.
+        v_full: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
+        /// One arrival per consumer warp: the block of K has been read.
+        k_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
+        /// One arrival per consumer warp: the block of V has been read.
+        v_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
+        q: "QTile<spec, tile>" => self.qk_size(spec, self.block_m);
+        /// The block of an FP8 cache that is widened for the products.
+        wide: "WideBlock<spec, tile>" if self.widens_blocks(spec) && !self.reads_raw_blocks(spec)
+            => self.qk_size(spec, self.block_n).or(self.v_size(spec));
+        /// Ring of blocks of K of an FP8 cache as they lie in memory.
+        raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.widens_blocks(spec)
+            => Size::of(self.block_n * self.tile_dim(spec.head_dim_qk, spec.dtype_qk), 16);
+        /// Ring of V's.
+        raw_v: "RawBlock<spec, tile, spec.head_dim_v>" [self.stages] if self.widens_blocks(spec)
+            => Size::of(self.block_n * self.tile_dim(spec.head_dim_v, spec.dtype_qk), 16);
+        /// Ring of blocks of K, which are those of V too where V is the first columns of K's rows.
+        k: "KTile<spec, tile>" [self.stages] if !self.widens_blocks(spec) => self.qk_size(spec, self.block_n);
+        /// Ring of blocks of V.
+        v: "VTile<spec, tile>" [self.stages] if !self.widens_blocks(spec) && !self.v_in_k => self.v_size(spec);
+    }
+}
+
+impl Sm80Tile {
+    /// Size of a tile of so many rows of Q or K.
+    const fn qk_size(&self, spec: &FwdSpec, rows: i32) -> Size {
+        let dtype = spec.dtype_qk;
+        Size::tile(rows * self.tile_dim(spec.head_dim_qk, dtype) * dtype.size_bytes() as i32)
     }
 
-    /// Bytes of a row in shared memory.
-    const fn row_bytes(&self, head_dim: i32, dtype: DType) -> i32 {
-        if self.whole_spans { 2 * round_up(head_dim, 64) } else { row_bytes(head_dim, dtype) }
-    }
-
-    /// Whether blocks of an FP8 cache come as they lie in memory, and are widened in shared memory.
-    const fn widens_blocks(&self, spec: &FwdSpec) -> bool {
-        self.stored.is_fp8() && !spec.dtype_qk.is_fp8() && self.copy_bytes >= 4
-    }
-
-    /// Whether the products read FP8 blocks as they lie: one warp has all rows, 16 or 32 of them, and a lane
-    /// reads whole words.
-    pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
-        self.widens_blocks(spec)
-            && self.warps == 1
-            && spec.head_dim_qk % 16 == 0
-            && spec.head_dim_v % 64 == 0
-            && self.block_m * spec.head_dim_v <= MOST_RAW_OUTPUT
+    /// Size of a block of V.
+    const fn v_size(&self, spec: &FwdSpec) -> Size {
+        let dtype = spec.dtype_v;
+        Size::tile(self.block_n * self.tile_dim(spec.head_dim_v, dtype) * dtype.size_bytes() as i32)
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -362,22 +412,6 @@ const fn is_whole_steps(block_n: i32, dtype_v: DType) -> bool {
     block_n % (32 / dtype_v.size_bytes() as i32) == 0
 }
 
-/// Bytes of a row as the tiles have it: whole steps of a product, 32 bytes.
-const fn row_bytes(head_dim: i32, dtype: DType) -> i32 {
-    round_up(head_dim * dtype.size_bytes() as i32, 32)
-}
-
-/// A head dimension of 16 bits as the tiles have it: whole steps of a product.
-#[must_use]
-pub const fn padded_dim(head_dim: i32) -> i32 {
-    round_up(head_dim, 16)
-}
-
-/// Bytes of a tile in shared memory, whose rows have so many in all.
-const fn tile_bytes(bytes: i32) -> i32 {
-    round_up(bytes, 1024)
-}
-
 /// Whether the kernel computes this problem, on a device that converts to OCP FP8 and multiplies it or on one
 /// that does neither; and if not, why.
 ///
@@ -465,8 +499,7 @@ pub(crate) fn takes_tma(problem: &FwdProblem) -> Result<(), String> {
 /// Boxes of K and V as (dim, rows, heads, batch), of a column-major V (rows, dim, heads, batch), where TMA brings them.
 #[must_use]
 pub fn boxes(spec: &FwdSpec, tile: &Sm80Tile) -> [[i32; 4]; 2] {
-    let padded = |dim: i32, dtype: DType| row_bytes(dim, dtype) / dtype.size_bytes() as i32;
-    let (qk, v) = (padded(spec.head_dim_qk, spec.dtype_qk), padded(spec.head_dim_v, spec.dtype_v));
+    let (qk, v) = (padded_row(spec.head_dim_qk, spec.dtype_qk), padded_row(spec.head_dim_v, spec.dtype_v));
     let of_v = match spec.v_layout {
         VLayout::RowMajor => [swizzle_span(v, spec.dtype_v), tile.block_n, 1, 1],
         VLayout::ColMajor => [swizzle_span(tile.block_n, spec.dtype_v), v, 1, 1],
@@ -547,6 +580,7 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
         [
             schedule::header(),
             host_header(),
+            Header::shared("fmha/sm80_memory.h", "fmha::sm80", &[], &[memory_text()]),
             tree_mask::header(),
             fmha_core::masks::header(),
             fmha_core::lists::header(),
@@ -557,8 +591,8 @@ fn source(spec: &FwdSpec, tile: &Sm80Tile, keys: Keys) -> KernelSource {
 
 /// `fmha/sm80_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    let definitions = [Sm80Tile::c_definition()];
-    Header::shared("fmha/sm80_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
+    let definitions = [Sm80Tile::c_definition(), within("sm80", &[rows_text(), tile_text()])];
+    Header::shared("fmha/sm80_host.h", "fmha", &["fmha/num.h", "fmha/tile_schedule.h"], &definitions)
 }
 
 /// Q's, K's or V's type in memory.

@@ -7,14 +7,17 @@ pub mod recipe;
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::memory::Size;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{BiasKind, BwdSpec, CodeKind};
 use fmha_core::tune::Candidates;
 use fmha_core::work::visible_pairs;
-use fmha_core::{Bias, BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_enum, abi_spec};
+use fmha_core::{
+    Bias, BwdProblem, DType, Refusal, Shape, Strides, VLayout, abi_enum, abi_functions, abi_memory, abi_spec,
+};
 
-use crate::round_up;
-use crate::sm80::{NAME, Room, padded_dim};
+use crate::sm80::{self, NAME, Room, padded_dim};
+use crate::within;
 
 /// The header that the entries include.
 pub const HEADER: &str = "fmha/sm80/bwd/main.cuh";
@@ -90,29 +93,50 @@ abi_spec! {
     }
 }
 
-impl Sm80BwdTile {
-    /// Threads of a CTA.
-    #[must_use]
-    pub const fn num_threads(&self) -> i32 {
-        32 * self.warps
-    }
+abi_functions! {
+    fn tile_text() of tile: Sm80BwdTile {
+        /// Threads of a CTA.
+        pub const fn num_threads(&self) -> i32 {
+            32 * self.warps
+        }
 
+        /// Whether a CTA owns queries; else keys.
+        const fn owns_queries(&self) -> bool {
+            matches!(self.sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured)
+        }
+
+        /// Whether a CTA of keys adds to dQ in memory.
+        const fn adds_dq(&self) -> bool {
+            matches!(self.sums, BwdSums::All)
+        }
+
+        /// Whether dS is made: of dV alone it is not.
+        const fn makes_ds(&self) -> bool {
+            !matches!(self.sums, BwdSums::Dv)
+        }
+    }
+}
+
+abi_memory! {
+    fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
-    #[must_use]
-    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
-        let (qk, v) = (padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v));
-        let own = tile_bytes(self.rows * qk)
-            + if matches!(self.sums, BwdSums::Dv) { 0 } else { tile_bytes(self.rows * v) };
-        let block = tile_bytes(self.columns * qk) + tile_bytes(self.columns * v);
-        let stats = if matches!(self.sums, BwdSums::Dq | BwdSums::DBias | BwdSums::Captured) {
-            0
-        } else {
-            self.stages * self.columns * 12
-        };
-        let ds = if matches!(self.sums, BwdSums::All) { tile_bytes(self.rows * self.columns) } else { 0 };
-        round_up(own + ds + self.stages * block + stats, 1024)
+    pub const fn smem_bytes(&self, spec: &BwdSpec) of tile: Sm80BwdTile {
+        /// Own rows of V or dO.
+        own_value: "ValueTile<spec, tile.rows>" if self.makes_ds() => tile_size(self.rows, spec.fwd.head_dim_v);
+        /// dS of a block: keys, queries.
+        ds: "SmemTile<uint16_t, tile.rows, tile.columns>" if self.adds_dq() => tile_size(self.rows, self.columns);
+        /// LSE and delta of walked queries.
+        stats: "QueryStats<tile.columns>" [self.stages] if !self.owns_queries() => Size::of(12 * self.columns, 16);
+        /// Own rows of Q or K.
+        own_score: "ScoreTile<spec, tile.rows>" => tile_size(self.rows, spec.fwd.head_dim_qk);
+        /// Blocks of K or Q.
+        score: "ScoreTile<spec, tile.columns>" [self.stages] => tile_size(self.columns, spec.fwd.head_dim_qk);
+        /// Blocks of V or dO.
+        value: "ValueTile<spec, tile.columns>" [self.stages] => tile_size(self.columns, spec.fwd.head_dim_v);
     }
+}
 
+impl Sm80BwdTile {
     /// Sets one field from its name and value.
     ///
     /// # Errors
@@ -219,9 +243,9 @@ pub fn ways_of_dq(problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> Candida
     Candidates::of([two].into_iter().chain(one))
 }
 
-/// Bytes of a tile of so many 16-bit elements.
-const fn tile_bytes(elems: i32) -> i32 {
-    round_up(elems * 2, 1024)
+/// Size of a tile of 16-bit elements.
+pub(crate) const fn tile_size(rows: i32, dim: i32) -> Size {
+    Size::tile(2 * rows * padded_dim(dim))
 }
 
 /// The strides in use, but those of 1 between the elements of a row.
@@ -425,7 +449,10 @@ pub fn masked_main(spec: &BwdSpec, tile: &Sm80BwdTile) -> KernelSource {
         params: "const __grid_constant__ BwdParams p, const __grid_constant__ MaskDataParams masks",
         call: "sm80::bwd::masked_main<kSpec, kTile>(p, masks);",
     };
-    crate::source(entry.render(), || [host_header(), fmha_core::masks::header()])
+    crate::source(entry.render(), || {
+        let [host, memory] = host_headers();
+        [host, memory, fmha_core::masks::header()]
+    })
 }
 
 /// The launch that finishes dQ where it was summed in memory, a CTA to a block of queries of a head.
@@ -445,11 +472,16 @@ pub fn dsink(spec: &BwdSpec) -> KernelSource {
 fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, call: &str) -> KernelSource {
     let entry =
         Entry { include: HEADER, constants, bounds, params: "const __grid_constant__ BwdParams p", call };
-    crate::source(entry.render(), || [host_header()])
+    crate::source(entry.render(), host_headers)
 }
 
-/// `fmha/sm80_bwd_host.h`: what this file shares with the device.
-fn host_header() -> Header {
-    let definitions = [BwdSums::c_definition(), Sm80BwdTile::c_definition()];
-    Header::shared("fmha/sm80_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
+/// `fmha/sm80_bwd_host.h`, what this file shares with the device, and `fmha/sm80_bwd_memory.h`.
+fn host_headers() -> [Header; 2] {
+    let functions = within("sm80::bwd", &[sm80::rows_text(), tile_text()]);
+    let definitions = [BwdSums::c_definition(), Sm80BwdTile::c_definition(), functions];
+    let includes = ["fmha/num.h", "fmha/params.h"];
+    [
+        Header::shared("fmha/sm80_bwd_host.h", "fmha", &includes, &definitions),
+        Header::shared("fmha/sm80_bwd_memory.h", "fmha::sm80::bwd", &[], &[memory_text()]),
+    ]
 }

@@ -7,13 +7,14 @@ pub mod recipe;
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};
+use fmha_core::memory::Size;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{Bias, BwdProblem, DType, Refusal, VLayout, abi_spec};
+use fmha_core::{Bias, BwdProblem, DType, Refusal, VLayout, abi_memory, abi_spec};
 
-use crate::round_up;
-use crate::sm80::{MOST_DIM_QK, Room, padded_dim};
-use crate::sm80_bwd::{ctas_of, odd_stride, takes_lengths};
+use crate::sm80::{self, MOST_DIM_QK, Room, padded_dim};
+use crate::sm80_bwd::{ctas_of, odd_stride, takes_lengths, tile_size};
+use crate::within;
 
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm80_lists";
@@ -42,23 +43,31 @@ abi_spec! {
     }
 }
 
+abi_memory! {
+    fn memory_text() as SmemParts;
+    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
+    pub const fn smem_bytes(&self, spec: &BwdSpec) of tile: Sm80ListsBwdTile {
+        /// Keys of the CTA's own range that a token's list names, and how often.
+        range: "KeysOfRange<tile.range>" if self.range > 0 => Size::words(2 * self.range + self.range / 32);
+        q: "ScoreTile<spec, tile.rows>" => tile_size(self.rows, spec.fwd.head_dim_qk);
+        dout: "ValueTile<spec, tile.rows>" => tile_size(self.rows, spec.fwd.head_dim_v);
+        k: "ScoreTile<spec, tile.columns>" => tile_size(self.columns, spec.fwd.head_dim_qk);
+        v: "ValueTile<spec, tile.columns>" => tile_size(self.columns, spec.fwd.head_dim_v);
+        probs: "SmemTile<uint16_t, tile.rows, tile.columns>" => tile_size(self.rows, self.columns);
+        ds: "SmemTile<uint16_t, tile.rows, tile.columns>" => tile_size(self.rows, self.columns);
+        stats: "QueryStats<tile.rows>" => Size::of(12 * self.rows, 16);
+        /// The block's keys; -1: absent.
+        keys: "int32_t" [self.columns] => Size::WORD;
+        /// Factors of P and dS.
+        times: "float" [self.columns] => Size::WORD;
+    }
+}
+
 impl Sm80ListsBwdTile {
     /// Threads of a CTA.
     #[must_use]
     pub const fn num_threads(&self) -> i32 {
         32 * self.warps
-    }
-
-    /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
-    #[must_use]
-    pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
-        let dims = [padded_dim(spec.fwd.head_dim_qk), padded_dim(spec.fwd.head_dim_v)];
-        let operands = tile_bytes(self.rows, dims[0]) + tile_bytes(self.rows, dims[1]);
-        let block = tile_bytes(self.columns, dims[0]) + tile_bytes(self.columns, dims[1]);
-        let scores = 2 * tile_bytes(self.rows, self.columns);
-        // Times and places of a range's keys, and how many every 32 of them have.
-        let of_range = round_up(8 * self.range + self.range / 8, 1024);
-        round_up(of_range + operands + block + scores + 12 * self.rows + 8 * self.columns, 1024)
     }
 
     /// Sets one field from its name and value.
@@ -68,11 +77,6 @@ impl Sm80ListsBwdTile {
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
         self.set_field(name, value).map_err(|text| format!("tile {text}"))
     }
-}
-
-/// Bytes of a tile of 16-bit elements in shared memory.
-const fn tile_bytes(rows: i32, dim: i32) -> i32 {
-    round_up(rows * dim * 2, 1024)
 }
 
 /// Whether the kernel computes this problem, and if not, why.
@@ -204,13 +208,20 @@ pub fn finish(spec: &BwdSpec) -> KernelSource {
 fn entry(constants: &[(&str, &dyn Literal)], bounds: &str, last_param: &str, call: &str) -> KernelSource {
     let params = &format!("const __grid_constant__ BwdParams p{last_param}");
     let entry = Entry { include: HEADER, constants, bounds, params, call };
-    crate::source(entry.render(), || [host_header(), fmha_core::lists::header()])
+    crate::source(entry.render(), || {
+        let [host, memory] = host_headers();
+        [host, memory, fmha_core::lists::header()]
+    })
 }
 
-/// `fmha/sm80_lists_bwd_host.h`: what this file shares with the device.
-fn host_header() -> Header {
-    let definitions = [Sm80ListsBwdTile::c_definition()];
-    Header::shared("fmha/sm80_lists_bwd_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
+/// `fmha/sm80_lists_bwd_host.h`, what this file shares with the device, and `fmha/sm80_lists_bwd_memory.h`.
+fn host_headers() -> [Header; 2] {
+    let definitions = [Sm80ListsBwdTile::c_definition(), within("sm80::lists", &[sm80::rows_text()])];
+    let includes = ["fmha/num.h", "fmha/params.h"];
+    [
+        Header::shared("fmha/sm80_lists_bwd_host.h", "fmha", &includes, &definitions),
+        Header::shared("fmha/sm80_lists_bwd_memory.h", "fmha::sm80::lists", &[], &[memory_text()]),
+    ]
 }
 
 #[cfg(test)]

@@ -1,9 +1,13 @@
 //! The Hopper forward kernel: its tile, its schedule, its workspace, its boxes.
 
 use fmha_core::fields::Takes;
+use fmha_core::functions::max;
+use fmha_core::memory::Size;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::Candidates;
-use fmha_core::{DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum, abi_spec};
+use fmha_core::{
+    DType, Dims, FwdProblem, MaskKind, VLayout, Workspace, abi_enum, abi_functions, abi_memory, abi_spec,
+};
 
 use crate::operands::{page_keys, swizzle_span};
 use crate::round_up;
@@ -180,78 +184,180 @@ const MOST_RAW_STAGES: i32 = 4;
 /// Shared memory that one CTA can have, bytes.
 pub const MAX_SMEM_BYTES: i32 = 232_448;
 
-impl Sm90Tile {
-    /// Consumer warpgroups.
-    #[must_use]
-    pub const fn num_consumers(&self) -> i32 {
-        self.block_m / 64
-    }
+abi_functions! {
+    fn rows_text() {
+        /// A head dimension as tiles have it, for 8-bit elements and along columns; TMA fills the rest with zeros.
+        pub const fn padded_dim(dim: i32) -> i32 {
+            if dim <= 64 { 64 } else { round_up(dim, 32) }
+        }
 
-    /// Whether Q lies in pieces of a warpgroup's rows.
-    #[must_use]
-    pub const fn splits_q(&self) -> bool {
-        matches!(self.lookahead, Lookahead::SparePiece)
-    }
+        /// Columns of a row in shared memory. A 16-bit row is whole swizzles of 128 bytes beyond 128 columns, and where
+        /// rows in memory begin within one of the L2's sectors of 32 bytes: pieces of 64 bytes of every second head
+        /// would then span three sectors, often in two lines. D 136 causal at 11456 queries takes 880 us with 160
+        /// columns and 620 with 192; D 144, whose rows begin on sectors, takes 618 and 578 (H200).
+        const fn tile_dim(dim: i32, dtype: DType) -> i32 {
+            let whole = dim > 128 || (dim > 64 && dim % 16 != 0);
+            if whole && dtype.size_bytes() == 2 { round_up(dim, 64) } else { padded_dim(dim) }
+        }
 
-    /// Whether the next tile's first scores are early.
-    #[must_use]
-    pub const fn looks_ahead(&self) -> bool {
-        !matches!(self.lookahead, Lookahead::Off)
+        /// Columns that products compute: for 16-bit types whole steps of the head dimension, whatever padding rows
+        /// have.
+        const fn product_dim(dim: i32, dtype: DType) -> i32 {
+            if dtype.size_bytes() == 2 { round_up(dim, 16) } else { padded_dim(dim) }
+        }
     }
+}
 
-    /// Whether P V is added to O in f32 registers after each block.
-    #[must_use]
-    pub const fn flushes_output(&self) -> bool {
-        matches!(self.pv, ValueProduct::Flushed | ValueProduct::FlushedFirst)
+abi_functions! {
+    fn tile_text() of tile: Sm90Tile {
+        /// Consumer warpgroups, of 64 rows each; one more loads.
+        pub const fn num_consumers(&self) -> i32 {
+            self.block_m / 64
+        }
+
+        /// Threads of a CTA.
+        pub const fn num_threads(&self) -> i32 {
+            128 * (1 + self.num_consumers())
+        }
+
+        /// Whether Q lies in pieces of a warpgroup's rows, of which one is spare.
+        pub const fn splits_q(&self) -> bool {
+            matches!(self.lookahead, Lookahead::SparePiece)
+        }
+
+        /// Whether the next tile's first scores are started with this tile's last output; Q then has a second buffer,
+        /// or lies in pieces.
+        pub const fn looks_ahead(&self) -> bool {
+            !matches!(self.lookahead, Lookahead::Off)
+        }
+
+        /// Rows of Q that are loaded at once.
+        pub const fn q_rows(&self) -> i32 {
+            if self.splits_q() { 64 } else { self.block_m }
+        }
+
+        /// Buffers of so many rows.
+        const fn q_buffers(&self) -> i32 {
+            match self.lookahead {
+                Lookahead::SparePiece => self.num_consumers() + 1,
+                Lookahead::SecondQ => 2,
+                Lookahead::Off => 1,
+            }
+        }
+
+        /// Whether a block's P V of 8-bit operands is added to O in f32 registers.
+        pub const fn flushes_output(&self) -> bool {
+            matches!(self.pv, ValueProduct::Flushed | ValueProduct::FlushedFirst)
+        }
+
+        /// Whether a V of 8 bits is brought to f16 in shared memory (`widen_values.cuh`), and P V a product of f16.
+        const fn widens_v(&self, spec: &FwdSpec) -> bool {
+            spec.dtype_v.is_fp8() && matches!(self.pv, ValueProduct::F16)
+        }
+
+        /// Type of P V's operands.
+        const fn operand_v(&self, spec: &FwdSpec) -> DType {
+            if self.widens_v(spec) { DType::F16 } else { spec.dtype_v }
+        }
+
+        /// Whether a row-major V is transposed in shared memory: wgmma reads tiles of 8-bit elements along their rows
+        /// alone, and those of V have to be along the keys (`turn_values.cuh`).
+        const fn turns_v(&self, spec: &FwdSpec) -> bool {
+            self.operand_v(spec).is_fp8() && matches!(spec.v_layout, VLayout::RowMajor)
+        }
+
+        /// Whether V comes from the workspace in the form that the products take, once for all tiles
+        /// (`prepare_values.cuh`).
+        const fn takes_prepared_v(&self) -> bool {
+            !matches!(self.prepare_v, PrepareV::InTile)
+        }
+
+        /// Whether V, not prepared in the workspace, passes through shared memory twice: as it comes, and as the
+        /// products take it (`value_role.cuh`).
+        const fn prepares_v(&self, spec: &FwdSpec) -> bool {
+            !self.takes_prepared_v() && (self.widens_v(spec) || self.turns_v(spec))
+        }
+
+        /// Columns of V's rows in shared memory, or of its columns' length where the products read it along them.
+        const fn dim_v(&self, spec: &FwdSpec) -> i32 {
+            if matches!(spec.v_layout, VLayout::ColMajor) || self.turns_v(spec) {
+                padded_dim(spec.head_dim_v)
+            } else {
+                tile_dim(spec.head_dim_v, spec.dtype_v)
+            }
+        }
+
+        /// Slots of a warpgroup's bias for one block.
+        const fn num_bias_slots(&self) -> i32 {
+            self.num_consumers() * self.bias_stages
+        }
     }
+}
 
-    /// Rows of Q that are loaded at once.
-    #[must_use]
-    pub const fn q_rows(&self) -> i32 {
-        if self.splits_q() { 64 } else { self.block_m }
-    }
-
-    /// Threads of a CTA.
-    #[must_use]
-    pub const fn num_threads(&self) -> i32 {
-        128 * (1 + self.num_consumers())
-    }
-
+abi_memory! {
+    fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
-    #[must_use]
-    pub const fn smem_bytes(&self, spec: &FwdSpec) -> i32 {
-        let in_columns = matches!(spec.v_layout, VLayout::ColMajor);
-        let qk = tile_dim(spec.head_dim_qk, spec.dtype_qk);
-        let v =
-            if in_columns { padded_dim(spec.head_dim_v) } else { tile_dim(spec.head_dim_v, spec.dtype_v) };
-        let q_buffers = match self.lookahead {
-            Lookahead::SparePiece => self.num_consumers() + 1,
-            Lookahead::SecondQ => 2,
-            Lookahead::Off => 1,
-        };
-        let (size_qk, size_v) = (elem_bytes(spec.dtype_qk), elem_bytes(operand_v(spec, self)));
-        let q = q_buffers * tile_bytes(self.q_rows(), qk * size_qk);
-        // A prepared V has room twice: as it is loaded, and as the products read it.
-        let raw_v = if prepares_v(spec, self) { tile_bytes(self.block_n, v) } else { 0 };
-        let k_and_v = tile_bytes(self.block_n, qk * size_qk) + tile_bytes(self.block_n, v * size_v);
-        let widest = if qk > v { qk } else { v };
-        let raw_cache = self.raw_stages * tile_bytes(self.block_n, widest);
-        let kv = self.stages * (k_and_v + raw_v) + raw_cache;
-        let bias_slots = self.num_consumers() * self.bias_stages;
-        let bias = bias_slots * tile_bytes(64, self.block_n * 2);
-        // 32 quads of 16 bytes for each consumer warp.
-        let quads = if spec.dropout { self.num_consumers() * 4 * 512 } else { 0 };
-        let bias_barriers = if bias_slots > 0 { 2 * bias_slots } else { 2 };
-        // Barriers of Q, of K and V, of the bias, of the slots of work, and of a cluster's tile index.
-        let raw_stages = if self.raw_stages > self.stages { self.raw_stages } else { self.stages };
-        let of_blocks = 4 * self.stages + 2 * raw_stages;
-        let barriers = 8 * (2 * q_buffers + of_blocks + bias_barriers + 2 * WORK_SLOTS + 2);
-        // Words beside the slots of work: the tile index from the scheduler, one that nothing reads, and two
-        // of each consumer.
-        let work = WORK_SLOTS * WORK_BYTES + 4 * (2 + 2 * self.num_consumers());
-        round_up(q + kv + bias + quads + barriers + work, 1024)
+    pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm90Tile {
+        /// V as it lies in memory, where it is prepared.
+        raw: "RawTile<spec, tile>" [self.stages] if self.prepares_v(spec)
+            => Size::tile(self.block_n * padded_dim(spec.head_dim_v));
+        /// Blocks of K and V as they lie in a cache of 8 bits, in the order in which they are loaded.
+        cache: "RawBlock<spec, tile>" [self.raw_stages] => Size::tile(self.block_n * widest_row(spec));
+        /// The bias of blocks to come, a warpgroup's 64 rows at a time.
+        bias: "BiasTile<tile>" [self.num_bias_slots()] => Size::tile(64 * self.block_n * 2);
+        /// Part of the dropout generator's work that rows have in common, one per consumer warp.
+        quads: "DropoutQuads" [4 * self.num_consumers()] if spec.dropout => Size::of(512, 16);
+        /// Q in one piece, or in a warpgroup's 64 rows each.
+        q: "QTile<spec, tile>" [self.q_buffers()]
+            => Size::tile(self.q_rows() * tile_dim(spec.head_dim_qk, spec.dtype_qk) * elem_bytes(spec.dtype_qk));
+        k: "KTile<spec, tile>" [self.stages]
+            => Size::tile(self.block_n * tile_dim(spec.head_dim_qk, spec.dtype_qk) * elem_bytes(spec.dtype_qk));
+        v: "VTile<spec, tile>" [self.stages]
+            => Size::tile(self.block_n * self.dim_v(spec) * elem_bytes(self.operand_v(spec)));
+        /// The bytes of Q, or the arrivals of the threads that copied them.
+        q_full: "Barrier" [self.q_buffers()] => Size::BARRIER;
+        /// One arrival per warp that reads it.
+        q_empty: "Barrier" [self.q_buffers()] => Size::BARRIER;
+        /// The bytes of one K block, or the arrivals of the threads that copied them.
+        k_full: "Barrier" [self.stages] => Size::BARRIER;
+        /// One arrival per consumer warp of the cluster.
+        k_empty: "Barrier" [self.stages] => Size::BARRIER;
+        /// The bytes of one V block; after `v_raw` the arrivals of the zero or value role.
+        v_full: "Barrier" [self.stages] => Size::BARRIER;
+        /// The bytes of one V block that is to be prepared or zeroed in part, or of a raw block.
+        v_raw: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
+        /// One arrival per warp that prepares V, or widens K and V.
+        v_raw_empty: "Barrier" [max(self.stages, self.raw_stages)] => Size::BARRIER;
+        /// One arrival per consumer warp of the cluster.
+        v_empty: "Barrier" [self.stages] => Size::BARRIER;
+        /// The bytes of a warpgroup's bias for one block.
+        bias_full: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
+        /// One arrival per warp of that warpgroup.
+        bias_empty: "Barrier" [max(self.num_bias_slots(), 1)] => Size::BARRIER;
+        /// The schedule role's arrival.
+        work_full: "Barrier" [WORK_SLOTS] => Size::BARRIER;
+        /// One arrival per warp that reads it: consumers, load, zero or value, bias.
+        work_empty: "Barrier" [WORK_SLOTS] => Size::BARRIER;
+        /// The first CTA's schedule role has written `claimed` of the second: one arrival.
+        claimed_full: "Barrier" => Size::BARRIER;
+        /// The second CTA's schedule role has read `claimed`: one arrival.
+        claimed_empty: "Barrier" => Size::BARRIER;
+        work: "Work" [WORK_SLOTS] => Size::of(WORK_BYTES, 4);
+        /// Index of the next tile.
+        claimed: "int32_t" => Size::WORD;
+        /// A word that is stored and never read.
+        unread: "uint32_t" => Size::WORD;
+        /// A byte of each warp, 1 if it raised running maxima (`consume.cuh`).
+        raised: "RaisedWarps" [self.num_consumers()] => Size::words(2);
     }
+}
 
+/// Elements of a row of K and of V in shared memory, of caches of 8 bits as in 16.
+const fn widest_row(spec: &FwdSpec) -> i32 {
+    max(tile_dim(spec.head_dim_qk, spec.dtype_qk), tile_dim(spec.head_dim_v, spec.dtype_v))
+}
+
+impl Sm90Tile {
     /// The order of tiles for a problem's maximal lengths.
     ///
     /// # Errors
@@ -506,7 +612,7 @@ impl Sm90Tile {
             return self.kv_box(spec.head_dim_v, spec.dtype_v, matches!(spec.v_layout, VLayout::ColMajor));
         }
         let [rows, columns] = self.prepared_block(spec);
-        [swizzle_span(columns, operand_v(spec, self)), rows / self.cluster, 1, 1]
+        [swizzle_span(columns, self.operand_v(spec)), rows / self.cluster, 1, 1]
     }
 
     /// Rows and columns of a block of V that is prepared: `[keys, dim]` in f16, or `[dim, keys]`.
@@ -519,7 +625,7 @@ impl Sm90Tile {
     /// Element type of a prepared V.
     #[must_use]
     pub const fn prepared_type(&self, spec: &FwdSpec) -> DType {
-        operand_v(spec, self)
+        self.operand_v(spec)
     }
 
     /// The boxes of the tensor maps of K and V: as [`Self::kv_box`] and [`Self::v_box`], of a cache that is widened in
@@ -542,43 +648,8 @@ impl Sm90Tile {
     }
 }
 
-/// A head dimension as tiles have it in 8 bits and along columns; TMA fills the rest with zeros.
-#[must_use]
-pub const fn padded_dim(head_dim: i32) -> i32 {
-    if head_dim <= 64 { 64 } else { round_up(head_dim, 32) }
-}
-
-/// Columns of a row in shared memory. 16-bit rows are whole swizzles of 128 bytes beyond 128 columns, and
-/// where rows in memory begin within a sector of the L2.
-const fn tile_dim(head_dim: i32, dtype: DType) -> i32 {
-    let whole = head_dim > 128 || (head_dim > 64 && head_dim % 16 != 0);
-    if whole && elem_bytes(dtype) == 2 { round_up(head_dim, 64) } else { padded_dim(head_dim) }
-}
-
-/// Columns that products compute: for 16-bit types whole steps of the head dimension.
-const fn product_dim(head_dim: i32, dtype: DType) -> i32 {
-    if elem_bytes(dtype) == 2 { round_up(head_dim, 16) } else { padded_dim(head_dim) }
-}
-
 const fn elem_bytes(dtype: DType) -> i32 {
     dtype.size_bytes() as i32
-}
-
-const fn tile_bytes(rows: i32, row_bytes: i32) -> i32 {
-    round_up(rows * row_bytes, 1024)
-}
-
-/// The type of P V's operands: as the device's function of that name.
-const fn operand_v(spec: &FwdSpec, tile: &Sm90Tile) -> DType {
-    if spec.dtype_v.is_fp8() && matches!(tile.pv, ValueProduct::F16) { DType::F16 } else { spec.dtype_v }
-}
-
-/// Whether a V of FP8 passes through shared memory twice: brought to f16, or turned.
-const fn prepares_v(spec: &FwdSpec, tile: &Sm90Tile) -> bool {
-    let in_tile = matches!(tile.prepare_v, PrepareV::InTile);
-    in_tile
-        && spec.dtype_v.is_fp8()
-        && (matches!(tile.pv, ValueProduct::F16) || matches!(spec.v_layout, VLayout::RowMajor))
 }
 
 /// The spec of a problem: with a lower bound that hides nothing of the largest lengths, as a window longer

@@ -265,7 +265,7 @@ impl Sm90Tile {
                 return refuse(format!("{set}: v_layout is column-major"));
             }
         }
-        if super::prepares_v(spec, self) && self.cluster > 1 {
+        if self.prepares_v(spec) && self.cluster > 1 {
             return refuse(format!(
                 "cluster=2: a V of dtype_v {v} is prepared by the load role's warpgroup, for its own CTA"
             ));
@@ -276,7 +276,7 @@ impl Sm90Tile {
                 self.block_n
             ));
         }
-        if !super::operand_v(spec, self).is_fp8() {
+        if !self.operand_v(spec).is_fp8() {
             if self.output_columns > 0 {
                 return refuse(format!(
                     "output_columns={}: P V is a product of 16 bits, summed in f32",

@@ -6,12 +6,11 @@ use fmha_core::spec::FwdSpec;
 
 use super::{
     HEADER, Lookahead, MASKED_HEADER, PingPong, PrepareV, PreparedValues, Sm90Tile, ValueProduct, elem_bytes,
-    operand_v, product_dim, values,
+    memory_text, product_dim, rows_text, tile_text, values,
 };
-use crate::round_up;
 use crate::schedule;
-use crate::tile_list;
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+use crate::{round_up, tile_list, within};
 
 /// The kernel for a spec and a tile. What it binds is in the crate's README.
 #[must_use]
@@ -44,8 +43,8 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm90Tile, has_function: bool) -> Kernel
     };
     let (spec, tile) = (*spec, *tile);
     crate::source(entry.render(), move || {
-        let [products, schedule, host] = rendered(&spec, &tile);
-        [products, schedule, host, fmha_core::masks::header(), tile_list::header()]
+        let [products, schedule, host, memory] = rendered(&spec, &tile);
+        [products, schedule, host, memory, fmha_core::masks::header(), tile_list::header()]
     })
 }
 
@@ -97,11 +96,11 @@ fn of_keys(spec: &FwdSpec, tile: &Sm90Tile, arriving: bool) -> KernelSource {
 }
 
 /// The headers of an entry that are rendered: its products, the schedule, what the host shares.
-pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
+pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 4] {
     let sums = Sums::F32;
     let q = if tile.q_in_registers { OperandA::Registers } else { OperandA::Shared };
     // Keys that one product of P V contracts, of which a block computed in part has whole steps.
-    let operand_v = operand_v(spec, tile);
+    let operand_v = tile.operand_v(spec);
     let depth = 32 / elem_bytes(operand_v);
     let shapes = [
         WgmmaShape { dtype: spec.dtype_qk, n: tile.block_n, a: q, sums },
@@ -117,7 +116,8 @@ pub(super) fn rendered(spec: &FwdSpec, tile: &Sm90Tile) -> [Header; 3] {
             sums,
         },
     ];
-    [wgmma::header(&shapes), schedule::header(), host_header()]
+    let memory = Header::shared("fmha/sm90_memory.h", "fmha::sm90", &[], &[memory_text()]);
+    [wgmma::header(&shapes), schedule::header(), host_header(), memory]
 }
 
 /// `fmha/sm90_host.h`: what this file shares with the device.
@@ -130,6 +130,7 @@ fn host_header() -> Header {
         Sm90Tile::c_definition(),
         PreparedValues::c_definition(),
         ArrivalParams::c_definition(),
+        within("sm90", &[rows_text(), tile_text()]),
     ];
-    Header::shared("fmha/sm90_host.h", "fmha", &["fmha/tile_schedule.h"], &definitions)
+    Header::shared("fmha/sm90_host.h", "fmha", &["fmha/num.h", "fmha/tile_schedule.h"], &definitions)
 }

@@ -8,10 +8,10 @@ use fmha_core::spec::BwdSpec;
 use super::schedule::Sm90BwdSchedule;
 use super::shared_memory::TILE_INDEX_SLOTS;
 use super::spec::{leaves_far_queries, padded_dim, repairs};
-use super::tile::{Sm90BwdTile, TRANSPOSED_DQ_DIM, transposes_dq};
-use super::walk::{BwdWalk, DqFinish, DqPath};
-use crate::tile_list;
+use super::tile::{SPLIT_QUERIES, Sm90BwdTile, TRANSPOSED_DQ_DIM, tile_text, transposes_dq};
+use super::walk::{BwdWalk, DqFinish, DqPath, walk_text};
 use crate::wgmma::{self, OperandA, Sums, WgmmaShape};
+use crate::{tile_list, within};
 
 /// Threads of a CTA of the kernels before and after the main one.
 pub const ROW_THREADS: u32 = 256;
@@ -214,12 +214,6 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 4] {
 
 /// `fmha/sm90_bwd_host.h`: what this file shares with the device.
 fn host_header() -> Header {
-    // C++ condition of the walks for which something holds.
-    let any_of = |holds: &dyn Fn(BwdWalk) -> bool| {
-        let walks: Vec<_> = BwdWalk::ALL.into_iter().filter(|&walk| holds(walk)).collect();
-        let words: Vec<_> = walks.iter().map(|walk| format!("walk == {}", walk.c_literal())).collect();
-        if words.is_empty() { "false".to_owned() } else { words.join(" || ") }
-    };
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\
          // Threads of a CTA of the kernels before and after the main one.\n\
@@ -232,14 +226,15 @@ fn host_header() -> Header {
          constexpr int kTileIndexSlots = {TILE_INDEX_SLOTS};\n\
          // The padded head dimension whose dQ is computed transposed.\n\
          constexpr int kTransposedDqDim = {TRANSPOSED_DQ_DIM};\n\
-         constexpr bool bwd_splits_dims(BwdWalk walk) {{ return {}; }}\n\n}}  // namespace fmha\n",
+         // Queries of a step of split dimensions.\n\
+         constexpr int kSplitQueries = {SPLIT_QUERIES};\n\n{}\n}}  // namespace fmha\n",
         BwdWalk::c_definition(),
         DqPath::c_definition(),
         DqFinish::c_definition(),
         Sm90BwdTile::c_definition(),
         Sm90BwdSchedule::c_definition(),
         ArrivalParams::c_definition(),
-        any_of(&BwdWalk::splits_dims),
+        within("sm90::bwd", &[walk_text(), tile_text()]),
     );
     Header::rendered("fmha/sm90_bwd_host.h", text)
 }

@@ -35,11 +35,6 @@ impl Sm90BwdTile {
         parts + round_up(keys + queries + ds + dq + sums + stats + 8 * self.num_barriers() + words, 1024)
     }
 
-    /// Whether P have one place, those of a block after those of another.
-    const fn has_one_probs(&self) -> bool {
-        matches!(self.walk, BwdWalk::GradientEach) && !self.adds_from_registers()
-    }
-
     /// Shared memory of dS; and of P, where consumers need each other's.
     pub(super) const fn ds_bytes(&self) -> i32 {
         let of_probs = if self.has_one_probs() {

@@ -1,8 +1,8 @@
 //! The tile: its fields, how consumers share out its work, and what follows from its way of dQ.
 
-use fmha_core::abi_spec;
 use fmha_core::fields::Takes;
 use fmha_core::spec::BwdSpec;
+use fmha_core::{abi_functions, abi_spec};
 
 use super::spec::{modifies_score, own_width, padded_dim};
 use super::walk::{BwdWalk, DqFinish, DqPath};
@@ -60,19 +60,48 @@ pub(super) const fn transposes_dq(padded_dim: i32) -> bool {
     padded_dim == TRANSPOSED_DQ_DIM
 }
 
+abi_functions! {
+    pub(super) fn tile_text() of tile: Sm90BwdTile {
+        /// Consumer warpgroups: of 64 keys of the block each; or, with split dimensions, of all of its 64 keys, and 32
+        /// of the queries of S with a part of the dimension of dQ, dK and dV, or one of dK and dV.
+        pub const fn num_consumers(&self) -> i32 {
+            if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
+        }
+
+        /// Threads of a CTA of the main kernel: one more warpgroup loads and stores.
+        pub const fn num_threads(&self) -> i32 {
+            128 * (1 + self.num_consumers())
+        }
+
+        /// Whether each key block has sums of dQ of its own.
+        pub const fn keeps_dq_apart(&self) -> bool {
+            matches!(self.dq_path, DqPath::Apart)
+        }
+
+        /// Whether consumers add dQ from their registers.
+        pub const fn adds_from_registers(&self) -> bool {
+            matches!(self.dq_path, DqPath::Registers) || (self.keeps_dq_apart() && self.walk.splits_dims())
+        }
+
+        /// Whether the main kernel finishes dQ.
+        pub const fn finishes_dq(&self) -> bool {
+            !matches!(self.dq_finish, DqFinish::Launch)
+        }
+
+        /// Whether the main kernel makes delta too.
+        pub const fn makes_delta(&self) -> bool {
+            matches!(self.dq_finish, DqFinish::BesideWithDelta)
+        }
+
+        /// Whether one slot holds P: with a gradient each, dQ needs room on its way out, and a block's P are stored
+        /// when those of the block before have been read.
+        pub(super) const fn has_one_probs(&self) -> bool {
+            matches!(self.walk, BwdWalk::GradientEach) && !self.adds_from_registers()
+        }
+    }
+}
+
 impl Sm90BwdTile {
-    /// Consumer warpgroups.
-    #[must_use]
-    pub const fn num_consumers(&self) -> i32 {
-        if self.walk.splits_dims() { self.block_m / SPLIT_QUERIES } else { self.block_n / 64 }
-    }
-
-    /// Threads of a CTA of the main kernel.
-    #[must_use]
-    pub const fn num_threads(&self) -> i32 {
-        128 * (1 + self.num_consumers())
-    }
-
     /// Queries of a consumer's S; columns of its dK and of its dV, or of the one that it has and none.
     pub(super) const fn consumer_columns(&self, spec: &BwdSpec) -> (i32, i32, i32) {
         let dim = padded_dim(spec);
@@ -135,33 +164,9 @@ impl Sm90BwdTile {
 }
 
 impl Sm90BwdTile {
-    /// Whether consumers add dQ from their registers.
-    #[must_use]
-    pub const fn adds_from_registers(&self) -> bool {
-        matches!(self.dq_path, DqPath::Registers) || self.keeps_dq_apart() && self.walk.splits_dims()
-    }
-
-    /// Whether each key block has sums of dQ of its own.
-    #[must_use]
-    pub const fn keeps_dq_apart(&self) -> bool {
-        matches!(self.dq_path, DqPath::Apart)
-    }
-
     /// Whether key blocks wait for each other, to add to dQ in an order.
     pub(super) const fn waits_in_order(&self, spec: &BwdSpec) -> bool {
         spec.deterministic && !self.keeps_dq_apart()
-    }
-
-    /// Whether the main kernel finishes dQ.
-    #[must_use]
-    pub const fn finishes_dq(&self) -> bool {
-        !matches!(self.dq_finish, DqFinish::Launch)
-    }
-
-    /// Whether the main kernel makes delta too.
-    #[must_use]
-    pub const fn makes_delta(&self) -> bool {
-        matches!(self.dq_finish, DqFinish::BesideWithDelta)
     }
 
     /// Whether the main kernel may finish dQ, but for room in shared memory.

@@ -1,6 +1,6 @@
 //! Walk of a tile: the loop of the consume role, the path of dQ to its sums, and where these become dQ.
 
-use fmha_core::abi_enum;
+use fmha_core::{abi_enum, abi_functions};
 
 /// The loop of the consume role: which keys and which part of the dimension a consumer has, and the order of a
 /// block's products (`consume/`, a file each).
@@ -29,32 +29,24 @@ pub enum BwdWalk {
     GradientEach,
 }
 
-impl BwdWalk {
-    pub(super) const ALL: [Self; 7] = [
-        Self::InOrder,
-        Self::LateDp,
-        Self::EarlyScores,
-        Self::HalfBlocks,
-        Self::SplitDims,
-        Self::InClusters,
-        Self::GradientEach,
-    ];
+abi_functions! {
+    pub(super) fn walk_text() of walk: BwdWalk {
+        /// Whether consumers share out the dimension, and so have all keys of a CTA.
+        pub const fn splits_dims(&self) -> bool {
+            matches!(self, BwdWalk::SplitDims | BwdWalk::InClusters | BwdWalk::GradientEach)
+        }
 
-    /// Whether consumers share out the dimension, and so have all keys of a CTA.
-    #[must_use]
-    pub const fn splits_dims(self) -> bool {
-        matches!(self, Self::SplitDims | Self::InClusters | Self::GradientEach)
+        /// CTAs of a cluster.
+        pub const fn cluster(&self) -> i32 {
+            if matches!(self, BwdWalk::InClusters | BwdWalk::GradientEach) { 2 } else { 1 }
+        }
     }
+}
 
+impl BwdWalk {
     /// Whether the next block's scores are under way while this block's gradients are.
     pub(super) const fn has_next_scores(self) -> bool {
         matches!(self, Self::EarlyScores | Self::InClusters | Self::GradientEach)
-    }
-
-    /// CTAs of a cluster.
-    #[must_use]
-    pub const fn cluster(self) -> i32 {
-        if matches!(self, Self::InClusters | Self::GradientEach) { 2 } else { 1 }
     }
 
     /// Parts of a block's queries whose scores are made one after the other.

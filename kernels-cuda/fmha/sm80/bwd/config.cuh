@@ -25,52 +25,28 @@ namespace mma = fmha::mma::sm80;
 
 using mma::SmemTile;
 
-FMHA_DEVICE consteval int num_threads(const Sm80BwdTile& tile) { return 32 * tile.warps; }
-FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth<uint16_t>); }
 FMHA_DEVICE consteval bool sums_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::Dq; }
-FMHA_DEVICE consteval bool adds_dq(const Sm80BwdTile& tile) { return tile.sums == BwdSums::All; }
-FMHA_DEVICE consteval bool owns_queries(const Sm80BwdTile& tile) {
-  return sums_dq(tile) || tile.sums == BwdSums::DBias || tile.sums == BwdSums::Captured;
-}
 FMHA_DEVICE consteval bool sums_dk(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dk || adds_dq(tile); }
 FMHA_DEVICE consteval bool sums_dv(const Sm80BwdTile& tile) { return tile.sums == BwdSums::DkDv || tile.sums == BwdSums::Dv || adds_dq(tile); }
-// Whether dS is made: of dV alone it is not.
-FMHA_DEVICE consteval bool makes_ds(const Sm80BwdTile& tile) { return tile.sums != BwdSums::Dv; }
 
-// Own rows of V or dO, of a CTA that makes dS.
-template <class Tile, bool has>
-struct OwnValues {
-  Tile own_value;
-};
-template <class Tile>
-struct OwnValues<Tile, false> {};
-// dS of a block, of a CTA that adds to dQ.
-template <class Tile, bool has>
-struct ScoreGradients {
-  Tile ds;  // keys, queries
-};
-template <class Tile>
-struct ScoreGradients<Tile, false> {};
-// LSE and delta of walked queries.
-template <int columns, int stages>
-struct StatsOfBlocks {
-  QueryStats<columns> stats[stages];
-};
-template <int columns>
-struct StatsOfBlocks<columns, 0> {};
+// Rows of Q or K, and of V or dO.
+template <BwdSpec spec, int rows>
+using ScoreTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_qk)>;
+template <BwdSpec spec, int rows>
+using ValueTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_v)>;
+
+}  // namespace fmha::sm80::bwd
+
+#include <fmha/sm80_bwd_memory.h>  // SmemParts, of the list in src/sm80_bwd.rs
+
+namespace fmha::sm80::bwd {
 
 // Q and dO, K and V: of the CTA's own rows, and of the blocks that it walks.
 template <BwdSpec spec, Sm80BwdTile tile>
-struct Smem : OwnValues<SmemTile<uint16_t, tile.rows, padded_dim(spec.fwd.head_dim_v)>, makes_ds(tile)>,
-              ScoreGradients<SmemTile<uint16_t, tile.rows, tile.columns>, adds_dq(tile)>,
-              StatsOfBlocks<tile.columns, owns_queries(tile) ? 0 : tile.stages> {
+struct Smem : SmemParts<spec, tile> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
-  using Score = SmemTile<uint16_t, tile.columns, dim_qk>;
-  using Value = SmemTile<uint16_t, tile.columns, dim_v>;
-
-  SmemTile<uint16_t, tile.rows, dim_qk> own_score;
-  Score score[tile.stages];
-  Value value[tile.stages];
+  using Score = ScoreTile<spec, tile.columns>;
+  using Value = ValueTile<spec, tile.columns>;
 };
 
 }  // namespace fmha::sm80::bwd

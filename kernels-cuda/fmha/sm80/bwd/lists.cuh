@@ -30,7 +30,6 @@ namespace mma = fmha::mma::sm80;
 
 using mma::SmemTile;
 
-FMHA_DEVICE constexpr int padded_dim(int dim) { return round_up(dim, mma::kDepth<uint16_t>); }
 // Columns that a warp adds to sums in memory at a time.
 FMHA_DEVICE constexpr int columns_at_once(int dim) { return dim % 64 == 0 ? 64 : 16; }
 
@@ -41,20 +40,21 @@ struct KeysOfRange {
   int32_t named[range];         // those that it names, ascending
   int32_t of_group[range / 32]; // how many of them there are among every 32 keys
 };
-template <>
-struct KeysOfRange<0> {};
+
+template <BwdSpec spec, int rows>
+using ScoreTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_qk)>;
+template <BwdSpec spec, int rows>
+using ValueTile = SmemTile<uint16_t, rows, padded_dim(spec.fwd.head_dim_v)>;
+
+}  // namespace fmha::sm80::lists
+
+#include <fmha/sm80_lists_bwd_memory.h>  // SmemParts, of the list in src/sm80_lists_bwd.rs
+
+namespace fmha::sm80::lists {
 
 template <BwdSpec spec, Sm80ListsBwdTile tile>
-struct Smem : KeysOfRange<tile.range> {
+struct Smem : SmemParts<spec, tile> {
   static constexpr int dim_qk = padded_dim(spec.fwd.head_dim_qk), dim_v = padded_dim(spec.fwd.head_dim_v);
-  SmemTile<uint16_t, tile.rows, dim_qk> q;
-  SmemTile<uint16_t, tile.rows, dim_v> dout;
-  SmemTile<uint16_t, tile.columns, dim_qk> k;
-  SmemTile<uint16_t, tile.columns, dim_v> v;
-  SmemTile<uint16_t, tile.rows, tile.columns> probs, ds;
-  QueryStats<tile.rows> stats;
-  int32_t keys[tile.columns];  // -1: absent
-  float times[tile.columns];   // what P and dS are multiplied by
 };
 
 // The sums of a key's row, of dK or of dV.
@@ -301,9 +301,9 @@ struct Token {
     for (int32_t block = 0; block < num; block += tile.columns) {
       for (int32_t n = threadIdx.x; n < tile.columns; n += threads) {
         const bool there = block + n < num;
-        const int32_t at = there ? smem.named[block + n] : 0;
+        const int32_t at = there ? smem.range.named[block + n] : 0;
         smem.keys[n] = there ? first_key + at : -1;
-        smem.times[n] = there ? float(smem.listed[at]) : 0.f;
+        smem.times[n] = there ? float(smem.range.listed[at]) : 0.f;
       }
       __syncthreads();
       compute_block();
@@ -399,7 +399,7 @@ FMHA_DEVICE void bwd_keys(const BwdParams& p, const ListParams& lists) {
 #pragma unroll 1
   for (int32_t i = 0; i < span.seqlen_q; ++i) {
     const TokenList list = {p.fwd, lists, span, band, i, i_head_kv};
-    const int32_t num = keys_named<32 * tile.warps, tile.range>(smem, list, first_key);
+    const int32_t num = keys_named<32 * tile.warps, tile.range>(smem.range, list, first_key);
     if (num == 0) continue;
 #pragma unroll 1
     for (int32_t first_head = 0; first_head < p.fwd.gqa_ratio; first_head += tile.rows) {

@@ -34,7 +34,7 @@ struct Consumer {
 
   Output o[rows_of_sixteen];
   RowSoftmax softmax[rows_of_sixteen];
-  mma::RegisterTile<typename Shared::Value, n> probs[rows_of_sixteen];
+  mma::RegisterTile<mma::Storage<spec.dtype_v>, n> probs[rows_of_sixteen];
 
   // Factors of a cache that the products read as it lies.
   static constexpr bool reads_raw = reads_raw_blocks(spec, tile);

@@ -33,7 +33,7 @@ constexpr int32_t kLongPart = 1024;
 template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                                      const Work& work) {
-  auto& blocks = loader.smem.blocks;
+  auto& blocks = loader.smem;
   constexpr int stages = tile.stages;
   constexpr bool takes_turns = stages == 1 && tile.shares == 0 && tile.split_keys >= kLongPart && !reads_raw_blocks(spec, tile);
   constexpr int under_way = takes_turns ? 0 : 2 * stages - 1;
@@ -85,7 +85,7 @@ FMHA_DEVICE void walk_in_little_code(const Loader<spec, tile, Keys>& loader, Con
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer, const Work& work) {
   if constexpr (tile.stages == 1 && Loader<spec, tile, Keys>::has_few_warps) return walk_in_little_code<true>(loader, consumer, work);
-  auto& blocks = loader.smem.blocks;
+  auto& blocks = loader.smem;
   // Groups of copies are Q with K(0), V(0), K(1), V(1), ... This many may be under way when one is waited for.
   constexpr int under_way = 2 * (tile.stages - 1);
   loader.load_q();
@@ -139,7 +139,7 @@ template <bool unit, FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                           const Work& work) {
   if constexpr (tile.stages == 1) return walk_in_little_code<unit>(loader, consumer, work);
-  auto& blocks = loader.smem.blocks;
+  auto& blocks = loader.smem;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
   consumer.begin();
@@ -174,7 +174,7 @@ FMHA_DEVICE void walk_raw(const Loader<spec, tile, Keys>& loader, Consumer<spec,
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                                const Work& work) {
-  auto& blocks = loader.smem.blocks;
+  auto& blocks = loader.smem;
   constexpr int under_way = 2 * tile.stages - 1;
   load_first_raw(loader, work);
   const float descale_k = loader.descale_of(loader.p.descale_k), descale_v = loader.descale_of(loader.p.descale_v);
@@ -190,14 +190,14 @@ FMHA_DEVICE void walk_widening(const Loader<spec, tile, Keys>& loader, Consumer<
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_k(i + tile.stages, keys);
     ptx::cp_async_commit_group();
-    if (computes) consumer.score(blocks.wide_k, block);
+    if (computes) consumer.score(blocks.wide.k, block);
     ptx::cp_async_wait_group<under_way>();
     __syncthreads();
     loader.widen_v(i, descale_v);
     __syncthreads();
     if (i + tile.stages < work.num_blocks) loader.load_v(i + tile.stages, keys);
     ptx::cp_async_commit_group();
-    if (computes) consumer.accumulate(blocks.wide_v);
+    if (computes) consumer.accumulate(blocks.wide.v);
   }
 }
 
@@ -207,7 +207,7 @@ template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
                               const Work& work) {
   using VTile = typename Smem<spec, tile>::VTile;
-  auto& blocks = loader.smem.blocks.k;
+  auto& blocks = loader.smem.k;
   loader.load_q();
 #pragma unroll
   for (int i = 0; i < tile.stages; ++i) {

@@ -22,7 +22,7 @@ struct Loader {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
 
   FMHA_DEVICE void load_q() const {
-    using Elem = typename Shared::Elem;
+    using Elem = mma::Storage<spec.dtype_qk>;
     const Elem* data = static_cast<const Elem*>(p.q.data);
     const auto row_of = [&](int32_t row) -> const Elem* {
       const int32_t packed_row = work.first_row + row, i = query_of<tile>(p, packed_row);
@@ -118,7 +118,7 @@ struct Loader {
     };
     const auto there_of = [](int32_t, int32_t column) {
       // Rows of whole steps of a product have all their words.
-      return has_few_warps && tile_dim(tile, dim, own) == dim ? kWordOf<mma::Storage<own>> : elems_there<dim, mma::Storage<own>>(column);
+      return has_few_warps && tile_dim(dim, own, tile) == dim ? kWordOf<mma::Storage<own>> : elems_there<dim, mma::Storage<own>>(column);
     };
     // Most of a long walk's blocks: whole, and their rows one after another.
     if constexpr (has_few_warps && in_a_row && bytes >= 4) {
@@ -178,19 +178,19 @@ struct Loader {
 
   FMHA_DEVICE void load_k(int32_t i, const KeyRows& keys) const {
     if constexpr (widens_blocks(spec, tile)) {
-      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.blocks.raw_k[i % tile.stages], p.k, p.descale_k, i, keys);
+      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.raw_k[i % tile.stages], p.k, p.descale_k, i, keys);
     } else {
-      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.blocks.k[i % tile.stages], p.k, p.descale_k, i, keys);
+      load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
   }
   FMHA_DEVICE void load_v(int32_t i, const KeyRows& keys) const {
     static_assert(!shares_blocks(spec, tile), "sm80: V lies in K's block");
     if constexpr (widens_blocks(spec, tile)) {
-      load_rows<spec.head_dim_v, spec.dtype_v>(smem.blocks.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
+      load_rows<spec.head_dim_v, spec.dtype_v>(smem.raw_v[i % tile.stages], p.v, p.descale_v, i, keys);
     } else if constexpr (Shared::v_columns) {
-      load_columns(smem.blocks.v[i % tile.stages], p.v, i);
+      load_columns(smem.v[i % tile.stages], p.v, i);
     } else {
-      load_rows<spec.head_dim_v, spec.dtype_v>(smem.blocks.v[i % tile.stages], p.v, p.descale_v, i, keys);
+      load_rows<spec.head_dim_v, spec.dtype_v>(smem.v[i % tile.stages], p.v, p.descale_v, i, keys);
     }
   }
 
@@ -201,10 +201,10 @@ struct Loader {
   }
   // A raw block to the one that the products read.
   FMHA_DEVICE void widen_k(int32_t i, float descale) const {
-    widen<spec.dtype_qk>(smem.blocks.wide_k, smem.blocks.raw_k[i % tile.stages], descale);
+    widen<spec.dtype_qk>(smem.wide.k, smem.raw_k[i % tile.stages], descale);
   }
   FMHA_DEVICE void widen_v(int32_t i, float descale) const {
-    widen<spec.dtype_v>(smem.blocks.wide_v, smem.blocks.raw_v[i % tile.stages], descale);
+    widen<spec.dtype_v>(smem.wide.v, smem.raw_v[i % tile.stages], descale);
   }
 };
 

@@ -46,9 +46,9 @@ FMHA_DEVICE void load_by_tma(const Work& work, const Maps& maps, Smem<spec, tile
     const int32_t s = i % tile.stages;
     const uint32_t emptied = i / tile.stages & 1 ^ 1;
     ptx::mbarrier_wait_parity(smem.k_empty[s], emptied);
-    load_block<tile.block_n, false>(smem.blocks.k[s], maps.k, smem.k_full[s], work, i);
+    load_block<tile.block_n, false>(smem.k[s], maps.k, smem.k_full[s], work, i);
     ptx::mbarrier_wait_parity(smem.v_empty[s], emptied);
-    load_block<tile.block_n, Smem<spec, tile>::v_columns>(smem.blocks.v[s], maps.v, smem.v_full[s], work, i);
+    load_block<tile.block_n, Smem<spec, tile>::v_columns>(smem.v[s], maps.v, smem.v_full[s], work, i);
   }
 }
 
@@ -57,9 +57,9 @@ template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void zero_unseen(const Work& work, Smem<spec, tile>& smem) {
   if (work.first_dirty >= tile.block_n) return;
   if constexpr (Smem<spec, tile>::v_columns) {
-    zero_columns(smem.blocks.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
+    zero_columns(smem.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
   } else {
-    zero_rows(smem.blocks.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
+    zero_rows(smem.v[0], work.first_dirty, threadIdx.x, num_consumers(tile));
   }
   // Fence before the TMA that writes the slot next.
   ptx::fence_proxy_async();
@@ -106,12 +106,12 @@ FMHA_DEVICE void fwd_tma(const FwdParams& p, const TileSchedule& schedule, const
     const uint32_t filled = i / tile.stages & 1;
     const bool computes = !consumer.is_hidden(block);
     ptx::mbarrier_wait_parity(smem.k_full[s], filled);
-    if (computes) consumer.score(smem.blocks.k[s], block);
+    if (computes) consumer.score(smem.k[s], block);
     __syncwarp();
     ptx::mbarrier_arrive_if(smem.k_empty[s], announces);
     ptx::mbarrier_wait_parity(smem.v_full[s], filled);
     if (i == 0) zero_unseen<spec, tile>(work, smem);
-    if (computes) consumer.accumulate(smem.blocks.v[s]);
+    if (computes) consumer.accumulate(smem.v[s]);
     __syncwarp();
     ptx::mbarrier_arrive_if(smem.v_empty[s], announces);
   }

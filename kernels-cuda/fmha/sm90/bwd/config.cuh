@@ -19,32 +19,12 @@ using ptx::Barrier;
 using ptx::TensorMap;
 
 // Properties that follow from a tile's walk, path and finish of dQ; the rules are the host's (sm90_bwd_host.h).
-FMHA_DEVICE consteval bool splits_dims(const Sm90BwdTile& tile) { return bwd_splits_dims(tile.walk); }
+FMHA_DEVICE consteval bool splits_dims(const Sm90BwdTile& tile) { return splits_dims(tile.walk); }
 FMHA_DEVICE consteval bool halves_blocks(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::HalfBlocks; }
 FMHA_DEVICE consteval bool starts_dp_late(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::LateDp; }
 FMHA_DEVICE consteval bool has_gradient_each(const Sm90BwdTile& tile) { return tile.walk == BwdWalk::GradientEach; }
-FMHA_DEVICE consteval bool in_clusters(const Sm90BwdTile& tile) {
-  return tile.walk == BwdWalk::InClusters || has_gradient_each(tile);
-}
-FMHA_DEVICE consteval int cluster_size(const Sm90BwdTile& tile) { return in_clusters(tile) ? 2 : 1; }
-FMHA_DEVICE consteval bool keeps_dq_apart(const Sm90BwdTile& tile) { return tile.dq_path == DqPath::Apart; }
-FMHA_DEVICE consteval bool adds_from_registers(const Sm90BwdTile& tile) {
-  return tile.dq_path == DqPath::Registers || (keeps_dq_apart(tile) && splits_dims(tile));
-}
-FMHA_DEVICE consteval bool finishes_dq(const Sm90BwdTile& tile) { return tile.dq_finish != DqFinish::Launch; }
-FMHA_DEVICE consteval bool makes_delta(const Sm90BwdTile& tile) { return tile.dq_finish == DqFinish::BesideWithDelta; }
-
-// Whether one slot holds P: with a gradient each, dQ needs room on its way out, and a block's P are stored when those
-// of the block before have been read.
-FMHA_DEVICE consteval bool has_one_probs(const Sm90BwdTile& tile) { return has_gradient_each(tile) && !adds_from_registers(tile); }
-
-// Queries of a step of split dimensions. One warpgroup loads and stores, the others consume. A consumer has 64 keys
-// of the block; or, with split dimensions, all of its 64 keys, and 32 of the queries of S with a part of the
-// dimension of dQ, dK and dV, or one of dK and dV.
-constexpr int kSplitQueries = 32;
-FMHA_DEVICE consteval int num_consumers(const Sm90BwdTile& tile) {
-  return splits_dims(tile) ? tile.block_m / kSplitQueries : tile.block_n / mma::kRows;
-}
+FMHA_DEVICE consteval int cluster_size(const Sm90BwdTile& tile) { return cluster(tile.walk); }
+FMHA_DEVICE consteval bool in_clusters(const Sm90BwdTile& tile) { return cluster_size(tile) > 1; }
 // Rank of this CTA in its cluster, whose CTAs have neighbouring key blocks of one head. Each adds its share of dQ's
 // dimension for both, from both CTAs' dS, so that half as many bytes are added; and each loads half of the rows of Q
 // and dO for both.
@@ -60,7 +40,6 @@ FMHA_DEVICE consteval int num_columns(const Sm90BwdTile& tile) {
 FMHA_DEVICE consteval int num_consumer_threads(const Sm90BwdTile& tile) {
   return mma::kWarpgroup * num_consumers(tile);
 }
-FMHA_DEVICE consteval int num_threads(const Sm90BwdTile& tile) { return mma::kWarpgroup + num_consumer_threads(tile); }
 FMHA_DEVICE consteval int num_consumer_warps(const Sm90BwdTile& tile) { return 4 * num_consumers(tile); }
 
 // Registers a thread of the consumers after setmaxnreg; role by role they sum to the file's 64 K.
