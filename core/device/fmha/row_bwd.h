@@ -268,9 +268,13 @@ struct AllQueries {
   FMHA_DEVICE bool operator()(int32_t i_head, int32_t i) const { return true; }
 };
 
+// Gradients of a key's row: dK and dV, or one of them.
+enum class KeyRow { Both, Dk, Dv };
+
 // dK and dV of key j. With `adds` the share of the queries that `takes(i_head, i)` accepts is added to dK and dV in
 // memory.
-template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks>
+template <BwdSpec spec, class Lanes, bool adds = false, class Takes = AllQueries, class Masks = NoMasks,
+          KeyRow made = KeyRow::Both>
 FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_head_kv, int32_t j, Takes takes = {},
                              const Masks& masks = {}) {
   RowSums<spec.fwd.head_dim_qk, Lanes> dk;
@@ -288,14 +292,20 @@ FMHA_DEVICE void bwd_key_row(const BwdParams& p, const SeqSpan& span, int32_t i_
       if constexpr (Functions::in(spec.fwd)) seen_lanes = Lanes::ballot(pair.seen);
       for (int32_t l = 0; l < Lanes::count; ++l) {
         if (!(seen_lanes >> l & 1)) continue;
-        dv.template add<spec.fwd.dtype_o>(p.dout.data, head.q_row(p.dout, first + l), Lanes::from(pair.prob, l));
-        dk.template add<spec.fwd.dtype_qk>(p.fwd.q.data, head.q_row(p.fwd.q, first + l), Lanes::from(pair.dscore, l));
+        if constexpr (made != KeyRow::Dk) {
+          dv.template add<spec.fwd.dtype_o>(p.dout.data, head.q_row(p.dout, first + l), Lanes::from(pair.prob, l));
+        }
+        if constexpr (made != KeyRow::Dv) {
+          dk.template add<spec.fwd.dtype_qk>(p.fwd.q.data, head.q_row(p.fwd.q, first + l), Lanes::from(pair.dscore, l));
+        }
       }
     }
   }
   const BwdHead<spec, Lanes> head{p, span, i_head_kv * p.fwd.gqa_ratio};
-  dk.template store<spec.dtype_grad, adds>(p.dk.data, head.k_row(p.dk, j), p.fwd.softmax_scale * head.descale_q);
-  dv.template store<spec.dtype_grad, adds>(p.dv.data, head.k_row(p.dv, j), 1.f);
+  if constexpr (made != KeyRow::Dv) {
+    dk.template store<spec.dtype_grad, adds>(p.dk.data, head.k_row(p.dk, j), p.fwd.softmax_scale * head.descale_q);
+  }
+  if constexpr (made != KeyRow::Dk) dv.template store<spec.dtype_grad, adds>(p.dv.data, head.k_row(p.dv, j), 1.f);
 }
 
 // Row i of dBias of (`i_batch`, `i_head`), or of all that share it; whole, zeros included.
