@@ -1,6 +1,7 @@
 //! The Blackwell backward kernel: its tile, its entry.
 //!
-//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`).
+//! A CTA sums dK and dV of 128 keys in tensor memory and adds to dQ in memory (`fmha/sm100/bwd/main.cuh`). Where the
+//! head dimensions leave no room for both sums, a CTA has one of them.
 //! What comes before and after it are the launches of [`sm80_bwd`] and [`simt`](crate::rows), which know no
 //! architecture.
 
@@ -22,8 +23,11 @@ pub const HEADER: &str = "fmha/sm100/bwd/main.cuh";
 /// The header under masks as data.
 const MASKED_HEADER: &str = "fmha/sm100/bwd/masked.cuh";
 
-/// Keys of a CTA, and queries of a block.
+/// Keys of a CTA.
 pub const BLOCK: u32 = 128;
+
+/// Columns of tensor memory.
+const COLUMNS: i32 = 512;
 
 /// Threads of a CTA.
 pub const THREADS: u32 = 512;
@@ -52,15 +56,41 @@ const fn product_dim(dim: i32) -> i32 {
     round_up(dim, 32)
 }
 
+/// Queries of a block: fewer of a head of Q beyond 128, beside whose sums S and dP have less room.
+#[must_use]
+pub const fn queries(head_dim_qk: i32) -> i32 {
+    if is_wide(head_dim_qk) { 64 } else { BLOCK as i32 }
+}
+
+/// Whether dQ is computed transposed, in two products.
+const fn is_wide(head_dim_qk: i32) -> bool {
+    head_dim_qk > BLOCK as i32
+}
+
+/// Whether a block of keys is two CTAs': one for dK and dQ, one for dV.
+#[must_use]
+pub const fn in_two(head_dim_qk: i32, head_dim_v: i32) -> bool {
+    let sums = product_dim(head_dim_qk) + product_dim(head_dim_v);
+    is_wide(head_dim_qk) && 2 * queries(head_dim_qk) + sums > COLUMNS
+}
+
+/// Whether V is an operand in tensor memory, and not in shared memory: two elements to a column beside S, dP and sums.
+const fn v_in_tmem(head_dim_qk: i32, head_dim_v: i32) -> bool {
+    let (qk, v) = (product_dim(head_dim_qk), product_dim(head_dim_v));
+    let of_dv = if in_two(head_dim_qk, head_dim_v) { 0 } else { v };
+    is_wide(head_dim_qk) && 2 * queries(head_dim_qk) + qk + of_dv + v / 2 <= COLUMNS
+}
+
 impl Sm100BwdTile {
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     #[must_use]
     pub const fn smem_bytes(&self, spec: &BwdSpec) -> i32 {
-        let block = BLOCK as i32;
-        let (qk, v) = (2 * block * tile_dim(spec.fwd.head_dim_qk), 2 * block * tile_dim(spec.fwd.head_dim_v));
-        let tiles = (1 + self.stages_q) * qk + (1 + self.stages_dout) * v + 2 * block * block;
-        let stats = self.stages_q * 3 * 4 * block;
-        let barriers = 8 * (11 + 2 * (self.stages_q + self.stages_dout));
+        let (keys, dims) = (BLOCK as i32, [spec.fwd.head_dim_qk, spec.fwd.head_dim_v]);
+        let (queries, [qk, v]) = (queries(dims[0]), [2 * tile_dim(dims[0]), 2 * tile_dim(dims[1])]);
+        let of_keys = keys * if v_in_tmem(dims[0], dims[1]) { qk } else { qk + v };
+        let tiles = of_keys + queries * (self.stages_q * qk + self.stages_dout * v + 2 * keys);
+        let stats = self.stages_q * 3 * 4 * queries;
+        let barriers = 8 * (12 + 2 * (self.stages_q + self.stages_dout));
         // The address in tensor memory, and which rows are not finite.
         let words = 4 * (1 + 8);
         tiles + round_up(stats + barriers + words, 1024)
@@ -100,11 +130,8 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
         );
     }
     let (qk, v) = (dims.head_dim_qk, dims.head_dim_v);
-    if qk > 128 {
-        return refuse(format!("backward: head_dim_qk {qk} is larger than 128, the columns that dQ has"));
-    }
     let columns = qk.next_multiple_of(32) + v.next_multiple_of(32);
-    if columns > 256 {
+    if !is_wide(qk.cast_signed()) && columns > 256 {
         return refuse(format!(
             "backward: head_dim_qk {qk} with head_dim_v {v}: dK and dV take {columns} columns of tensor memory, of 256"
         ));
@@ -137,18 +164,21 @@ pub fn default_tile(spec: &BwdSpec) -> Sm100BwdTile {
     if two.smem_bytes(spec) <= MAX_SMEM_BYTES { two } else { one }
 }
 
-/// CTAs of the main launch: one to each block of keys; `None`: 2^31 or more.
+/// CTAs of the main launch: one or two to each block of keys; `None`: 2^31 or more.
 #[must_use]
 pub fn grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
-    sm80_bwd::ctas_of([dims.batch, dims.num_heads_kv], dims.seqlen_k.div_ceil(BLOCK).into())
+    let parts = 1 + u32::from(in_two(dims.head_dim_qk.cast_signed(), dims.head_dim_v.cast_signed()));
+    let ctas = sm80_bwd::ctas_of([dims.batch, dims.num_heads_kv], dims.seqlen_k.div_ceil(BLOCK).into())?;
+    ctas.checked_mul(parts).filter(|&ctas| i32::try_from(ctas).is_ok())
 }
 
 /// CTAs of the launch that finishes dQ: one to each block of queries; `None`: 2^31 or more.
 #[must_use]
 pub fn finish_grid(problem: &BwdProblem) -> Option<u32> {
     let dims = problem.fwd.dims;
-    sm80_bwd::ctas_of([dims.batch, dims.num_heads_q], dims.seqlen_q.div_ceil(BLOCK).into())
+    let queries = queries(dims.head_dim_qk.cast_signed()).unsigned_abs();
+    sm80_bwd::ctas_of([dims.batch, dims.num_heads_q], dims.seqlen_q.div_ceil(queries).into())
 }
 
 /// The main launch: [`BwdParams`](fmha_core::abi::BwdParams), and the maps of Q, K, V and dO.
@@ -213,9 +243,14 @@ fn masked_headers() -> [Header; 3] {
 
 /// An entry's assertion that the device agrees on shared memory.
 fn assert_smem(spec: &BwdSpec, tile: &Sm100BwdTile) -> String {
+    let bytes = tile.smem_bytes(spec);
+    let parts = match in_two(spec.fwd.head_dim_qk, spec.fwd.head_dim_v) {
+        true => "DkDq",
+        false => "All",
+    };
     format!(
-        "static_assert(sizeof(sm100::bwd::Smem<kSpec, kTile>) == {}, \"Smem: host and device disagree\"); ",
-        tile.smem_bytes(spec)
+        "using sm100::bwd::Part; static_assert(sizeof(sm100::bwd::Smem<kSpec, kTile, Part::{parts}>) == {bytes} && \
+         sizeof(sm100::bwd::Smem<kSpec, kTile, Part::Dv>) <= {bytes}, \"Smem: host and device disagree\"); "
     )
 }
 

@@ -409,7 +409,7 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
 /// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.
 fn blackwell_backward() -> Vec<(String, KernelSource)> {
     type Change = fn(&mut BwdSpec);
-    let cases: [(&str, i32, MaskKind, Change); 12] = [
+    let cases: [(&str, i32, MaskKind, Change); 20] = [
         ("64_upper", 64, MaskKind::Upper, |_| {}),
         ("128_full", 128, MaskKind::Full, |_| {}),
         ("128_upper", 128, MaskKind::Upper, |_| {}),
@@ -432,6 +432,25 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
         ("96_upper", 96, MaskKind::Upper, |_| {}),
         ("64x192_upper", 64, MaskKind::Upper, |spec| spec.fwd.head_dim_v = 192),
         ("128_v_columns", 128, MaskKind::Upper, |spec| spec.fwd.v_layout = VLayout::ColMajor),
+        ("192x128_upper", 192, MaskKind::Upper, |spec| spec.fwd.head_dim_v = 128),
+        ("192_full", 192, MaskKind::Full, |_| {}),
+        ("192_everything_f32", 192, MaskKind::Upper, |spec| {
+            (spec.fwd.bias, spec.fwd.dropout, spec.fwd.softcap) = (BiasKind::Alibi, true, true);
+            spec.dtype_grad = DType::F32;
+        }),
+        ("256_full", 256, MaskKind::Full, |_| {}),
+        ("256_band_f16", 256, MaskKind::Band, |spec| {
+            (spec.fwd.dtype_qk, spec.fwd.dtype_v, spec.fwd.dtype_o) = (DType::F16, DType::F16, DType::F16);
+            spec.dtype_grad = DType::F16;
+        }),
+        ("256_everything_f32", 256, MaskKind::Upper, |spec| {
+            (spec.fwd.bias, spec.fwd.dropout, spec.fwd.softcap) = (BiasKind::Alibi, true, true);
+            spec.dtype_grad = DType::F32;
+        }),
+        ("256_bias", 256, MaskKind::Upper, |spec| {
+            (spec.fwd.bias, spec.fwd.dtype_bias) = (BiasKind::Elementwise, DType::Bf16);
+        }),
+        ("256_v_columns", 256, MaskKind::Upper, |spec| spec.fwd.v_layout = VLayout::ColMajor),
     ];
     let mut kernels: Vec<_> = cases
         .into_iter()
@@ -444,6 +463,10 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
         .collect();
     let upper = BwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
     kernels.push(("sm100_bwd_finish_dq_128".to_owned(), sm100_bwd::finish_dq(&upper)));
+    let upper = BwdSpec::plain(DType::Bf16, 256, MaskKind::Upper);
+    kernels.push(("sm100_bwd_finish_dq_256".to_owned(), sm100_bwd::finish_dq(&upper)));
+    let ordered = BwdSpec { deterministic: true, ..upper };
+    kernels.push(("sm100_bwd_256_in_order".to_owned(), sm100_bwd::main(&ordered, &sm100_bwd::default_tile(&ordered))));
     kernels
 }
 

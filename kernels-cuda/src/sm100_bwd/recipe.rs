@@ -86,10 +86,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         let (of_rows, spec) = (masked_spec(problem), spec_of(problem, options));
         let is_ordered = spec.deterministic;
         let sums = DqSums { dim: sm100_bwd::dq_dim(&spec), parts: 1, has_semaphores: is_ordered };
-        let workspace = BwdWorkspace::new(problem, BLOCK, Some(sums), 0)
+        let dims = problem.fwd().dims;
+        let (qk, v) = (dims.head_dim_qk.cast_signed(), dims.head_dim_v.cast_signed());
+        let (queries, in_two) = (sm100_bwd::queries(qk), sm100_bwd::in_two(qk, v));
+        let workspace = BwdWorkspace::new(problem, queries.unsigned_abs(), Some(sums), 0)
             .and_then(|workspace| workspace.with_captured(problem, 1))
             .ok_or_else(|| refuse("the workspace would be 2^62 bytes or more".to_owned()))?;
-        let dims = problem.fwd().dims;
         let grids = sm100_bwd::grid(problem).zip(sm100_bwd::finish_grid(problem));
         let (ctas, finishing) = grids.ok_or_else(|| refuse(sm80_bwd::recipe::too_many_tiles(dims)))?;
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
@@ -98,7 +100,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             false => (None, zeroed_bytes),
             true => {
                 let before = Workspace { bytes: zeroed_bytes, zeroed_bytes };
-                let block = [BLOCK.cast_signed(); 2];
+                let block = [queries, BLOCK.cast_signed()];
                 let (list, all) =
                     TileListPlan::new(problem.fwd(), TileOf::Keys, block, before).map_err(refuse)?;
                 (Some(list), all.bytes)
@@ -166,11 +168,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
             },
             details: vec![
-                ("tile", format!("{BLOCK} queries x {BLOCK} keys")),
+                ("tile", format!("{queries} queries x {BLOCK} keys")),
                 ("stages", format!("{} Q, {} dO", tile.stages_q, tile.stages_dout)),
                 ("dQ", format!("f32 sums in memory, in {} order", if is_ordered { "one" } else { "no" })),
             ]
             .into_iter()
+            .chain(in_two.then(|| ("gradients", "dK and dQ of a CTA, dV of another".to_owned())))
             .chain(list.map(|list| ("lists of tiles", list.words())))
             .collect(),
         })
@@ -247,7 +250,7 @@ fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
 
 /// The tensor maps, by boxes of 64 columns; of a column-major V, of 64 keys.
 fn maps<D: EncodeTensorMap>(call: &BwdCall<'_>) -> Result<Maps> {
-    let rows = BLOCK.cast_signed();
-    let [q, k, v, dout, _] = map_facts_of(call, [rows, rows], false);
+    let queries = sm100_bwd::queries(call.problem.fwd().dims.head_dim_qk.cast_signed());
+    let [q, k, v, dout, _] = map_facts_of(call, [queries, BLOCK.cast_signed()], false);
     Ok(Maps { q: q.encode::<D>()?, k: k.encode::<D>()?, v: v.encode::<D>()?, dout: dout.encode::<D>()? })
 }

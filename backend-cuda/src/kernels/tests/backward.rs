@@ -55,6 +55,8 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
         (of(512, 128), false, "2 Q, 1 dO"),
         (of(128, 64), true, "2 Q, 2 dO"),
         (of(129, 24), false, "2 Q, 2 dO"),
+        (of(512, 136), false, "2 Q, 2 dO"),
+        (of(128, 256), true, "2 Q, 2 dO"),
     ] {
         let expected = Ok((names.clone(), deterministic, stages.to_owned()));
         assert_eq!(choose(problem, "sm_100a", ""), expected);
@@ -73,7 +75,6 @@ fn the_backward_of_blackwell_says_what_it_leaves_to_others() {
     };
     assert!(choose(wider(192), "sm_100a", "").is_ok());
     for (problem, arch, words, said) in [
-        (of(512, 136), "sm_100a", "", "backward: head_dim_qk 136 is larger than 128"),
         (wider(200), "sm_100a", "", "head_dim_qk 64 with head_dim_v 200: dK and dV take 288 columns"),
         (columns, "sm_100a", "", "backward: v.dim stride 516 is not a multiple of 8"),
         (odd, "sm_100a", "", "backward: k.seq stride 260 is not a multiple of 8"),
@@ -101,6 +102,20 @@ fn dq_of_blackwell_has_one_order_where_that_is_asked_for() {
     // A count to each block of queries of each head.
     assert_eq!(ordered, (true, true, plain.2 + 4 * 4 * 4));
     assert_eq!(promised(&PlanOptions::default().batch_invariant(true)), ordered);
+}
+
+/// dK of 256 columns and dV of 256 take two CTAs a block of keys; queries lie in blocks of 64.
+#[test]
+fn the_grid_of_blackwell_has_two_ctas_to_a_block_of_keys_where_both_sums_do_not_fit() {
+    let grids = |head_dim: u32| {
+        let problem = BwdProblem::new(of_lengths([500, 512], [4, 2], head_dim, "b")).validate().unwrap();
+        let choice = choose::<Sm100Bwd, _>(&problem, &stated("sm_100a"), &tile("")).unwrap();
+        let groups: Vec<_> = choice.launches.iter().skip(1).map(|launch| launch.grid.groups).collect();
+        (groups, detail(&choice, "gradients"))
+    };
+    assert_eq!(grids(128), (vec![2 * 4, 4 * 4], None));
+    assert_eq!(grids(192), (vec![2 * 4, 4 * 8], None));
+    assert_eq!(grids(256), (vec![2 * 2 * 4, 4 * 8], Some("dK and dQ of a CTA, dV of another".to_owned())));
 }
 
 /// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.

@@ -4,6 +4,9 @@
 //   waits for S, loads it; P = exp2(S - LSE), stored over S for dV += P^T dO
 //   waits for dP, loads it; dS = P (dP - delta), stored to shared memory for dQ and dK
 //
+// A CTA without dV stores no P; one of dV alone has the first line. Before all blocks they store K or V to tensor
+// memory where it is an operand there.
+//
 // The mask hides from a key's row the queries before a first one and from a last one on: two numbers per thread and
 // block.
 #pragma once
@@ -20,16 +23,17 @@
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys>
+template <BwdSpec spec, Sm100BwdTile tile, Part part, class SeenKeys>
 struct ComputeRole {
-  using Shared = Smem<spec, tile>;
-  using Tmem = TmemPlan<spec>;
+  using Shared = Smem<spec, tile, part>;
+  using Stats = typename Shared::Stats;
+  using Tmem = TmemPlan<spec, part>;
   using Pairs = ScorePair<spec, tile>;
   using Modifiers = BwdScore<spec, tile>;
   static constexpr FwdSpec kFwd = spec.fwd;
   static constexpr DType dtype = kFwd.dtype_qk;
   static constexpr bool has_slopes = num_maps(kFwd) > 0;
-  static constexpr int chunk = 32, num_chunks = kHalf / chunk;
+  static constexpr int kHalf = Shape<spec>::half, chunk = 32, num_chunks = kHalf / chunk;
 
   const BwdParams& p;
   Shared& smem;
@@ -114,7 +118,7 @@ struct ComputeRole {
   // P of a chunk whose scores are `x`.
   template <bool any_far>
   FMHA_DEVICE void exponentiate(const float (&x)[chunk], int c, const Modifiers& modifiers,
-                                const QueryStats<kBlock>& stats, int32_t first_query) {
+                                const Stats& stats, int32_t first_query) {
     const int first = half * kHalf + c * chunk;
     float* const to = probs + c * chunk;
     if constexpr (!any_far && !Modifiers::modifies) {
@@ -148,7 +152,7 @@ struct ComputeRole {
   }
 
   // P as dV sees it, of a chunk: after dropout.
-  FMHA_DEVICE void store_probs(int c) const {
+  FMHA_DEVICE void store_probs(int slot, int c) const {
     uint32_t words[chunk / 2];
 #pragma unroll
     for (int w = 0; w < chunk / 2; ++w) {
@@ -159,11 +163,11 @@ struct ComputeRole {
       }
       words[w] = ptx::cvt_rn_x2<dtype>(two[0], two[1]);
     }
-    ptx::tcgen05_st(tmem + Tmem::p(half) + c * (chunk / 2), words);
+    ptx::tcgen05_st(tmem + Tmem::p(slot, half) + c * (chunk / 2), words);
   }
 
   // dS of a chunk whose dP are `x`.
-  FMHA_DEVICE void differentiate(float (&x)[chunk], int c, const QueryStats<kBlock>& stats) const {
+  FMHA_DEVICE void differentiate(float (&x)[chunk], int c, const Stats& stats) const {
     const int first = half * kHalf + c * chunk;
 #pragma unroll
     for (int e = 0; e < chunk; e += 2) {
@@ -193,20 +197,22 @@ struct ComputeRole {
   }
 
   template <bool any_far>
-  FMHA_DEVICE void make_probs(const Modifiers& modifiers, const QueryStats<kBlock>& stats, int32_t first_query,
-                              const auto& seen, bool edge) {
+  FMHA_DEVICE void make_probs(const Modifiers& modifiers, const Stats& stats, int32_t first_query, const auto& seen,
+                              bool edge, int slot) {
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) {
       float x[chunk];
-      load(x, Tmem::s, c);
+      load(x, Tmem::s(slot), c);
       exponentiate<any_far>(x, c, modifiers, stats, first_query);
       if (edge) hide(probs + c * chunk, c, seen);
-      store_probs(c);
+      if constexpr (has_dv(part)) store_probs(slot, c);
     }
   }
 
   // `is_cut`: masks hide a pair of the block.
-  FMHA_DEVICE void step(const QueryBlock& block, bool is_cut, const Slot<tile.stages_q>& slot, uint32_t phase) {
+  FMHA_DEVICE void step(const QueryBlock& block, bool is_cut, const Slot<tile.stages_q>& slot, int32_t i) {
+    const uint32_t phase = i & 1;
+    const int32_t s = i % Tmem::s_slots;  // of S
     const int32_t first_query = block.first + half * kHalf;
     const Range by_band = seen_of(first_query);
     const bool edge = is_cut || __any_sync(ptx::kAllLanes, by_band.begin > 0 || by_band.end < kHalf);
@@ -214,47 +220,85 @@ struct ComputeRole {
     const Modifiers modifiers = pairs.modifiers(block.i_head);
     decide(block.i_head, first_query);
     ptx::mbarrier_wait_parity(smem.q_full[slot.index], slot.phase);
-    const QueryStats<kBlock>& stats = smem.stats[slot.index];
+    const Stats& stats = smem.stats[slot.index];
     bool far = false;
 #pragma unroll
     for (int c = 0; c < num_chunks; ++c) far |= stats.origin[half * kHalf + c * chunk + threadIdx.x % 32] != 0.f;
     const bool any_far = __any_sync(ptx::kAllLanes, far);
 
-    ptx::mbarrier_wait_parity(smem.s_full, phase);
+    ptx::mbarrier_wait_parity(smem.s_full[s], i / Tmem::s_slots & 1);
     ptx::tcgen05_fence_after_thread_sync();
     if (any_far) {
-      make_probs<true>(modifiers, stats, first_query, seen, edge);
+      make_probs<true>(modifiers, stats, first_query, seen, edge, s);
     } else {
-      make_probs<false>(modifiers, stats, first_query, seen, edge);
+      make_probs<false>(modifiers, stats, first_query, seen, edge, s);
     }
     ptx::tcgen05_wait_st();
     ptx::tcgen05_fence_before_thread_sync();
-    ptx::mbarrier_arrive_if(smem.p_full, signals);
+    ptx::mbarrier_arrive_if(smem.p_full[s], signals);
 
-    ptx::mbarrier_wait_parity(smem.dp_full, phase);
-    ptx::tcgen05_fence_after_thread_sync();
+    if constexpr (has_dk(part)) {
+      ptx::mbarrier_wait_parity(smem.dp_full, phase);
+      ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
-    for (int c = 0; c < num_chunks; ++c) {
-      float x[chunk];
-      load(x, Tmem::dp, c);
-      differentiate(x, c, stats);
-      if (edge) hide(x, c, seen);
-      store_ds(x, c);
+      for (int c = 0; c < num_chunks; ++c) {
+        float x[chunk];
+        load(x, Tmem::dp, c);
+        differentiate(x, c, stats);
+        if (edge) hide(x, c, seen);
+        store_ds(x, c);
+      }
+      ptx::tcgen05_fence_before_thread_sync();
+      ptx::fence_proxy_async();
+      __syncwarp();
+      ptx::mbarrier_arrive_if(smem.ds_full, signals);
     }
-    ptx::tcgen05_fence_before_thread_sync();
-    ptx::fence_proxy_async();
-    __syncwarp();
-    ptx::mbarrier_arrive_if(smem.ds_full, signals);
     ptx::mbarrier_arrive_if(smem.q_empty[slot.index], signals);
+  }
+
+  // K or V of the thread's key to tensor memory from column `to` on, two elements to a column: each warpgroup every
+  // second chunk. Zeros behind the sequence and the head.
+  template <int head_dim, bool in_columns>
+  FMHA_DEVICE void store_operand(const View& view, int to) const {
+    constexpr int elems = 8;  // of 16 bytes
+    const bool there = key < work.keys.end;
+    const auto place = kv_row(p.fwd, kFwd.kv_layout, work.span, there ? key : work.keys.begin);
+    const uint16_t* const from = static_cast<const uint16_t*>(view.data) + row_offset(view, place, work.i_head_kv);
+    const auto element = [&](int32_t d) {
+      return ptx::ld_global_u16_if(from + d * (in_columns ? view.dim : 1), there && d < head_dim);
+    };
+#pragma unroll 1
+    for (int32_t c = half * chunk; c < product_dim(head_dim); c += 2 * chunk) {
+      uint32_t words[chunk / 2];
+#pragma unroll
+      for (int e = 0; e < chunk; e += elems) {
+        uint32_t(&four)[4] = *reinterpret_cast<uint32_t(*)[4]>(words + e / 2);
+        if (!in_columns && c + e + elems <= head_dim) {
+          ptx::ld_global_v4_b32_if(four, from + c + e, there);
+        } else {
+#pragma unroll
+          for (int w = 0; w < 4; ++w) four[w] = element(c + e + 2 * w) | element(c + e + 2 * w + 1) << 16;
+        }
+      }
+      ptx::tcgen05_st(tmem + to + c / 2, words);
+    }
+    ptx::tcgen05_wait_st();
+    ptx::tcgen05_fence_before_thread_sync();
+    ptx::mbarrier_arrive_if(smem.operand_full, signals);
   }
 
   FMHA_DEVICE void run() {
     Slot<tile.stages_q> slot;
-    QuerySteps<SeenKeys> blocks{work, seen_keys};
+    QuerySteps<Shared::queries, SeenKeys> blocks{work, seen_keys};
+    if constexpr (Tmem::has_k) {
+      if (work.num_steps > 0) store_operand<kFwd.head_dim_qk, false>(p.fwd.k, Tmem::k);
+    } else if constexpr (Tmem::has_v) {
+      if (work.num_steps > 0) store_operand<kFwd.head_dim_v, kColumnMajor<spec>>(p.fwd.v, Tmem::v);
+    }
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_steps; ++i) {
       const QueryBlock block = blocks.next();
-      step(block, blocks.is_cut, slot, i & 1);
+      step(block, blocks.is_cut, slot, i);
       slot.advance();
     }
   }

@@ -1,4 +1,5 @@
-// dV and dK of the CTA's keys, scaled, from tensor memory to memory: a compute warpgroup each, a thread a key.
+// dV and dK of the CTA's keys, scaled, from tensor memory to memory: a compute warpgroup each, a thread a key. A CTA
+// that has one of them stores half of its columns by each.
 #pragma once
 #include <fmha/ptx/barrier.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -10,14 +11,14 @@
 
 namespace fmha::sm100::bwd {
 
-// A row of a gradient, whose sums are at `sums` in tensor memory; zeros where there are none. By a whole warp.
-// Whether it is finite.
-template <BwdSpec spec, Sm100BwdTile tile, int dim>
+// Columns [first, end) of a row of a gradient of `dim` columns, whose sums are at `sums` in tensor memory; zeros where
+// there are none. By a whole warp. Whether they are finite.
+template <BwdSpec spec, Sm100BwdTile tile, int dim, int first = 0, int end = product_dim(dim)>
 FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there) {
   constexpr int chunk = 32;
   float zero = 0.f;  // NaN once a number is not finite
 #pragma unroll
-  for (int c = 0; c < product_dim(dim); c += chunk) {
+  for (int c = first; c < end; c += chunk) {
     float x[chunk] = {};
     if (has_sums) {
       uint32_t words[chunk];
@@ -35,12 +36,21 @@ FMHA_DEVICE bool store_gradient(const View& view, int64_t at, uint32_t sums, boo
   return zero == 0.f;
 }
 
+// Half of a gradient's columns.
+template <BwdSpec spec, Sm100BwdTile tile, int dim>
+FMHA_DEVICE bool store_half(const View& view, int64_t at, uint32_t sums, bool has_sums, float factor, bool there,
+                            int32_t half) {
+  constexpr int middle = round_up(product_dim(dim) / 2, 32);
+  if (half == 0) return store_gradient<spec, tile, dim, 0, middle>(view, at, sums, has_sums, factor, there);
+  return store_gradient<spec, tile, dim, middle>(view, at, sums, has_sums, factor, there);
+}
+
 // Stores a tile's dK or dV. Rows that a NaN or infinity behind the mask has reached are recomputed, pair by pair, under
 // `masks` beside the band.
-template <BwdSpec spec, Sm100BwdTile tile, class Masks>
-FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t tmem, const Work& work, int32_t half,
-                            const Masks& masks) {
-  using Tmem = TmemPlan<spec>;
+template <BwdSpec spec, Sm100BwdTile tile, Part part, class Masks>
+FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile, part>& smem, uint32_t tmem, const Work& work,
+                            int32_t half, const Masks& masks) {
+  using Tmem = TmemPlan<spec, part>;
   const int32_t row = threadIdx.x % kBlock, key = work.keys.begin + row, warp = row / 32;
   const bool there = key < work.keys.end, has_sums = work.num_steps > 0;
   if (has_sums) {
@@ -50,12 +60,16 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t
   const auto place = [&](const View& view) {
     return row_offset(view, kv_row(p.fwd, spec.fwd.kv_layout, work.span, there ? key : work.keys.begin), work.i_head_kv);
   };
+  const float scale = p.fwd.softmax_scale;
   bool finite;
-  if (half == 0) {
+  if constexpr (part == Part::Dv) {
+    finite = store_half<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there, half);
+  } else if constexpr (part == Part::DkDq) {
+    finite = store_half<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale, there, half);
+  } else if (half == 0) {
     finite = store_gradient<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there);
   } else {
-    finite = store_gradient<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, p.fwd.softmax_scale,
-                                                              there);
+    finite = store_gradient<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale, there);
   }
   ptx::tcgen05_fence_before_thread_sync();
   __syncwarp();
@@ -64,12 +78,14 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile>& smem, uint32_t
     const uint32_t found = __ballot_sync(ptx::kAllLanes, there && !finite);
     if (threadIdx.x % 32 == 0) smem.found[half][warp] = found;
     ptx::bar_sync<32 * kComputeWarps>(kComputeBarrier);
-    // The warps of dV recompute both gradients of rows where either is not finite.
+    // The warps of dV, or of the first columns, recompute rows where anything is not finite: both gradients, or the
+    // CTA's own.
+    constexpr KeyRow made = part == Part::All ? KeyRow::Both : part == Part::Dv ? KeyRow::Dv : KeyRow::Dk;
     uint32_t rows = half == 0 ? smem.found[0][warp] | smem.found[1][warp] : 0;
 #pragma unroll 1
     for (; rows != 0; rows &= rows - 1)
-      bwd_key_row<spec, simt::Warp>(p, work.span, work.i_head_kv, work.keys.begin + 32 * warp + __ffs(rows) - 1,
-                                    AllQueries{}, masks);
+      bwd_key_row<spec, simt::Warp, false, AllQueries, Masks, made>(
+          p, work.span, work.i_head_kv, work.keys.begin + 32 * warp + __ffs(rows) - 1, AllQueries{}, masks);
   }
 }
 

@@ -1,6 +1,6 @@
 // The load role: one lane of a warp keeps TMA fed.
 //
-//   K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries
+//   K, Q(0), V, dO(0), then Q(i), dO(i) of each block of queries; K and V where they are in shared memory
 //
 // Rows behind a sequence that has others or nothing known behind it may hold anything, and 0 times NaN is NaN: of a
 // sequence's last block the whole warp writes zeros there before the block is announced. V's need none: they reach
@@ -13,9 +13,9 @@
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys>
+template <BwdSpec spec, Sm100BwdTile tile, Part part, class SeenKeys>
 struct Loader {
-  using Shared = Smem<spec, tile>;
+  using Shared = Smem<spec, tile, part>;
 
   const BwdParams& p;
   const Maps& maps;
@@ -41,7 +41,7 @@ struct Loader {
   template <class Tile>
   FMHA_DEVICE void load(const Tile& to, const TensorMap& map, Barrier& full, uint32_t more, int32_t i_batch, int32_t row,
                         int32_t i_head, int32_t there, ptx::CacheHint hint) {
-    const bool dirty = there < kBlock && has_rows_behind<spec>(p);
+    const bool dirty = there < Tile::rows && has_rows_behind<spec>(p);
     if (lane == 0) {
       Barrier& first = dirty ? smem.raw : full;
       ptx::mbarrier_arrive_expect_tx(first, Tile::tile_bytes + (dirty ? 0 : more));
@@ -64,8 +64,8 @@ struct Loader {
   }
   FMHA_DEVICE void load_v() const {
     if (lane != 0) return;
-    ptx::mbarrier_arrive_expect_tx(smem.v_full, Shared::KeyValueTile::tile_bytes);
-    start<Shared::v_columns>(smem.v, maps.v, smem.v_full, key_batch(), work.span.k_row + work.keys.begin, work.i_head_kv,
+    ptx::mbarrier_arrive_expect_tx(smem.v_full, KeyValueTile<spec>::tile_bytes);
+    start<kColumnMajor<spec>>(smem.v, maps.v, smem.v_full, key_batch(), work.span.k_row + work.keys.begin, work.i_head_kv,
                              ptx::CacheHint::EvictFirst);
   }
   FMHA_DEVICE void load_queries(const auto& to, const TensorMap& map, Barrier& full, uint32_t more, const QueryBlock& block) {
@@ -74,12 +74,12 @@ struct Loader {
   }
 
   FMHA_DEVICE void load_q(const Slot<tile.stages_q>& slot, const QueryBlock& block) {
-    constexpr uint32_t bytes = kBlock * sizeof(float);
+    constexpr uint32_t bytes = Shared::queries * sizeof(float);
     ptx::mbarrier_wait_parity(smem.q_empty[slot.index], slot.phase ^ 1);
     Barrier& full = smem.q_full[slot.index];
     load_queries(smem.q[slot.index], maps.q, full, 3 * bytes, block);
     if (lane != 0) return;
-    const QueryStats<kBlock>& stats = smem.stats[slot.index];
+    const typename Shared::Stats& stats = smem.stats[slot.index];
     const int64_t at = stats_offset(p, work.span, block.i_head, block.first);
     ptx::cp_async_bulk(ptx::shared_address(stats.lse_log2), p.lse_log2 + at, bytes, full);
     ptx::cp_async_bulk(ptx::shared_address(stats.delta), p.delta + at, bytes, full);
@@ -99,13 +99,17 @@ struct Loader {
     }
     Slot<tile.stages_q> q;
     Slot<tile.stages_dout> dout;
-    QuerySteps<SeenKeys> blocks{work, seen};
+    QuerySteps<Shared::queries, SeenKeys> blocks{work, seen};
 #pragma unroll 1
     for (int32_t i = 0; i < work.num_steps; ++i) {
       const QueryBlock block = blocks.next();
-      if (i == 0) load_k();
+      if constexpr (!TmemPlan<spec, part>::has_k) {
+        if (i == 0) load_k();
+      }
       load_q(q, block);
-      if (i == 0) load_v();
+      if constexpr (has_dk(part) && !TmemPlan<spec, part>::has_v) {
+        if (i == 0) load_v();
+      }
       load_dout(dout, block);
       q.advance();
       dout.advance();

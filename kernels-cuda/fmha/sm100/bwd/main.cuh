@@ -7,6 +7,9 @@
 //
 // Scores are transposed, a key to a lane. So P in tensor memory is operand A of dV as it is, and one dS in shared
 // memory is operand A of dK read along its rows and of dQ read across them.
+//
+// A wide head's dQ is transposed, and dS its operand B. Where dK and dV of a wide head fill tensor memory, two CTAs
+// have a block of keys, which share nothing: one computes S, dP, dK and dQ, the other S and dV.
 #pragma once
 #include <fmha/sm100/bwd/compute.cuh>
 #include <fmha/sm100/bwd/epilogue.cuh>
@@ -17,10 +20,12 @@
 
 namespace fmha::sm100::bwd {
 
-template <BwdSpec spec, Sm100BwdTile tile>
-FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
-  ptx::mbarrier_init(smem.k_full, 1);
-  ptx::mbarrier_init(smem.v_full, 1);
+template <BwdSpec spec, Sm100BwdTile tile, Part part>
+FMHA_DEVICE void init_barriers(Smem<spec, tile, part>& smem) {
+  using Tmem = TmemPlan<spec, part>;
+  if constexpr (!Tmem::has_k) ptx::mbarrier_init(smem.k_full, 1);
+  if constexpr (has_dk(part) && !Tmem::has_v) ptx::mbarrier_init(smem.v_full, 1);
+  if constexpr (Tmem::has_k || Tmem::has_v) ptx::mbarrier_init(smem.operand_full, kComputeWarps);
   for (int i = 0; i < tile.stages_q; ++i) {
     ptx::mbarrier_init(smem.q_full[i], 1);
     ptx::mbarrier_init(smem.q_empty[i], 1 + kComputeWarps);
@@ -30,30 +35,33 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
     ptx::mbarrier_init(smem.dout_empty[i], 1);
   }
   ptx::mbarrier_init(smem.raw, 1);
-  ptx::mbarrier_init(smem.s_full, 1);
-  ptx::mbarrier_init(smem.p_full, kComputeWarps);
-  ptx::mbarrier_init(smem.dp_full, 1);
-  ptx::mbarrier_init(smem.ds_full, kComputeWarps);
-  ptx::mbarrier_init(smem.dq_full, 1);
-  ptx::mbarrier_init(smem.dq_read, kReduceWarps);
+  for (int i = 0; i < smem.s_slots; ++i) {
+    ptx::mbarrier_init(smem.s_full[i], 1);
+    ptx::mbarrier_init(smem.p_full[i], kComputeWarps);
+  }
+  if constexpr (has_dk(part)) {
+    ptx::mbarrier_init(smem.dp_full, 1);
+    ptx::mbarrier_init(smem.ds_full, kComputeWarps);
+    ptx::mbarrier_init(smem.dq_full, 1);
+    ptx::mbarrier_init(smem.dq_read, kReduceWarps);
+  }
   ptx::mbarrier_init(smem.grads_full, 1);
   ptx::mbarrier_init(smem.done, kComputeWarps + kReduceWarps);
   ptx::fence_mbarrier_init();
 }
 
-// `seen`: which keys queries see (masked.cuh has those under masks).
-template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys = EveryKey>
-FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen = {}) {
-  static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm100: one 16-bit type");
+template <BwdSpec spec, Sm100BwdTile tile, Part part, class SeenKeys>
+FMHA_DEVICE void main_of(const BwdParams& p, const Maps& maps, uint32_t i_cta, const SeenKeys& seen) {
   extern __shared__ __align__(1024) unsigned char raw[];
-  Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
-  const Work work = work_of<spec>(p, seen);
+  using Shared = Smem<spec, tile, part>;
+  Shared& smem = *reinterpret_cast<Shared*>(raw);
+  const Work work = work_of<spec>(p, i_cta, seen);
   if (work.keys.empty()) return;
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
   const Role role = role_of(warp);
   if (threadIdx.x == 0) init_barriers(smem);
   if (role == Role::Issue) {
-    ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), TmemPlan<spec>::columns);
+    ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), kColumns);
     ptx::tcgen05_relinquish_alloc_permit<1>();
   }
   ptx::tcgen05_fence_before_thread_sync();  // behind the allocation
@@ -65,7 +73,7 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen
     ptx::setmaxnreg_inc<kComputeRegs>();
     const int32_t half = (warp - kReduceWarps) / 4;
     {
-      ComputeRole<spec, tile, SeenKeys> compute{p, smem, work, seen, lanes, half};
+      ComputeRole<spec, tile, part, SeenKeys> compute{p, smem, work, seen, lanes, half};
       compute.run();
     }
     store_keys<spec, tile>(p, smem, lanes, work, half, pair_masks(seen));
@@ -75,15 +83,32 @@ FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen
   } else {
     ptx::setmaxnreg_dec<kOtherRegs>();
     if (role == Role::Issue) {
-      Issuer<spec, tile> issuer{smem, tmem, work.num_steps};
+      Issuer<spec, tile, part> issuer{smem, tmem, work.num_steps};
       issuer.run();
       ptx::mbarrier_wait_parity(smem.done, 0);
       ptx::tcgen05_fence_after_thread_sync();  // before the return
-      ptx::tcgen05_dealloc<1>(tmem, TmemPlan<spec>::columns);
+      ptx::tcgen05_dealloc<1>(tmem, kColumns);
     } else if (role == Role::Load) {
-      Loader<spec, tile, SeenKeys> loader{p, maps, smem, work, seen};
+      Loader<spec, tile, part, SeenKeys> loader{p, maps, smem, work, seen};
       loader.run();
     }
+  }
+}
+
+// `seen`: which keys queries see (masked.cuh has those under masks). The CTAs of dV come behind those of dK and dQ,
+// which take longer.
+template <BwdSpec spec, Sm100BwdTile tile, class SeenKeys = EveryKey>
+FMHA_DEVICE void main(const BwdParams& p, const Maps& maps, const SeenKeys& seen = {}) {
+  static_assert(spec.fwd.dtype_qk == spec.fwd.dtype_v && size_bytes(spec.fwd.dtype_qk) == 2, "sm100: one 16-bit type");
+  if constexpr (Shape<spec>::in_two) {
+    const uint32_t ctas = gridDim.x / 2, own = blockIdx.x;
+    if (own < ctas) {
+      main_of<spec, tile, Part::DkDq>(p, maps, own, seen);
+    } else {
+      main_of<spec, tile, Part::Dv>(p, maps, own - ctas, seen);
+    }
+  } else {
+    main_of<spec, tile, Part::All>(p, maps, blockIdx.x, seen);
   }
 }
 

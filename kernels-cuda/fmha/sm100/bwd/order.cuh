@@ -23,8 +23,9 @@ struct Turn {
   static constexpr int kBarrier = 2, kThreads = 32 * kReduceWarps;
 
   // Counter of a block of queries, where additions have an order: other calls have no counters.
+  template <int queries>
   FMHA_DEVICE static Turn at(const BwdParams& p, const Work& work, const QueryBlock& block) {
-    return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / kBlock};
+    return {p.dq_semaphores + stats_offset(p, work.span, block.i_head, block.first) / queries};
   }
   FMHA_DEVICE void wait(int32_t position) const {
     if (threadIdx.x == 0) {

@@ -20,18 +20,20 @@ struct Work {
   Range keys;                         // empty: the sequence has no such block
   int32_t first_block, num_blocks;    // of queries, of each head, as the band has them
   int32_t num_steps;                  // blocks of queries of all heads
+  template <int queries>
   FMHA_DEVICE QueryBlock at(int32_t step) const {
     const int32_t head = step / num_blocks;
-    return {first_head + head, (first_block + step - head * num_blocks) * kBlock};
+    return {first_head + head, (first_block + step - head * num_blocks) * queries};
   }
 };
 
 // Order of the CTAs: blocks of keys, the first ones, which a causal mask shows to most queries, first; in each block
 // all heads.
 template <BwdSpec spec, class SeenKeys>
-FMHA_DEVICE Work work_of(const BwdParams& p, const SeenKeys& seen) {
-  const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv, head = blockIdx.x % heads;
-  const int32_t i_batch = head / p.fwd.num_heads_kv, first_key = blockIdx.x / heads * kBlock;
+FMHA_DEVICE Work work_of(const BwdParams& p, uint32_t i_cta, const SeenKeys& seen) {
+  constexpr int queries = Shape<spec>::queries;
+  const int32_t heads = p.fwd.batch * p.fwd.num_heads_kv, head = i_cta % heads;
+  const int32_t i_batch = head / p.fwd.num_heads_kv, first_key = i_cta / heads * kBlock;
   Work work;
   work.span = resolve_seq(p.fwd, spec.fwd.q_layout, spec.fwd.kv_layout, i_batch);
   work.band = resolve_band(p.fwd.mask, work.span.seqlen_q, work.span.seqlen_k);
@@ -42,10 +44,10 @@ FMHA_DEVICE Work work_of(const BwdParams& p, const SeenKeys& seen) {
   work.num_blocks = work.num_steps = 0;
   work.first_block = 0;
   if (work.keys.empty()) return work;
-  const Range queries = query_range(work.band, work.keys, work.span.seqlen_q);
-  if (queries.empty()) return work;
-  work.first_block = queries.begin / kBlock;
-  work.num_blocks = ceil_div(queries.end, kBlock) - work.first_block;
+  const Range seeing = query_range(work.band, work.keys, work.span.seqlen_q);
+  if (seeing.empty()) return work;
+  work.first_block = seeing.begin / queries;
+  work.num_blocks = ceil_div(seeing.end, queries) - work.first_block;
   work.num_steps = work.num_blocks * work.gqa_ratio;
   if constexpr (SeenKeys::has_tile_list) {
     work.num_steps = 0;
@@ -60,7 +62,7 @@ FMHA_DEVICE Work work_of(const BwdParams& p, const SeenKeys& seen) {
 
 // The blocks of queries of a CTA's steps, one query head after another: those of the band, or those that lists have
 // (shown_blocks.cuh), cut ones first in each head.
-template <class SeenKeys>
+template <int queries, class SeenKeys>
 struct QuerySteps {
   const Work& work;
   const SeenKeys& seen;
@@ -70,13 +72,13 @@ struct QuerySteps {
 
   FMHA_DEVICE QueryBlock next() {
     if constexpr (!SeenKeys::has_tile_list) {
-      return work.at(step++);
+      return work.template at<queries>(step++);
     } else {
       for (; at == num; ++step) open(work.first_head + step);
       const int32_t block = seen.entry(row, num_cut, at);
       is_cut = at < num_cut;
       ++at;
-      return {i_head, block * kBlock};
+      return {i_head, block * queries};
     }
   }
 
