@@ -91,6 +91,9 @@ const HOPPER_WALKING: Row =
 /// Cases that `sm80` takes by itself: 16 bits, and no keep mask, which dropout's own edges ask for.
 const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 
+/// Gradients of head dimensions beyond 128 that Blackwell's kernel takes.
+const WIDE_GRADIENTS: &str = "^backward/(wide|over_blocks|in_turns|hidden)/(.*/)?bf16/d(160|192x128|200|256)";
+
 /// Lists of keys, forward, in 16 bits.
 const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|appended|twice|repeated)/b?f16|\
     ^lists/(wide_fp8|fp8_cache)/";
@@ -419,6 +422,26 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::DrawnOrder,
         multiprocessors: Some(3),
         in_all: Cases { filter: "^bits/few_keys/", deal: 1 },
+        ..BLACKWELL
+    },
+    // Wide heads: dQ in two parts; at D 256 and 200 two CTAs to a block of keys, hidden NaN that one of them computes
+    // again, additions in one order.
+    Row {
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(4),
+        in_test: Cases {
+            filter: "^backward/(wide/bf16/d192x128/b:70,3|hidden/bf16/d200/b|in_turns/bf16/d200/b:20,3,2)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: WIDE_GRADIENTS, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        arch: "sm_103a",
+        mode: Mode::HappensBefore,
+        multiprocessors: Some(4),
+        in_test: Cases { filter: "^backward/wide/bf16/d256x256/b$", deal: 1 },
+        in_all: Cases { filter: WIDE_GRADIENTS, deal: 1 },
         ..BLACKWELL
     },
     Row { kernel: None, in_all: Cases { filter: "^backward/", deal: 1 }, ..BLACKWELL },
