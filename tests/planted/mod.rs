@@ -158,11 +158,11 @@ impl Fault {
     }
 
     /// The case's kernels with the fault in them, under the sound ones' keys; those that it does not change left out.
-    fn broken(&self, backend: &Device) -> Result<Vec<Arc<CompiledKernel>>, Error> {
+    fn broken(&self, case: &Case, backend: &Device) -> Result<Vec<Arc<CompiledKernel>>, Error> {
         let compiler = backend.precompiler().unwrap();
         let mut kernels = Vec::new();
         let mut includes = false;
-        for sound in jobs(&self.case(), backend, &self.options().plan) {
+        for sound in jobs(case, backend, &self.options().plan) {
             let (mut plain, mut broken) = (sound.clone(), sound.clone());
             let mut headers = sound.source.headers().to_vec();
             let Some(header) = headers.iter_mut().find(|header| header.name == self.header) else { continue };
@@ -212,7 +212,7 @@ impl Fault {
                     return Err(Fate::Missed(format!("without it {outcome:?}: {text}")));
                 }
             }
-            let broken = self.broken(&backend).map_err(|error| match error {
+            let broken = self.broken(&case, &backend).map_err(|error| match error {
                 Error::Compile { .. } => Fate::DoesNotCompile(error.to_string()),
                 other => Fate::Absent(other.to_string()),
             })?;
