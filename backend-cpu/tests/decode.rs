@@ -8,14 +8,14 @@ use fmha_core::{
     FwdProblem, KvLayout, MaskSpec, PlanOptions, Rotary, RotaryPairs, SeqArgs, Shape, Strides,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
-use support::{Inputs, Tensor, check_fwd, run_fwd};
+use support::{Definition, Inputs, Tensor, check_fwd, run_fwd};
 
-fn backends() -> impl Iterator<Item = (Isa, Device)> {
+fn backends() -> Vec<(Isa, Device)> {
     let with = |isa, threads| {
         Device::new(CpuBackend::with(Config { threads: Some(threads), isa: Some(isa) }).unwrap())
     };
     let available = Isa::ALL.into_iter().filter(|isa| isa.is_available());
-    available.flat_map(move |isa| [1, 5].map(|threads| (isa, with(isa, threads))))
+    available.flat_map(move |isa| [1, 5].map(|threads| (isa, with(isa, threads)))).collect()
 }
 
 /// More than a chunk of keys, and no whole block at its end.
@@ -47,17 +47,16 @@ fn copy(from: &Tensor, to: &mut Tensor, shape: Shape, place: impl Fn(u32, u32) -
 
 #[test]
 fn few_queries_over_a_long_cache_keep_the_accuracy_promise() {
-    for (isa, backend) in backends() {
-        for dtype in DType::ALL {
-            for (seqlen_q, heads, head_dims) in [
-                (1, (8, 8), (64, 64)),
-                (3, (6, 2), (40, 24)),
-                (1, (5, 1), (128, 96)),
-                (2, (20, 1), (96, 160)),
-            ] {
-                let problem = problem(dtype, seqlen_q, heads, head_dims);
-                let inputs = Inputs::random(problem, &[], 5);
-                check_fwd(&backend, &inputs, &format!("{isa} {dtype} {seqlen_q} {heads:?} {head_dims:?}"));
+    let backends = backends();
+    for dtype in DType::ALL {
+        for (seqlen_q, heads, head_dims) in
+            [(1, (8, 8), (64, 64)), (3, (6, 2), (40, 24)), (1, (5, 1), (128, 96)), (2, (20, 1), (96, 160))]
+        {
+            let inputs = Inputs::random(problem(dtype, seqlen_q, heads, head_dims), &[], 5);
+            let definition = Definition::of(&inputs);
+            for (isa, backend) in &backends {
+                let what = format!("{isa} {dtype} {seqlen_q} {heads:?} {head_dims:?}");
+                check_fwd(backend, &inputs, &definition, &what);
             }
         }
     }
@@ -65,24 +64,24 @@ fn few_queries_over_a_long_cache_keep_the_accuracy_promise() {
 
 #[test]
 fn a_head_has_the_same_bits_alone_and_read_together_with_others() {
-    for (isa, backend) in backends() {
-        for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn] {
-            for (seqlen_q, heads, dim_qk) in [(1, (8, 8), 48), (2, (12, 4), 48), (2, (32, 4), 96)] {
-                let mut problem = problem(dtype, seqlen_q, heads, (dim_qk, 64));
-                if dtype == DType::F16 {
-                    problem.score.bias = Bias::Alibi { per_batch: false };
-                }
-                let together = Inputs::random(problem, &[], 6);
-                let mut apart = together.clone();
-                let (k, v) = (apart.problem.shape_k(), apart.problem.shape_v());
-                (apart.problem.strides.k, apart.problem.strides.v) = (Strides::bhsd(k), Strides::bhsd(v));
-                apart.k = Tensor::poisoned(dtype, apart.problem.strides.k, k);
-                apart.v = Tensor::poisoned(dtype, apart.problem.strides.v, v);
-                copy(&together.k, &mut apart.k, k, |b, s| (b, s));
-                copy(&together.v, &mut apart.v, v, |b, s| (b, s));
-                let options = PlanOptions::default();
+    let (backends, options) = (backends(), PlanOptions::default());
+    for dtype in [DType::F32, DType::F16, DType::Bf16, DType::E4m3Fn] {
+        for (seqlen_q, heads, dim_qk) in [(1, (8, 8), 48), (2, (12, 4), 48), (2, (32, 4), 96)] {
+            let mut problem = problem(dtype, seqlen_q, heads, (dim_qk, 64));
+            if dtype == DType::F16 {
+                problem.score.bias = Bias::Alibi { per_batch: false };
+            }
+            let together = Inputs::random(problem, &[], 6);
+            let mut apart = together.clone();
+            let (k, v) = (apart.problem.shape_k(), apart.problem.shape_v());
+            (apart.problem.strides.k, apart.problem.strides.v) = (Strides::bhsd(k), Strides::bhsd(v));
+            apart.k = Tensor::poisoned(dtype, apart.problem.strides.k, k);
+            apart.v = Tensor::poisoned(dtype, apart.problem.strides.v, v);
+            copy(&together.k, &mut apart.k, k, |b, s| (b, s));
+            copy(&together.v, &mut apart.v, v, |b, s| (b, s));
+            for (isa, backend) in &backends {
                 let (one, other) =
-                    (run_fwd(&backend, &together, &options), run_fwd(&backend, &apart, &options));
+                    (run_fwd(backend, &together, &options), run_fwd(backend, &apart, &options));
                 assert!(one.o.bytes == other.o.bytes && one.lse == other.lse, "{isa} {dtype} {heads:?}");
             }
         }
@@ -188,23 +187,24 @@ fn narrow_and_wide(
 
 #[test]
 fn an_fp8_cache_is_its_values_in_the_type_of_q() {
-    for (isa, backend) in backends() {
-        for (dtype, dtype_cache, seqlen_q, heads, head_dims, descales) in [
-            (DType::F16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7f32, 1.3]),
-            (DType::Bf16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7, 1.3]),
-            // Rows that are no whole vectors of codes; queries that see different keys.
-            (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
-            (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
-            // Tiles where there are some, the last of them half a vector of codes; more queries than a tile has.
-            (DType::Bf16, DType::E4m3Fn, 1, (16, 2), (96, 160), [0.7, 1.3]),
-            (DType::Bf16, DType::E5m2, 2, (20, 1), (128, 64), [-0.7, 1e-3]),
-            (DType::Bf16, DType::E4m3Fnuz, 1, (16, 2), (64, 128), [0.7, 1.3]),
-            (DType::Bf16, DType::E4m3Fnuz, 2, (4, 4), (128, 128), [0.7, 1.3]),
-        ] {
-            let problem = problem(dtype, seqlen_q, heads, head_dims);
-            let (narrow, wide) = narrow_and_wide(problem, dtype_cache, Descale::PerTensor, descales);
+    let backends = backends();
+    for (dtype, dtype_cache, seqlen_q, heads, head_dims, descales) in [
+        (DType::F16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7f32, 1.3]),
+        (DType::Bf16, DType::E4m3Fn, 1, (4, 2), (64, 64), [0.7, 1.3]),
+        // Rows that are no whole vectors of codes; queries that see different keys.
+        (DType::Bf16, DType::E5m2, 3, (8, 2), (96, 40), [-0.7, 1e-3]),
+        (DType::Bf16, DType::E4m3Fn, 1, (12, 1), (136, 200), [448.0, -1.3]),
+        // Tiles where there are some, the last of them half a vector of codes; more queries than a tile has.
+        (DType::Bf16, DType::E4m3Fn, 1, (16, 2), (96, 160), [0.7, 1.3]),
+        (DType::Bf16, DType::E5m2, 2, (20, 1), (128, 64), [-0.7, 1e-3]),
+        (DType::Bf16, DType::E4m3Fnuz, 1, (16, 2), (64, 128), [0.7, 1.3]),
+        (DType::Bf16, DType::E4m3Fnuz, 2, (4, 4), (128, 128), [0.7, 1.3]),
+    ] {
+        let problem = problem(dtype, seqlen_q, heads, head_dims);
+        let (narrow, wide) = narrow_and_wide(problem, dtype_cache, Descale::PerTensor, descales);
+        for (isa, backend) in &backends {
             assert!(
-                run_on(&backend, &narrow, None) == run_on(&backend, &wide, None),
+                run_on(backend, &narrow, None) == run_on(backend, &wide, None),
                 "{isa} {dtype} {dtype_cache} {heads:?} {head_dims:?}"
             );
         }

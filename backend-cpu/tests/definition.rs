@@ -8,7 +8,7 @@ use fmha_core::{
     MaskSpec, Strides, VLayout,
 };
 use fmha_cpu::{Config, CpuBackend, Isa};
-use support::{Inputs, Lengths, check_fwd, run_bwd};
+use support::{Definition, Inputs, Lengths, check_fwd, run_bwd};
 
 fn backends() -> Vec<(Isa, Device)> {
     Isa::ALL
@@ -119,10 +119,12 @@ fn problems() -> Vec<(String, FwdProblem, Vec<Lengths>)> {
 
 #[test]
 fn forward_keeps_the_accuracy_promise() {
-    for (isa, backend) in backends() {
-        for (name, problem, lengths) in problems() {
-            let inputs = Inputs::random(problem, &lengths, 1);
-            check_fwd(&backend, &inputs, &format!("{isa} {name}"));
+    let backends = backends();
+    for (name, problem, lengths) in problems() {
+        let inputs = Inputs::random(problem, &lengths, 1);
+        let definition = Definition::of(&inputs);
+        for (isa, backend) in &backends {
+            check_fwd(backend, &inputs, &definition, &format!("{isa} {name}"));
         }
     }
 }
@@ -169,7 +171,7 @@ fn small_problems_keep_the_accuracy_promise() {
         ] {
             let inputs = Inputs::random(problem.clone(), &[], 3);
             let what = format!("{isa} {name}");
-            check_fwd(&backend, &inputs, &what);
+            check_fwd(&backend, &inputs, &Definition::of(&inputs), &what);
             if problem.dims.seqlen_k < 700 {
                 run_bwd(&backend, &inputs, BwdProblem::new(problem), Some(&what));
             }

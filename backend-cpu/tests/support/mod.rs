@@ -283,21 +283,33 @@ impl Error {
     }
 }
 
-/// Forward against the definition: O, LSE, and that nothing but logical rows is written.
-pub fn check_fwd(backend: &Device, inputs: &Inputs, what: &str) {
-    let problem = &inputs.problem;
-    let outputs = run_fwd(backend, inputs, &PlanOptions::default());
-    let mut unused = [0u64; 1];
-    let args =
-        FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), DevSliceMut::host(&mut unused))
+/// O and LSE of the definition: exact, and in the input's precision. They are made once for all instruction sets.
+pub struct Definition {
+    exact: Vec<reference::HeadForward>,
+    same: Vec<reference::HeadForward>,
+}
+
+impl Definition {
+    pub fn of(inputs: &Inputs) -> Self {
+        let mut unused = [0u64; 1];
+        let unused = DevSliceMut::host(&mut unused);
+        let args = FwdArgs::new(inputs.q.slice(), inputs.k.slice(), inputs.v.slice(), unused)
             .seq(inputs.seq())
             .score(inputs.score());
-    let exact = reference::forward(problem, &args, Precision::Exact).unwrap();
-    let same = reference::forward(problem, &args, Precision::AsInput(ScoreSums::F32)).unwrap();
+        let forward = |precision| reference::forward(&inputs.problem, &args, precision).unwrap();
+        Self { exact: forward(Precision::Exact), same: forward(Precision::AsInput(ScoreSums::F32)) }
+    }
+}
+
+/// Forward against the definition: O, LSE, and that nothing but logical rows is written.
+pub fn check_fwd(backend: &Device, inputs: &Inputs, definition: &Definition, what: &str) {
+    let problem = &inputs.problem;
+    let outputs = run_fwd(backend, inputs, &PlanOptions::default());
+    let Definition { exact, same } = definition;
     let (mut error_o, mut error_lse) = (Error::default(), Error::default());
     let mut o = outputs.o;
     let scale_o = inputs.scale_o.first().map_or(1.0, |&scale| f64::from(scale));
-    for (exact, same) in exact.iter().zip(&same) {
+    for (exact, same) in exact.iter().zip(same) {
         let span = exact.span;
         for i in 0..span.seqlen_q {
             for d in 0..problem.dims.head_dim_v {
