@@ -13,6 +13,8 @@ pub enum Stage {
     KeepMask,
     /// Widens or gathers a cache to the layout that the kernel reads.
     Widen,
+    /// Writes what a mask as code shows as bits.
+    MaskBits,
     /// Lists the blocks that each tile sees under masks as data.
     ListTiles,
     /// Gives the blocks of lists their places in the order of additions.

@@ -140,8 +140,9 @@ impl<P: GpuProblem, V: Vendor> fmha_core::Launch<P> for Handle<P, V> {
                 if plan.is_of(list.of, list.block) && plan.shape().is_ordered == list.is_ordered {
                     let arguments = (bind::list_params(problem, seq), mask_data_params(problem, masks));
                     let ranks = steps.at(Stage::RankTiles).filter(|_| list.is_ordered);
+                    let bits = steps.at(Stage::MaskBits);
                     // SAFETY: the caller keeps the contract of `build_list`; the steps are of this list.
-                    return unsafe { plan.make_at([Some(step), ranks], arguments, address, stream) };
+                    return unsafe { plan.make_at([bits, Some(step), ranks], arguments, address, stream) };
                 }
             }
         }

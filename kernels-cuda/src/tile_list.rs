@@ -8,7 +8,7 @@ use fmha_gpu::{Grid, Launch, Stage};
 use crate::nvidia::{DeviceFacts, row_launch};
 use crate::schedule;
 
-pub use fmha_gpu::tile_list::{ListsTiles, NAME, THREADS, TileList, TileOf, reads_head, serve};
+pub use fmha_gpu::tile_list::{ListsTiles, MaskCode, NAME, THREADS, TileList, TileOf, reads_head, serve};
 pub(crate) use fmha_gpu::tile_list::{TileListPlan, code_beside_lists, header};
 
 /// Last parameters of an entry that walks lists.
@@ -16,15 +16,8 @@ pub(crate) const PARAMS: &str =
     ", const __grid_constant__ MaskDataParams masks, const __grid_constant__ TileList list";
 
 impl ListsTiles for DeviceFacts {
-    fn list_tiles(
-        &self,
-        spec: &FwdSpec,
-        of: TileOf,
-        block: [i32; 2],
-        has_function: bool,
-        lists: u32,
-    ) -> Launch {
-        let source = list_tiles(spec, of, block, has_function);
+    fn list_tiles(&self, spec: &FwdSpec, of: TileOf, block: [i32; 2], code: MaskCode, lists: u32) -> Launch {
+        let source = list_tiles(spec, of, block, code);
         row_launch((Stage::ListTiles, NAME), source, Grid::new(lists, THREADS), self)
     }
 }
@@ -85,15 +78,59 @@ pub fn rank_tiles(spec: &FwdSpec, block_n: i32) -> KernelSource {
     crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
 }
 
-/// The kernel of that launch. Of the spec it reads how Q, K and V lie. `has_function`: a mask as code joins the
-/// masks as data.
-#[must_use]
-pub fn list_tiles(
+/// The text of a kernel behind the launches that make lists: one that asks no function is the same for all.
+pub(crate) fn behind(plan: &TileListPlan, problem: &FwdProblem, source: KernelSource) -> KernelSource {
+    let asks = plan.code() == MaskCode::Asked || problem.code.score.is_some();
+    if asks { source } else { source.without_code() }
+}
+
+/// Name in plans of the launch that writes what a mask as code shows as bits.
+const BITS_NAME: &str = "mask_bits";
+
+/// Queries and words of a warp of that launch, as `fmha/common/function_bits.cuh` has them.
+const ROWS_OF_BITS: u32 = 32;
+const WORDS_OF_BITS: u32 = 8;
+
+/// Launches before the kernel that walks lists: bits of a mask as code where the plan has them, then the lists.
+pub(crate) fn launches(
+    plan: &TileListPlan,
+    problem: &FwdProblem,
     spec: &FwdSpec,
-    of: TileOf,
-    [block_m, block_n]: [i32; 2],
-    has_function: bool,
-) -> KernelSource {
+    facts: &DeviceFacts,
+) -> Result<Vec<Launch>, String> {
+    let bits = plan.words_of_bits(problem).map(|(words, sequences)| -> Result<Launch, String> {
+        let groups = u64::from(problem.dims.seqlen_q.div_ceil(ROWS_OF_BITS)) * u64::from(sequences);
+        let warps = groups * u64::from(words.div_ceil(WORDS_OF_BITS));
+        let ctas = u32::try_from(warps.div_ceil(u64::from(THREADS / 32)).max(1));
+        let ctas = ctas.map_err(|_| format!("bits of a mask as code of {sequences} sequences"))?;
+        let source = mask_bits(spec, words);
+        Ok(row_launch((Stage::MaskBits, BITS_NAME), source, Grid::new(ctas, THREADS), facts))
+    });
+    Ok(bits.transpose()?.into_iter().chain([plan.launch(spec, facts)]).collect())
+}
+
+/// Kernel that writes what a mask as code shows as bits, `words` a query: arguments as of [`list_tiles`]. Of the spec
+/// it reads how Q, K and V lie.
+#[must_use]
+pub fn mask_bits(spec: &FwdSpec, words: u32) -> KernelSource {
+    let entry = Entry {
+        include: "fmha/common/function_bits.cuh",
+        constants: &[("kSpec", spec)],
+        bounds: &format!("__launch_bounds__({THREADS})"),
+        params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
+        call: &format!(
+            "static_assert(FunctionBits::rows == {ROWS_OF_BITS} && FunctionBits::words == {WORDS_OF_BITS}, \
+             \"host and device disagree\"); (void)list; \
+             FunctionBits{{p, masks}}.run(kSpec.q_layout, kSpec.kv_layout, {words});"
+        ),
+    };
+    crate::source(entry.render(), || [schedule::header(), fmha_core::masks::header(), header()])
+}
+
+/// The kernel of the launch that makes lists. Of the spec it reads how Q, K and V lie.
+#[must_use]
+pub fn list_tiles(spec: &FwdSpec, of: TileOf, [block_m, block_n]: [i32; 2], code: MaskCode) -> KernelSource {
+    let (has_function, has_bits) = (code == MaskCode::Asked, code == MaskCode::InBits);
     let entry = Entry {
         include: "fmha/common/tile_list.cuh",
         constants: &[("kSpec", spec)],
@@ -102,7 +139,7 @@ pub fn list_tiles(
         params: &format!("const __grid_constant__ FwdParams p{PARAMS}"),
         call: &format!(
             "static_assert(TileListCta::threads == {THREADS}, \"host and device disagree\"); \
-             list_tiles<TileListCta, kSpec, {block_m}, {block_n}, {}, {has_function}>(p, masks, list);",
+             list_tiles<TileListCta, kSpec, {block_m}, {block_n}, {}, {has_function}, {has_bits}>(p, masks, list);",
             of == TileOf::Keys
         ),
     };

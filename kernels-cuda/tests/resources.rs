@@ -22,7 +22,7 @@ use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
-use fmha_kernels_cuda::tile_list::TileOf;
+use fmha_kernels_cuda::tile_list::{MaskCode, TileOf};
 use fmha_kernels_cuda::{
     COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_mla, sm100,
     sm100_bwd, tile_list,
@@ -187,7 +187,10 @@ fn kernels() -> Vec<(String, KernelSource)> {
         kernels.push((name.to_owned(), sm90::fwd_masked(&spec, &tile, false)));
     }
     let spec = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
-    kernels.push(("tile_list".to_owned(), tile_list::list_tiles(&spec, TileOf::Queries, [128, 128], false)));
+    kernels.push((
+        "tile_list".to_owned(),
+        tile_list::list_tiles(&spec, TileOf::Queries, [128, 128], MaskCode::None),
+    ));
     kernels.push(("tile_ranks".to_owned(), tile_list::rank_tiles(&spec, 128)));
     kernels.push((
         "simt_128_band".to_owned(),
@@ -1079,11 +1082,12 @@ fn do_not_spill(kernels: Vec<(String, &str, KernelSource)>, step: usize) {
 
 /// Scores and masks as people write them, in the tiles that they get.
 fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
-    const FORMS: [(&str, &str, &str); 4] = [
+    const FORMS: [(&str, &str, &str); 5] = [
         ("alibi", "slopes: f32[_]; s + slopes[h] * (k - q)", ""),
         ("softcap", "30 * tanh(s / 30)", ""),
         ("causal", "", "k <= q"),
         ("documents", "", "ids: i32[_]; ids[q] == ids[k]"),
+        ("neighbourhood", "", "n: int; abs(q // n - k // n) <= 6 and abs(q % n - k % n) <= 6"),
     ];
     let room = Room { smem_bytes: 166_912, num_sms: 108 };
     let mut kernels = Vec::new();
@@ -1097,6 +1101,10 @@ fn kernels_with_functions() -> Vec<(String, &'static str, KernelSource)> {
                 false => sm90::fwd(&spec, &tile),
             };
             kernels.push((format!("sm90_{dim}_{name}"), "sm_90a", hopper.with_code(&code)));
+            if problem.code.mask.is_some() {
+                let bits = tile_list::mask_bits(&spec, 256).with_code(&code);
+                kernels.push((format!("mask_bits_{dim}_{name}"), "sm_90a", bits));
+            }
             let spec = FwdSpec::of(&problem);
             let tile = Sm80Tile { vector_store: true, ..sm80::default_tile(&spec, room) };
             kernels.push((format!("sm80_{dim}_{name}"), "sm_80", sm80::fwd(&spec, &tile).with_code(&code)));

@@ -2,21 +2,15 @@
 
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::spec::FwdSpec;
-use fmha_gpu::tile_list::{ListsTiles, NAME, THREADS, TileOf};
+use fmha_gpu::tile_list::{ListsTiles, MaskCode, NAME, THREADS, TileOf};
 use fmha_gpu::{Launch, Stage};
 
 use crate::device::{DeviceFacts, launch};
 
 impl ListsTiles for DeviceFacts {
-    fn list_tiles(
-        &self,
-        spec: &FwdSpec,
-        of: TileOf,
-        block: [i32; 2],
-        has_function: bool,
-        lists: u32,
-    ) -> Launch {
-        launch(Stage::ListTiles, NAME, source(spec, of, block, has_function), lists.into(), THREADS)
+    fn list_tiles(&self, spec: &FwdSpec, of: TileOf, block: [i32; 2], code: MaskCode, lists: u32) -> Launch {
+        let source = source(spec, of, block, code != MaskCode::None);
+        launch(Stage::ListTiles, NAME, source, lists.into(), THREADS)
     }
 }
 

@@ -450,7 +450,8 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::HappensBefore,
         multiprocessors: Some(2),
         in_test: Cases {
-            filter: "^masks/(forward/bf16/(batch/(all|intervals)|code/all)|backward/bf16/(batch/intervals|group/all))$",
+            filter: "^masks/(forward/bf16/(batch/(all|intervals)|code/all)|\
+                backward/bf16/(batch/intervals|group/all|ordered/keys/intervals))$",
             deal: 1,
         },
         in_all: Cases { filter: "^(code|masks)/.*/b?f16/", deal: 1 },
@@ -865,7 +866,7 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
         in_test: Cases {
-            filter: "^(code/.*/bf16/(batch/mask|bounds/mask_causal)|masks/.*/bf16/(code/|ordered/keys/intervals))",
+            filter: "^(code/.*/bf16/(batch/mask|bounds/(mask_causal|heads_blocks))|masks/.*/bf16/(code/|ordered/keys/intervals))",
             deal: 1,
         },
         in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/(code|ordered)/)", deal: 1 },

@@ -4,7 +4,7 @@
 pub use fmha_core::TileOf;
 use fmha_core::abi::{AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::expr::{Function, Node, Variable};
-use fmha_core::masks::MaskDataParams;
+use fmha_core::masks::{MaskDataParams, MaskTensor};
 use fmha_core::source::Header;
 use fmha_core::spec::{CodeKind, FwdSpec};
 use fmha_core::{FwdProblem, KvLayout, MaskArgs, QLayout, Result, TileLists, Workspace, abi_struct};
@@ -23,15 +23,30 @@ pub const THREADS: u32 = 256;
 pub trait ListsTiles {
     /// The launch, a group for each of `lists`: arguments `FwdParams`,
     /// [`MaskDataParams`](fmha_core::masks::MaskDataParams), [`TileList`]. Of the spec it reads how Q, K and V lie;
-    /// `block`: queries and keys of a tile; `has_function`: a mask as code joins the masks as data.
-    fn list_tiles(
-        &self,
-        spec: &FwdSpec,
-        of: TileOf,
-        block: [i32; 2],
-        has_function: bool,
-        lists: u32,
-    ) -> Launch;
+    /// `block`: queries and keys of a tile.
+    fn list_tiles(&self, spec: &FwdSpec, of: TileOf, block: [i32; 2], code: MaskCode, lists: u32) -> Launch;
+}
+
+/// A mask as code, as kernels that walk lists of tiles have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MaskCode {
+    /// None is given.
+    None,
+    /// The launch that makes lists, and in cut blocks the kernel, ask it for each pair.
+    Asked,
+    /// A launch before all others writes what it shows into the bits of the masks as data, and nobody else asks it.
+    InBits,
+}
+
+/// Words of what a mask as code shows, 32 keys of a query each.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct FunctionBits {
+    place: u64,
+    /// Words of a query.
+    row: u32,
+    /// Words of a sequence; 0 where all have the same.
+    batch: u64,
+    heads: u32,
 }
 
 abi_struct! {
@@ -66,6 +81,10 @@ pub struct TileListPlan {
     counts: u64,
     blocks: u64,
     ranks: Option<u64>,
+    code: MaskCode,
+    bits: Option<FunctionBits>,
+    /// End of all that lists take in the workspace.
+    end: u64,
 }
 
 /// Lists, at most: a group of [`THREADS`] makes each, and a grid of AMD's has threads that 32 bits count.
@@ -73,6 +92,12 @@ const MOST_LISTS: u64 = (u32::MAX / THREADS) as u64;
 
 /// Bytes of lists, at most: they grow with the square of the length, and `sm80` serves the same masks without any.
 const MOST_BYTES: u64 = 4 << 30;
+
+/// Bits of a mask as code, at most, in bytes: 32768 queries of as many keys.
+const MOST_BYTES_OF_BITS: u64 = 128 << 20;
+
+/// Query heads from which on bits are written once for all of them; fewer ask the function itself.
+const LEAST_HEADS_OF_BITS: u32 = 4;
 
 impl TileListPlan {
     /// Lists of tiles and blocks of `block_m` queries and `block_n` keys behind `before` of the workspace, and the
@@ -120,7 +145,18 @@ impl TileListPlan {
         }
         let ranks = None;
         Ok((
-            Self { list, of, block, rows: rows as u32, counts, blocks, ranks },
+            Self {
+                list,
+                of,
+                block,
+                rows: rows as u32,
+                counts,
+                blocks,
+                ranks,
+                code: if problem.code.mask.is_some() { MaskCode::Asked } else { MaskCode::None },
+                bits: None,
+                end: bytes,
+            },
             Workspace { bytes, ..before },
         ))
     }
@@ -138,7 +174,54 @@ impl TileListPlan {
                 "lists of tiles in one order would take {bytes} bytes of workspace, more than {MOST_BYTES}"
             ));
         }
-        Ok((Self { ranks: Some(ranks), ..self }, Workspace { bytes, ..workspace }))
+        Ok((Self { ranks: Some(ranks), end: bytes, ..self }, Workspace { bytes, ..workspace }))
+    }
+
+    /// Lists beside bits of the mask as code behind the workspace that the lists end, where one is given that all heads
+    /// share and no bits of the call's own take their place. They grow with the product of the lengths, and end at
+    /// 128 MiB.
+    #[must_use]
+    pub fn in_bits(self, problem: &FwdProblem, workspace: Workspace) -> (Self, Workspace) {
+        let dims = problem.dims;
+        let is_shared = !reads_head(problem) && dims.num_heads_q >= LEAST_HEADS_OF_BITS;
+        let is_free = problem.masks.bits.is_none() && problem.layout.q == QLayout::Batch;
+        if self.code == MaskCode::None || !is_shared || !is_free {
+            return (self, workspace);
+        }
+        let row = dims.seqlen_k.div_ceil(32).next_multiple_of(4);
+        let of_sequence = u64::from(dims.seqlen_q) * u64::from(row);
+        let (sequences, batch) =
+            if shared_by_batch(problem) { (1, 0) } else { (u64::from(dims.batch), of_sequence) };
+        let place = workspace.bytes.next_multiple_of(128);
+        let bytes_of_bits = 4 * of_sequence.saturating_mul(sequences);
+        if bytes_of_bits > MOST_BYTES_OF_BITS {
+            return (self, workspace);
+        }
+        let bytes = place + bytes_of_bits;
+        let bits = Some(FunctionBits { place, row, batch, heads: dims.num_heads_q });
+        (Self { code: MaskCode::InBits, bits, end: bytes, ..self }, Workspace { bytes, ..workspace })
+    }
+
+    /// How kernels have the mask as code.
+    #[must_use]
+    pub fn code(&self) -> MaskCode {
+        self.code
+    }
+
+    /// Words of a row of the bits of a mask as code, of how many sequences of a batch; `None` where there are none.
+    #[must_use]
+    pub fn words_of_bits(&self, problem: &FwdProblem) -> Option<(u32, u32)> {
+        let of = |bits: FunctionBits| (bits.row, if bits.batch == 0 { 1 } else { problem.dims.batch });
+        self.bits.map(of)
+    }
+
+    /// Masks of a call as its kernels take them: with the bits of a mask as code beside the lists.
+    #[must_use]
+    pub fn masks(&self, masks: MaskDataParams, list: &TileList) -> MaskDataParams {
+        let Some(FunctionBits { place, row, batch, heads }) = self.bits else { return masks };
+        let data = DevPtr::new(list.counts.0 + (place - self.counts));
+        let bits = MaskTensor { data, batch: batch.cast_signed(), head: 0, row: row.into(), dim: 1 };
+        MaskDataParams { bits, bits_ratio: heads.cast_signed(), ..masks }
     }
 
     /// Groups of lists: one for each sequence and head of the masks.
@@ -173,20 +256,15 @@ impl TileListPlan {
     /// Facts of them that a mask object knows.
     #[must_use]
     pub fn shape(&self) -> TileLists {
-        let max_blocks = u64::from(self.list.max_blocks.unsigned_abs());
-        let end = match self.ranks {
-            Some(ranks) => ranks + 4 * (u64::from(self.rows) + u64::from(self.groups())) * max_blocks,
-            None => self.blocks + 4 * u64::from(self.rows) * max_blocks,
-        };
         TileLists {
             of: self.of,
             block: self.block,
             is_ordered: self.ranks.is_some(),
-            bytes: end - self.counts,
+            bytes: self.end - self.counts,
         }
     }
 
-    /// Queues what makes lists at an address, by the plan's steps for them, of which the second ranks.
+    /// Queues what makes lists at an address, by the plan's steps for them in their order: bits, lists, ranks.
     ///
     /// # Safety
     /// The step is of [`launch`](Self::launch); the lists' memory is there, and lengths and masks have passed the check
@@ -196,21 +274,23 @@ impl TileListPlan {
     /// What the driver said.
     pub(crate) unsafe fn make_at<D: Driver>(
         &self,
-        steps: [Option<&Step<D>>; 2],
-        (mut params, mut masks): (FwdParams, MaskDataParams),
+        steps: [Option<&Step<D>>; 3],
+        (mut params, masks): (FwdParams, MaskDataParams),
         address: u64,
         stream: u64,
     ) -> Result<()> {
         let mut list = self.at(address);
+        let mut masks = self.masks(masks, &list);
         let mut arguments = [(&raw mut params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
         for step in steps.into_iter().flatten() {
-            // SAFETY: both kernels take FwdParams, MaskDataParams and TileList; the caller keeps the rest.
+            // SAFETY: the kernels take FwdParams, MaskDataParams and TileList; the caller keeps the rest.
             unsafe { step.launch(&mut arguments, stream)? };
         }
         Ok(())
     }
 
-    /// Lists of a call, made by the plan's step where its mask object has not made them.
+    /// Lists of a call, made by the plan's steps where its mask object has not made them, and the masks that the kernels
+    /// behind take.
     ///
     /// # Safety
     /// As [`Kernel::launch`](crate::Kernel::launch); `params` and `masks` are of the same call, and its workspace is
@@ -222,31 +302,36 @@ impl TileListPlan {
         &self,
         steps: &[Step<D>],
         params: &mut FwdParams,
-        mut masks: MaskDataParams,
+        masks: MaskDataParams,
         args: &MaskArgs<'_>,
         stream: u64,
-    ) -> Result<TileList> {
+    ) -> Result<(TileList, MaskDataParams)> {
         let (mut list, is_built) = self.of_call(args, params.workspace.0);
-        let step = steps.iter().find(|step| step.stage == Stage::ListTiles);
-        if let (false, Some(step)) = (is_built, step) {
+        let mut masks = self.masks(masks, &list);
+        let makes = |stage| !is_built && matches!(stage, Stage::MaskBits | Stage::ListTiles);
+        for step in steps.iter().filter(|step| makes(step.stage)) {
             let mut arguments = [(&raw mut *params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
-            // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; the caller keeps the rest.
+            // SAFETY: both kernels take FwdParams, MaskDataParams and TileList; the caller keeps the rest.
             unsafe { step.launch(&mut arguments, stream)? };
         }
-        Ok(list)
+        Ok((list, masks))
     }
 
     /// The launch that makes them.
-    pub fn launch(&self, spec: &FwdSpec, has_function: bool, facts: &impl ListsTiles) -> Launch {
-        facts.list_tiles(spec, self.of, self.block, has_function, self.rows)
+    pub fn launch(&self, spec: &FwdSpec, facts: &impl ListsTiles) -> Launch {
+        facts.list_tiles(spec, self.of, self.block, self.code, self.rows)
     }
 
     /// Words of a plan: how many lists there are.
     #[must_use]
     pub fn words(&self) -> String {
         let what = if self.of == TileOf::Queries { "keys" } else { "queries" };
+        let code = match self.bits {
+            Some(bits) => format!("; the mask as code in bits before, {} words a query", bits.row),
+            None => String::new(),
+        };
         format!(
-            "{} of up to {} blocks of {what}, made on the device before each run, or by a mask object",
+            "{} of up to {} blocks of {what}, made on the device before each run, or by a mask object{code}",
             self.rows, self.list.max_blocks
         )
     }

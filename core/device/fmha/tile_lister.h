@@ -14,11 +14,15 @@ namespace fmha {
 // lanes are as `MaskClasses` asks; `bits_in` counts a ballot's bits, `reconverge()` joins a warp's lanes; where it
 // `has_atomics`, `set_bits` sets bits of a word in shared memory. `has_a_block_of_none`: a tile of queries that sees
 // no key has one block, outside the tensor.
-// `has_function`: a mask as code joins the masks as data.
-template <class Group, bool has_function>
+// `has_function`: a mask as code joins the masks as data. `has_bits`: a launch before has written what it shows into
+// the bits of the masks.
+template <class Group, bool has_function, bool has_bits = false>
 struct TileLister {
   using Classes = MaskClasses<Group>;
   static constexpr int warps = Group::threads / Group::count, words = Group::threads / 32;
+
+  // Mark of a class that bounds do not tell.
+  static constexpr uint8_t kUnknown = 255;
 
   // Answers that a group's threads have for each other.
   struct Shared {
@@ -48,6 +52,20 @@ struct TileLister {
     else by_masks = keys.class_of(span, i_head, rows, own);
     if (by_masks == BlockClass::Inside && !may_be_whole) return BlockClass::Edge;
     return by_masks;
+  }
+
+  // The class of a tile as one thread finds it by bounds of the mask as code, where no mask as data decides too.
+  FMHA_DEVICE uint8_t class_by_bounds(const SeqSpan& span, const MaskBand& band, int32_t i_head, Range rows,
+                                      int32_t block, int32_t block_n) const {
+    const MaskDataParams& m = keys.masks.m;
+    const Range own = block_of(block, block_n, span.seqlen_k);
+    if (m.block_q != 0 || m.intervals.data || (!has_bits && m.bits.data)) return kUnknown;
+    const BlockClass by_band = block_class(band, rows, own);
+    if (by_band == BlockClass::Skipped) return uint8_t(by_band);
+    const expr::Bound seen = Functions::of(p, span, i_head).shows_of(rows, own);
+    if (seen.hi <= 0) return uint8_t(BlockClass::Skipped);
+    if (seen.lo < 1) return kUnknown;
+    return uint8_t(own.end - own.begin == block_n ? by_band : BlockClass::Edge);
   }
 
   // How a tile stands to the masks as data and the one as code. Pairs are asked one by one, a lane a key, until
@@ -195,8 +213,22 @@ struct TileLister {
     int32_t num_cut = 0, num_whole = 0;
     for (int32_t last = end - 1; last >= lowest; last -= Group::threads) {
       if constexpr (!of_keys) mark_listed(shared, span, i_head, own, last, block_n);
+      if constexpr (has_function || has_bits) {
+        // Bounds say most classes: a thread each. The warps ask for the others.
+        const int32_t block = last - thread;
+        uint8_t known = uint8_t(BlockClass::Skipped);
+        if (block >= lowest) {
+          known = of_keys ? class_by_bounds(span, band, i_head, block_of(block, block_m, span.seqlen_q), tile, block_n)
+                          : class_by_bounds(span, band, i_head, own, block, block_n);
+        }
+        classes[thread] = known;
+        Group::barrier();
+      }
       for (int32_t at = warp; at < Group::threads; at += warps) {
         const int32_t block = last - at;
+        if constexpr (has_function || has_bits) {
+          if (Group::uniform(classes[at]) != kUnknown) continue;
+        }
         BlockClass is = BlockClass::Skipped;
         const bool may_show = of_keys || (marked[at / 32] >> at % 32 & 1);
         if (block >= lowest && may_show) {
@@ -266,9 +298,10 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
 }
 
 // The launch of a vendor's groups.
-template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function>
+template <class Group, FwdSpec spec, int32_t block_m, int32_t block_n, bool of_keys, bool has_function,
+          bool has_bits = false>
 FMHA_DEVICE void list_tiles(const FwdParams& p, const MaskDataParams& masks, const TileList& list) {
-  using Lister = TileLister<Group, has_function>;
+  using Lister = TileLister<Group, has_function, has_bits>;
   __shared__ typename Lister::Shared shared;
   const Lister lister{p, {DataMasks{masks}}, list};
   lister.template run<of_keys>(shared, spec.q_layout, spec.kv_layout, block_m, block_n);

@@ -79,6 +79,8 @@ pub struct KernelSource {
     headers: OnceLock<Vec<Header>>,
     /// Function that renders all headers, called when one is first needed.
     all: Arc<dyn Fn() -> Vec<Header> + Send + Sync>,
+    /// Whether the text asks no function of a call.
+    asks_none: bool,
 }
 
 impl KernelSource {
@@ -88,19 +90,26 @@ impl KernelSource {
     /// Two sources of one entry must have the same headers.
     #[must_use]
     pub fn new(entry: String, all: impl Fn() -> Vec<Header> + Send + Sync + 'static) -> Self {
-        Self { entry, headers: OnceLock::new(), all: Arc::new(all) }
+        Self { entry, headers: OnceLock::new(), all: Arc::new(all), asks_none: false }
     }
 
     /// A translation unit with these headers, whether it reaches them or not.
     #[must_use]
     pub fn with(entry: String, headers: Vec<Header>) -> Self {
-        Self { entry, headers: headers.into(), all: Arc::new(Vec::new) }
+        Self { entry, headers: headers.into(), all: Arc::new(Vec::new), asks_none: false }
+    }
+
+    /// The translation unit of a kernel that asks no function, though its headers could: calls with all functions share
+    /// what is compiled of it.
+    #[must_use]
+    pub fn without_code(self) -> Self {
+        Self { asks_none: true, ..self }
     }
 
     /// The translation unit over a call's functions; the same one where it reaches none.
     #[must_use]
     pub fn with_code(self, code: &CodeSource<'_>) -> Self {
-        if !self.headers().iter().any(|header| header.name == CODE_H) {
+        if self.asks_none || !self.headers().iter().any(|header| header.name == CODE_H) {
             return self;
         }
         let functions = code.header();

@@ -5,6 +5,13 @@
 
 namespace fmha {
 
+// Words of masks' bits for a thread's two rows of a block of n keys, where these are whole words.
+template <int n>
+struct FetchedBits {
+  static constexpr bool is_whole = n % 32 == 0;
+  uint32_t words[2][is_whole ? n / 32 : 1];
+};
+
 struct EveryKey {
   // `has_classes`: a warp asks what its rows see of a block (`class_of`). `has_tile_list`: a list has a tile's blocks.
   static constexpr bool all = true, has_classes = false, has_tile_list = false;

@@ -4,6 +4,7 @@
 // at a time.
 #pragma once
 #include <fmha/common/data_keys.cuh>
+#include <fmha/common/seen_keys.cuh>
 #include <fmha/mma/fragment.cuh>
 #include <fmha/score.h>
 #include <fmha/shown_pairs.h>
@@ -110,6 +111,37 @@ struct ShownBlocks {
     return seen;
   }
 
+  // Reads words of bits for the thread's two rows, `row` and `row + 8`, before `hide` asks for them.
+  template <int n>
+  FMHA_DEVICE void fetch(FetchedBits<n>& to, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+    const MaskDataParams& m = pairs.masks.m;
+    if (!m.bits.data) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t i = span.q_row + min(row + 8 * r, span.seqlen_q - 1);
+#pragma unroll
+      for (int w = 0; w < n / 32; ++w) to.words[r][w] = word_of_bits(span, i_head, i, block_key / 32 + w);
+    }
+  }
+  // A word of a row; one beyond the sequence has the last one's number.
+  FMHA_DEVICE uint32_t word_of_bits(const SeqSpan& span, int32_t i_head, int32_t row, int32_t word) const {
+    const MaskDataParams& m = pairs.masks.m;
+    const int32_t at = min(word, (span.seqlen_k - 1) / 32);
+    return uint32_t(DataMasks::word(m.bits, span.storage_batch, i_head / m.bits_ratio, row, at));
+  }
+  // The elements of a row of whole words.
+  template <int n>
+  static FMHA_DEVICE BitsIn<n> of_words(const uint32_t (&words)[n / 32]) {
+    BitsIn<n> seen = 0;
+#pragma unroll
+    for (int w = 0; w < n / 32; ++w) {
+      const uint32_t own = words[w] >> mma::fragment_column();
+#pragma unroll
+      for (int c = 0; c < 4; ++c) seen |= BitsIn<n>(own >> 8 * c & 3u) << (2 * (4 * w + c));
+    }
+    return seen;
+  }
+
   // The elements of a row whose bits are 1. Columns beyond the sequence have the last word's.
   template <int n>
   FMHA_DEVICE BitsIn<n> in_bits(const SeqSpan& span, int32_t i_head, int32_t i, int32_t block_key) const {
@@ -164,10 +196,10 @@ struct ShownBlocks {
   }
 
   // -inf where the masks hide a key of a block from the thread's two rows, `row` and `row + 8` of the sequence. The
-  // whole warp asks. Rows beyond the sequence have the last one's answer.
-  template <int n>
-  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row,
-                        int32_t block_key) const {
+  // whole warp asks. Rows beyond the sequence have the last one's answer. `fetched`: what `fetch` read of the block.
+  template <int n, int columns>
+  FMHA_DEVICE void hide(mma::Accumulator<n>& s, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key,
+                        const FetchedBits<columns>& fetched) const {
     const MaskDataParams& m = pairs.masks.m;
     BitsIn<n> seen[2], full[2] = {0, 0};
     int32_t rows[2];
@@ -176,7 +208,10 @@ struct ShownBlocks {
       rows[r] = min(row + 8 * r, span.seqlen_q - 1);
       seen[r] = ~BitsIn<n>(0);
       if (m.intervals.data) seen[r] = in_intervals<n>(span, i_head, rows[r], block_key + mma::fragment_column());
-      if (m.bits.data) seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
+      if (m.bits.data) {
+        if constexpr (n == columns && FetchedBits<n>::is_whole) seen[r] &= of_words<n>(fetched.words[r]);
+        else seen[r] &= in_bits<n>(span, i_head, rows[r], block_key);
+      }
     }
     if (m.block_q != 0) in_lists<n, false>(span, i_head, rows, row - threadIdx.x % 32 / 4, block_key, seen, full);
     const Functions functions = functions_of(span, i_head);

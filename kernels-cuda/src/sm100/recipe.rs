@@ -17,7 +17,7 @@ use crate::operands::{alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
 use crate::sm100::{self, Sm100Tile};
 use crate::split::{self, launch as parts};
-use crate::tile_list::{self, TileListPlan, TileOf};
+use crate::tile_list::{self, MaskCode, TileListPlan, TileOf};
 use crate::tree_mask;
 
 /// The merging kernel's name in plans.
@@ -91,13 +91,17 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let (list, own) =
             list_of(problem, &tile, tile.workspace(problem, &schedule, facts.num_sms)).map_err(refuse)?;
-        let has_function = problem.code.mask.is_some();
-        let lists = list.map(|list| list.launch(&spec, has_function, facts));
+        let has_function = list.is_some_and(|list| list.code() == MaskCode::Asked);
+        let lists = list.map(|list| tile_list::launches(&list, problem, &spec, facts)).transpose();
+        let lists = lists.map_err(refuse)?.into_iter().flatten();
         let main = Launch {
             stage: Stage::Main,
             kernel: sm100::NAME,
-            source: match list {
-                Some(_) => sm100::fwd_masked(&own_spec, &tile, has_function),
+            source: match &list {
+                Some(list) => {
+                    let source = sm100::fwd_masked(&own_spec, &tile, has_function);
+                    tile_list::behind(list, problem, source)
+                }
                 None if problem.cache.tree_mask => sm100::fwd_tree(&own_spec, &tile),
                 None => sm100::fwd(&own_spec, &tile),
             },
@@ -112,7 +116,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
         Ok(Choice {
             kernel: Self { tile, schedule, list, own },
-            launches: Launches::new(lists.into_iter().chain(update), main, merge),
+            launches: Launches::new(lists.chain(update), main, merge),
             workspace: update::workspace(problem, own).map_err(refuse)?,
             promises: Promises {
                 deterministic: true,
@@ -166,13 +170,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let tree = tree_mask::bind(call.problem, call.args);
         let turned = call.problem.cache.rotary.map(|_| whole.q);
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let list = match list {
-            None => None,
+        let (list, masks) = match list {
+            None => (None, masks),
             Some(plan) => {
                 // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as
                 // the plan says.
-                let list = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
-                Some(list)
+                let made = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
+                (Some(made.0), made.1)
             }
         };
         let maps = match tile.copy_bytes {
@@ -293,6 +297,7 @@ fn list_of(
     }
     let block = [tile.block_m, tile.block_n];
     let (list, workspace) = TileListPlan::new(problem, TileOf::Queries, block, before)?;
+    let (list, workspace) = list.in_bits(problem, workspace);
     Ok((Some(list), workspace))
 }
 

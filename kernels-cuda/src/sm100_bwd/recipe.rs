@@ -107,7 +107,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             }
         };
         let has_function = problem.fwd().code.mask.is_some();
-        let lists = list.map(|list| list.launch(&of_rows.fwd, has_function, facts));
+        let lists = list.map(|list| list.launch(&of_rows.fwd, facts));
         let at = (Stage::Prepare, "sm100_stats");
         let stats = match list {
             None => facts.row_launch(at, RowKernel::SimtStats, &of_rows, [rows, 0]).map_err(refuse)?,

@@ -18,7 +18,7 @@ use crate::sm80::{self, Room, recipe::room};
 use crate::sm90::{self, PingPong, PrepareV, PreparedValues, Sm90Tile, TileOrder, ValueProduct};
 use crate::sm90_widened;
 use crate::split::{self, launch as parts};
-use crate::tile_list::{self, TileListPlan, TileOf};
+use crate::tile_list::{self, MaskCode, TileListPlan, TileOf};
 
 /// The merging kernel's name in plans.
 const MERGE_NAME: &str = "sm90_merge";
@@ -295,11 +295,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             true => {
                 let (list, workspace) =
                     TileListPlan::new(problem, TileOf::Queries, block, workspace).map_err(refuse)?;
+                let (list, workspace) = list.in_bits(problem, workspace);
                 (Some(list), workspace)
             }
         };
-        let has_function = problem.code.mask.is_some();
-        let lists = list.map(|list| list.launch(&spec, has_function, facts));
+        let has_function = list.is_some_and(|list| list.code() == MaskCode::Asked);
+        let lists = list.map(|list| tile_list::launches(&list, problem, &spec, facts)).transpose();
+        let lists = lists.map_err(refuse)?.into_iter().flatten();
         let before = values.filter(|_| tile.prepare_v == PrepareV::Before).map(|plan| {
             let grid = Grid { dependent: true, ..Grid::new(plan.values.grid(), sm90::PREPARE_THREADS) };
             row_launch((Stage::Prepare, sm90::PREPARE_NAME), sm90::prepare_values(&spec, &tile), grid, facts)
@@ -312,10 +314,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
         let main = Launch {
             stage: Stage::Main,
             kernel: sm90::NAME,
-            source: match problem.arrivals {
-                _ if list.is_some() => sm90::fwd_masked(&own_spec, &tile, has_function),
-                0 => sm90::fwd(&own_spec, &tile),
-                _ => sm90::fwd_of_arriving_keys(&own_spec, &tile),
+            source: match (&list, problem.arrivals) {
+                (Some(list), _) => {
+                    let source = sm90::fwd_masked(&own_spec, &tile, has_function);
+                    tile_list::behind(list, problem, source)
+                }
+                (None, 0) => sm90::fwd(&own_spec, &tile),
+                (None, _) => sm90::fwd_of_arriving_keys(&own_spec, &tile),
             },
             grid,
             shared_bytes: smem_bytes,
@@ -407,13 +412,13 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             unsafe { prepare.launch(&mut arguments, call.stream)? };
         }
         let masks = mask_data_params(call.problem, &call.args.masks);
-        let list = match list {
-            None => None,
+        let (list, masks) = match list {
+            None => (None, masks),
             Some(plan) => {
                 // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as
                 // the plan says.
-                let list = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
-                Some(list)
+                let made = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
+                (Some(made.0), made.1)
             }
         };
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);

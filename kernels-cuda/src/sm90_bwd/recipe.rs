@@ -5,6 +5,7 @@ use fmha_core::bwd_workspace::BwdWorkspace;
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::{FieldValue as _, Fields as _, knob_values};
 use fmha_core::masks::mask_data_params;
+use fmha_core::source::KernelSource;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, Shape, Strides, VLayout, ValidBwd, Workspace, bind};
@@ -18,7 +19,7 @@ use crate::sm80::recipe::room;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90::recipe::needs;
 use crate::sm90_bwd::{self, BwdWalk, DqFinish, DqPath, HeadParts, Sm90BwdSchedule, Sm90BwdTile, as_it_lies};
-use crate::tile_list::{self, TileListPlan, TileOf};
+use crate::tile_list::{self, MaskCode, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts};
 
 /// The backward on wgmma, its rows before and after.
@@ -117,15 +118,21 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 if spec.deterministic {
                     (list, all) = list.ordered(all).map_err(refuse)?;
                 }
+                (list, all) = list.in_bits(problem.fwd(), all);
                 (Some(list), all.bytes)
             }
         };
-        let has_function = problem.fwd().code.mask.is_some();
+        let has_function = list.is_some_and(|list| list.code() == MaskCode::Asked);
         let ranks = list
             .filter(|_| spec.deterministic)
             .map(|list| tile_list::rank_launch(&spec.fwd, tile.block_n, &list, facts));
-        let lists = list.map(|list| list.launch(&spec.fwd, has_function, facts)).into_iter().chain(ranks);
+        let lists = list.map(|list| tile_list::launches(&list, problem.fwd(), &spec.fwd, facts)).transpose();
+        let lists = lists.map_err(refuse)?.into_iter().flatten().chain(ranks);
         let masked = list.is_some();
+        let own = |source: KernelSource| match &list {
+            Some(list) => tile_list::behind(list, problem.fwd(), source),
+            None => source,
+        };
         let tiles = schedule.num_tiles.unsigned_abs();
         let grid = |ctas: u32, threads: u32| Grid { dependent: true, ..Grid::new(ctas.max(1), threads) };
         let rows = |at, source, blocks: u32| Launch {
@@ -151,7 +158,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let repair = repairs.then(|| {
             let ctas = sm90_bwd::repair_ctas(problem, &spec, &schedule, q_blocks);
             let source = if masked {
-                sm90_bwd::masked_repair(&spec, &tile, has_function)
+                own(sm90_bwd::masked_repair(&spec, &tile, has_function))
             } else {
                 sm90_bwd::repair(&spec, &tile)
             };
@@ -177,7 +184,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 lists.chain([rows(
                     (Stage::Prepare, "preprocess"),
                     match masked {
-                        true => sm90_bwd::masked_preprocess(&spec, &tile, has_function),
+                        true => own(sm90_bwd::masked_preprocess(&spec, &tile, has_function)),
                         false => sm90_bwd::preprocess(&spec, &tile),
                     },
                     schedule.num_first_q_blocks.unsigned_abs(),
@@ -186,7 +193,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                     stage: Stage::Main,
                     kernel: sm90_bwd::NAME,
                     source: match problem.fwd().arrivals {
-                        _ if masked => sm90_bwd::masked_main(&spec, &tile, has_function),
+                        _ if masked => own(sm90_bwd::masked_main(&spec, &tile, has_function)),
                         0 => sm90_bwd::main(&spec, &tile),
                         _ => sm90_bwd::main_of_arriving_keys(&spec, &tile),
                     },
@@ -270,11 +277,16 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let mut params = workspace.bind(bind::bwd_params(call.problem, call.args), address);
         let mut masks = mask_data_params(call.problem.fwd(), &call.args.masks);
         let (mut list, is_built) = list.map(|plan| plan.of_call(&call.args.masks, address)).unzip();
+        if let (Some(plan), Some(list)) = (&self.list, &list) {
+            masks = plan.masks(masks, list);
+        }
         let (has_queries, has_tiles) = (schedule.num_q_blocks > 0, schedule.num_tiles > 0);
         for step in steps.iter() {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
-                Stage::ListTiles | Stage::RankTiles => has_tiles && has_queries && is_built == Some(false),
+                Stage::MaskBits | Stage::ListTiles | Stage::RankTiles => {
+                    has_tiles && has_queries && is_built == Some(false)
+                }
                 // Without queries they are zeros, but written.
                 Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
@@ -285,7 +297,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             if !has_work {
                 continue;
             }
-            if let (Stage::ListTiles | Stage::RankTiles, Some(list)) = (step.stage, &mut list) {
+            let makes_lists = matches!(step.stage, Stage::MaskBits | Stage::ListTiles | Stage::RankTiles);
+            if let (true, Some(list)) = (makes_lists, &mut list) {
                 let mut arguments =
                     [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
                 // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory

@@ -79,9 +79,8 @@ impl<V: Amd, U: Unit> Kernel<ValidBwd, V> for Products<U> {
                 lists.push(list);
             }
         }
-        let (spec, has_function) = (FwdSpec::of(fwd), fwd.code.mask.is_some());
-        let list_launches: Vec<_> =
-            lists.iter().map(|list| list.launch(&spec, has_function, facts)).collect();
+        let spec = FwdSpec::of(fwd);
+        let list_launches: Vec<_> = lists.iter().map(|list| list.launch(&spec, facts)).collect();
         let mut products = Vec::new();
         for tile in &kernel.tiles {
             let (workgroups, threads) = (Backward::<U>::workgroups(problem, tile), num_threads::<U>(tile));

@@ -143,8 +143,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
             .transpose()
             .map_err(|text| Refusal::new(K::NAME, text))?;
         let (list, workspace) = list.map_or((None, Workspace::NONE), |(list, bytes)| (Some(list), bytes));
-        let has_function = problem.code.mask.is_some();
-        let lists = list.map(|list| list.launch(&FwdSpec::of(problem), has_function, facts));
+        let lists = list.map(|list| list.launch(&FwdSpec::of(problem), facts));
         let mut details = kernel.details();
         details.extend(list.map(|list| ("tile lists", list.words())));
         Ok(Choice {
@@ -192,7 +191,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Forward<K> {
         };
         let masks = mask_data_params(call.problem, &call.args.masks);
         // SAFETY: core saw that the memory covers the problem, and that the workspace is as large as the plan says.
-        let list = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
+        let (list, masks) = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
         let mut masked = MaskedCdnaParams { cdna: params, masks, list };
         // SAFETY: under masks as data the kernel takes one MaskedCdnaParams; core saw that its memory covers the
         // problem.

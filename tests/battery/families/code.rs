@@ -70,6 +70,20 @@ fn bounds(cases: &mut Vec<Case>) {
         let drawn = data(&name);
         cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
     }
+    // Heads enough that kernels have the mask in bits, of rows that end within a word.
+    let dims = Dims { num_heads_q: 4, seqlen_q: 290, seqlen_k: 330, ..dims };
+    for (what, text) in [
+        ("neighbourhood", "abs(q // 17 - k // 17) <= 2 and abs(q % 17 - k % 17) <= 2"),
+        ("blocks", "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)"),
+    ] {
+        let problem = masked(DType::Bf16, dims, "0").mask_code(text.parse().ok());
+        let name = format!("code/forward/bf16/bounds/heads_{what}");
+        let drawn = data(&name);
+        cases.push(Case::forward(name, problem.clone(), Lengths::default(), drawn));
+        let name = format!("code/backward/bf16/bounds/heads_{what}");
+        let drawn = data(&name);
+        cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
+    }
 }
 
 pub(super) fn problem(dtype: DType, variant: &str, what: &str, seed: u64) -> (FwdProblem, Lengths) {

@@ -89,6 +89,10 @@ struct Consumer {
   Softmax<tile, p_offset_log2(spec, tile)> softmax;
   DroppedBits<spec.dropout ? tile.block_n : 8> dropped;  // of the block at work
   typename Modifiers::BiasWords bias;  // of the block at work, where it is not in shared memory
+  // Under lists: whether masks cut the block at work, and its words of their bits.
+  static constexpr bool fetches_bits = Keys::has_tile_list && FetchedBits<tile.block_n>::is_whole;
+  FetchedBits<fetches_bits ? tile.block_n : 8> shown;
+  bool is_cut = false;
   Slot<Shared::q_buffers> q_slot = {Shared::q_pieces > 1 ? index : 0};
   Slot<tile.stages> k_slot, v_slot;
   Slot<max(tile.bias_stages, 1)> bias_slot;
@@ -292,7 +296,7 @@ struct Consumer {
     s.hide(mask.columns(query_of<tile>(p, rows.row), first_key),
            mask.columns(query_of<tile>(p, rows.row + 8), first_key));
     if constexpr (Keys::has_tile_list) {
-      if (block >= 0) keys.hide(s, span_of(work), work.i_head, rows.row, block * tile.block_n);
+      if (block >= 0) keys.hide(s, span_of(work), work.i_head, rows.row, block * tile.block_n, shown);
     }
   }
 
@@ -319,6 +323,9 @@ struct Consumer {
   FMHA_DEVICE void prepare_scores(const Work& work, int32_t block) {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
     if constexpr (spec.dropout) decide_dropped<n>(work, block);
+    if constexpr (fetches_bits) {
+      if (is_cut) keys.fetch(shown, span_of(work), work.i_head, rows.row, max(block, 0) * tile.block_n);
+    }
   }
   template <int n>
   FMHA_DEVICE void decide_dropped(const Work& work, int32_t block) {
@@ -419,6 +426,7 @@ struct Consumer {
     if constexpr (sums_output_first(tile)) wait_ping_pong();
     start_scores(sums);
     signal_ping_pong();
+    is_cut = w.num_band_blocks > 0;
     prepare_scores<n>(w, block_of(w, first_of(w)));
     ptx::wgmma_wait_group<0>();
     release_k();
@@ -434,6 +442,7 @@ struct Consumer {
   template <bool nonnegative = false>
   FMHA_DEVICE void step(int32_t block, bool edge, bool last) {
     ScoreSums<tile.block_n> sums;
+    is_cut = edge;
     overlap_products(sums, !rescales_before_turn, last, work(), block, !passes_after_max);
     auto&& s = sums;
     exponentiate<nonnegative>(s, work(), block, edge, passes_after_max);
@@ -448,6 +457,7 @@ struct Consumer {
   // One block without the row-max reduction. Returns whether running maxima of the warp were too low for it.
   FMHA_DEVICE bool step_reusing_row_max(int32_t block, bool last) {
     ScoreSums<tile.block_n> products;
+    is_cut = false;
     overlap_products(products, false, last, work(), block);
     auto&& s = products;
     take_sign(s);
@@ -716,7 +726,8 @@ struct Consumer {
   template <int n>
   FMHA_DEVICE void cross_products(const Work& next, RowStats (&stats)[2]) {
     ScoreSums<n> sums;
-    constexpr bool prepares = Modifiers::prefetches || spec.dropout;
+    constexpr bool prepares = Modifiers::prefetches || spec.dropout || fetches_bits;
+    is_cut = next.num_band_blocks > 0;
     if constexpr (prepares) rows = rows_of(next);
     overlap_products(sums, true, next.num_blocks == 1 + first_of(next), next, block_of(next, first_of(next)));
     auto&& s = sums;
