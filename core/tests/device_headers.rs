@@ -376,6 +376,40 @@ int main() {
     }
 }
 
+/// A quotient by a constant of a text, without a division: the bits that the division has.
+#[test]
+fn a_quotient_by_a_constant_rounds_as_the_division() {
+    let program = r#"
+#include <cstdio>
+#include <fmha/expr.h>
+int main() {
+  const float cs[] = {30.f, 3.f, 0.1f, -7.f, 1.0000001f, 1.9999999f, 16777215.f, 1e-20f, 3e20f};
+  const float inf = __builtin_inff(), ends[] = {0.f, -0.f, inf, -inf, 3e38f, -3e38f};
+  unsigned bits = 1;
+  for (float c : cs) {
+    int wrong = 0;
+    for (int n = 0; n < 500000; ++n) {
+      bits = bits * 1664525u + 1013904223u;
+      // Exponents from -40 to 39, either sign.
+      const unsigned exponent = 87u + (bits >> 9) % 80u;
+      const float a = fmha::float_of((bits & 0x80000000u) | exponent << 23 | ((bits * 2654435761u) >> 9));
+      volatile float quotient = a / c;
+      wrong += fmha::expr::div_by(a, c, 1.f / c) != quotient;
+    }
+    for (float a : ends) {
+      volatile float quotient = a / c;
+      wrong += fmha::bits_of(fmha::expr::div_by(a, c, 1.f / c)) != fmha::bits_of(float(quotient));
+    }
+    const float nan = fmha::expr::div_by(__builtin_nanf(""), c, 1.f / c);
+    wrong += nan == nan;
+    printf("%d\n", wrong);
+  }
+}
+"#;
+    let Some(device) = run_cpp("div_by", program) else { return };
+    assert_eq!(device.lines().collect::<Vec<_>>(), vec!["0"; 9]);
+}
+
 /// A kernel that knows its mask's kind at compile time agrees with `visible`, pair by pair.
 #[test]
 fn known_masks_say_what_the_band_says() {

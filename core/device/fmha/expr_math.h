@@ -27,6 +27,7 @@ FMHA_DEVICE float floorf(float x) { return __builtin_floorf(x); }
 FMHA_DEVICE float ceilf(float x) { return __builtin_ceilf(x); }
 FMHA_DEVICE float rintf(float x) { return __builtin_rintf(x); }
 FMHA_DEVICE float sqrtf(float x) { return __builtin_sqrtf(x); }
+FMHA_DEVICE float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FMHA_DEVICE float expf(float x) { return __builtin_expf(x); }
 FMHA_DEVICE float exp2f(float x) { return __builtin_exp2f(x); }
 FMHA_DEVICE float logf(float x) { return __builtin_logf(x); }
