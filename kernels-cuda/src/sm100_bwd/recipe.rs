@@ -63,11 +63,6 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         let refuse = |reason: String| Refusal::new(sm100_bwd::NAME, reason);
         sm100_bwd::accepts(problem)?;
         let spec = spec_of(problem, options);
-        if spec.deterministic && tile_list::serve(problem.fwd()) {
-            return Err(refuse(
-                "deterministic beside masks with lists: their additions to dQ have no order".to_owned(),
-            ));
-        }
         let mut tile = sm100_bwd::choose_tile(problem, &spec);
         for (key, value) in fields {
             tile.set(key, value).map_err(refuse)?;
@@ -101,13 +96,18 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             true => {
                 let before = Workspace { bytes: zeroed_bytes, zeroed_bytes };
                 let block = [queries, BLOCK.cast_signed()];
-                let (list, all) =
+                let (mut list, mut all) =
                     TileListPlan::new(problem.fwd(), TileOf::Keys, block, before).map_err(refuse)?;
+                if is_ordered {
+                    (list, all) = list.ordered(all).map_err(refuse)?;
+                }
                 (Some(list), all.bytes)
             }
         };
         let has_function = problem.fwd().code.mask.is_some();
         let lists = list.map(|list| list.launch(&of_rows.fwd, facts));
+        let ranks = list.filter(|_| is_ordered);
+        let ranks = ranks.map(|list| tile_list::rank_launch(&of_rows.fwd, BLOCK.cast_signed(), &list, facts));
         let at = (Stage::Prepare, "sm100_stats");
         let stats = match list {
             None => facts.row_launch(at, RowKernel::SimtStats, &of_rows, [rows, 0]).map_err(refuse)?,
@@ -155,13 +155,14 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         let behind = [finish].into_iter().chain(dsink).chain(dbias).chain(captured);
         Ok(Choice {
             kernel: Self { tile, workspace, list },
-            launches: Launches::new(lists.into_iter().chain([stats]), main, behind),
+            launches: Launches::new(lists.into_iter().chain(ranks).chain([stats]), main, behind),
             workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
                 // Sums of dQ without an order are deterministic only where a single block of keys adds to
                 // them.
                 deterministic: in_order && (is_ordered || dims.seqlen_k <= BLOCK),
-                batch_invariant: in_order && is_ordered && options.tile.is_empty(),
+                // Lists have what is cut for any row of a tile first.
+                batch_invariant: list.is_none() && in_order && is_ordered && options.tile.is_empty(),
                 row_invariant: false,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
@@ -205,7 +206,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
                 // Without queries or keys no list has a tile, and none is read.
-                (Stage::ListTiles, Some(list))
+                (Stage::ListTiles | Stage::RankTiles, Some(list))
                     if dims.seqlen_q > 0 && dims.seqlen_k > 0 && is_built == Some(false) =>
                 {
                     let mut arguments =
@@ -215,7 +216,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                     unsafe { step.launch(&mut arguments, call.stream)? };
                 }
                 // A mask object has made them, or nobody reads them.
-                (Stage::ListTiles, _) => {}
+                (Stage::ListTiles | Stage::RankTiles, _) => {}
                 // Without keys there is no block of them, nor a tensor for the maps.
                 (Stage::Main, _) if dims.seqlen_k == 0 => {}
                 (Stage::Main, list) => {

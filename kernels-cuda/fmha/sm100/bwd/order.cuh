@@ -17,6 +17,14 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
+// The same of the block that steps gave last, by whatever has the steps: lists have their blocks' places.
+template <int queries, class SeenKeys>
+FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const QuerySteps<queries, SeenKeys>& steps,
+                                const QueryBlock& block) {
+  if constexpr (SeenKeys::has_tile_list) return seen.rank(steps.row, steps.num_cut, steps.at - 1);
+  else return position_at(work, block.first);
+}
+
 // Waits, in all threads of the reduce role, until the CTA may add to a block of queries; and releases the next CTA.
 struct Turn {
   int32_t* const added;  // number of key blocks that have added
