@@ -474,6 +474,19 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
     Ok(())
 }
 
+/// Refuses a full list of blocks beside a mask as code: its blocks ask no function, and the kernel asks it of every pair.
+///
+/// # Errors
+/// The list, and the mask.
+pub(crate) fn refuse_full_lists_beside_code(problem: &FwdProblem) -> Result<(), Refusal> {
+    let has_full = problem.masks.block_lists.is_some_and(|lists| lists.full.is_some());
+    if has_full && problem.code.mask.is_some() {
+        let text = "block_lists: a full list beside a mask as code, which its blocks do not ask".to_owned();
+        return Err(Refusal::new(NAME, text));
+    }
+    Ok(())
+}
+
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the
 /// elements side by side of a column-major V.
 fn most_copied(problem: &FwdProblem) -> i32 {

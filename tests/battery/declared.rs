@@ -174,7 +174,7 @@ pub const DECLARED: &[Declared] = &[
         backends: &["cuda"],
         kernels: &[],
         slowly: false,
-        what: "masks as data beside a score or a mask as code are the CPU backend's, and sm90's and sm100's where no mask reads the head",
+        what: "masks as data beside a score or a mask as code are sm80's but for full lists beside a mask, sm90's and sm100's where no mask reads the head, else the CPU backend's",
         applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
     },
     Declared {

@@ -42,6 +42,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             computes_code: true,
             tiles: Some(tiles),
             reads_masks: true,
+            computes_code_beside_masks: true,
             takes_lists: true,
             takes_second: true,
             ..About::new(sm80::NAME)
@@ -69,6 +70,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
     ) -> Result<Sm80Tile, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80::accepts(problem, facts.instructions.converts_fp8)?;
+        sm80::refuse_full_lists_beside_code(problem)?;
         if options.row_invariant && facts.instructions.wgmma && problem.layout.v == VLayout::ColMajor {
             return Err(refuse(
                 "row_invariant beside a column-major V: its blocks of keys are other than sm90's".to_owned(),

@@ -34,7 +34,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     type Tile = Tiles;
 
     fn about() -> About<ValidBwd> {
-        About { computes_code: true, reads_masks: true, ..About::new(sm80::NAME) }
+        About {
+            computes_code: true,
+            reads_masks: true,
+            computes_code_beside_masks: true,
+            ..About::new(sm80::NAME)
+        }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -49,6 +54,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
     ) -> Result<Tiles, Refusal> {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80_bwd::accepts(problem)?;
+        sm80::refuse_full_lists_beside_code(problem.fwd())?;
         let spec = spec_of(problem);
         let ways = sm80_bwd::ways_of_dq(problem, &spec, facts.num_sms);
         let has_masks = !problem.fwd().masks.is_empty();
