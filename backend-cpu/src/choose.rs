@@ -1,6 +1,8 @@
 //! A planned choice of keys: the indexer of `sparse.rs` over operands as `fmha_core::sparse::ChooseProblem` has them.
 //! Keys in pages, or apart from each other, are copied to rows first.
 
+use std::borrow::Cow;
+
 use bytemuck::{Pod, pod_read_unaligned};
 use fmha_core::host_memory::{filled, reserve};
 use fmha_core::sparse::{
@@ -173,20 +175,27 @@ impl Choice<'_> {
         engine.index(&Index { call: &call, to }, threads)
     }
 
-    /// Rows of `bytes` each, of all sequences one after another; those behind a sequence's pages are zeros.
-    fn dense(
+    /// Rows of `bytes` each, of all sequences one after another: as they lie where they do, else copied. Those behind a
+    /// sequence's keys are no candidates.
+    fn dense<'s>(
         &self,
-        slice: &Option<DevSlice<'_>>,
+        slice: &Option<DevSlice<'s>>,
         indexer: &Indexer,
         strides: IndexStrides,
         bytes: usize,
         elem: usize,
-    ) -> Result<Vec<u8>> {
+    ) -> Result<Cow<'s, [u8]>> {
         let Self { problem, args } = *self;
         let from = slice.and_then(|slice| slice.as_host()).unwrap_or_default();
         let table: Vec<i32> = numbers(&args.block_table);
         let used: Vec<i32> = numbers(&args.seqused_k);
         let (batch, keys) = (problem.batch as usize, problem.seqlen_k as usize);
+        let is_dense = indexer.keys == IndexKeys::Batch
+            && (strides.key as usize).checked_mul(elem) == Some(bytes)
+            && (batch <= 1 || strides.outer as usize == keys * strides.key as usize);
+        if is_dense && let Some(rows) = from.get(..batch * keys * bytes) {
+            return Ok(Cow::Borrowed(rows));
+        }
         let mut to = filled(batch * keys * bytes, 0u8)?;
         for b in 0..batch {
             let length = used.get(b).map_or(keys, |&used| (used.max(0) as usize).min(keys));
@@ -204,6 +213,6 @@ impl Choice<'_> {
                 to[(b * keys + j) * bytes..][..bytes].copy_from_slice(&from[at..][..bytes]);
             }
         }
-        Ok(to)
+        Ok(Cow::Owned(to))
     }
 }
