@@ -193,6 +193,12 @@ fn captured(
     [by_long, by_short]: [&Vec<Vec<u16>>; 2],
 ) {
     let stream = device.stream().unwrap();
+    // Before the first replay calls would walk lists that nobody has made.
+    let mut fresh = MaskObject::new(Some(forward), Some(backward), Default::default()).unwrap();
+    let first =
+        stream.capture(|| fresh.build(&SeqArgs::default(), &documents_at(endpoints.slice()), &stream));
+    let error = first.err().map(|error| error.to_string()).unwrap_or_default();
+    assert!(error.contains("mask: the object was built 0 times before a build that is captured"), "{error}");
     let recording = stream
         .capture(|| {
             object.build(&SeqArgs::default(), &documents_at(endpoints.slice()), &stream)?;

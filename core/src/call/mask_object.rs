@@ -97,6 +97,8 @@ pub struct MaskObject {
     backward: Option<BwdPlan>,
     memory: DevBuffer,
     is_built: bool,
+    /// Whether a build has run: its memory has lists, if those of another build.
+    has_lists: bool,
 }
 
 /// Copy of a tensor in the object's memory.
@@ -157,6 +159,7 @@ impl MaskObject {
             backward: backward.cloned(),
             memory,
             is_built: false,
+            has_lists: false,
         };
         if let Some(plan) = backward {
             object.is_for(plan.problem().fwd(), plan.device())?;
@@ -165,11 +168,12 @@ impl MaskObject {
     }
 
     /// Queues the copies of the tensors and the making of the lists, and returns; where there are no streams it is done
-    /// by then. It may be captured: each replay builds again. Nothing wrong is queued.
+    /// by then. Behind a first one it may be captured: each replay builds again, and until then calls read what was built
+    /// before. Nothing wrong is queued.
     ///
     /// # Errors
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, and for lengths and tensors that do
-    /// not fit; what the driver said.
+    /// not fit, and for a first build that is captured; what the driver said.
     pub fn build(&mut self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: &Stream) -> Result<()> {
         let handle = stream.of(&self.device)?;
         // SAFETY: `Stream::of` gave a live handle of this device's.
@@ -195,6 +199,17 @@ impl MaskObject {
         same_rows(self.totals, seq.totals)?;
         check_build(&self.like, seq, masks, self.device.memory().space())?;
         let queues = self.device.queues()?;
+        let is_captured = match queues {
+            // SAFETY: the caller keeps the contract of `build_on_raw`.
+            Some(queues) => unsafe { queues.is_capturing(stream)? },
+            None => false,
+        };
+        if is_captured && !self.has_lists {
+            return Err(refused(
+                "mask: the object was built 0 times before a build that is captured; before the first replay calls would \
+                 walk lists that nobody has made",
+            ));
+        }
         // A build that fails half way leaves new tensors beside old lists.
         self.is_built = false;
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
@@ -220,6 +235,7 @@ impl MaskObject {
             unsafe { self.build_of(plan, seq, &own, stream, &mut made)? };
         }
         self.is_built = true;
+        self.has_lists = true;
         Ok(())
     }
 
