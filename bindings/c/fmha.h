@@ -240,7 +240,7 @@ typedef struct FmhaCaptured {
   int64_t shape[FMHA_MAX_RANK];
   // Elements from an index of an axis to the next: 0 or more each.
   int64_t strides[FMHA_MAX_RANK];
-  // A tensor's axes: 0 to FMHA_MAX_RANK.
+  // A tensor's axes: 0 to FMHA_MAX_RANK; of a number 0.
   int32_t num_dims;
   // Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
   int32_t dtype_grad;

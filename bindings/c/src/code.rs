@@ -48,6 +48,12 @@ impl PointedCode {
             let name = name.to_string_lossy();
             none("reserved", given.reserved)?;
             if !self.is_tensor(&name, given, is_backward)? {
+                if given.num_dims != 0 {
+                    let num_dims = given.num_dims;
+                    let text =
+                        format!("captured {name}.num_dims is {num_dims}, but the function reads a number");
+                    return refused(text);
+                }
                 continue;
             }
             let axes = usize::try_from(given.num_dims).ok().filter(|&axes| axes <= FMHA_MAX_RANK);

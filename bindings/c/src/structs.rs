@@ -216,7 +216,7 @@ pub struct FmhaCaptured {
     pub shape: [i64; FMHA_MAX_RANK],
     /// Elements from an index of an axis to the next: 0 or more each.
     pub strides: [i64; FMHA_MAX_RANK],
-    /// A tensor's axes: 0 to FMHA_MAX_RANK.
+    /// A tensor's axes: 0 to FMHA_MAX_RANK; of a number 0.
     pub num_dims: i32,
     /// Type of the gradient: FMHA_F32, FMHA_F16 or FMHA_BF16; 0 where there is none.
     pub dtype_grad: i32,

@@ -261,6 +261,12 @@ fn what_is_wrong_with_code_is_named() {
             vec![given(|x| x.write_grad = 1)],
             "captured slopes.write_grad is 1, but a number",
         ),
+        (
+            Some(number),
+            None,
+            vec![given(|_| ())],
+            "captured slopes.num_dims is 1, but the function reads a number",
+        ),
         (Some(reads), None, vec![given(|x| x.write_grad = 2)], "write_grad 2 is neither 0 nor 1"),
         (Some(reads), None, vec![given(|x| x.reserved = 1)], "reserved 1 is not 0"),
     ];
