@@ -12,8 +12,8 @@ use fmha::{
 };
 
 use crate::masks;
-use crate::memory::{Input, Output, Place, Stored, extent};
-use crate::{Options, Sequences};
+use crate::memory::{Input, Output, Place, Stored, Written, extent};
+use crate::{Options, Outputs, Sequences, Small};
 
 /// Tables of packed sequences, contiguous, as the kernels read them.
 #[derive(Clone)]
@@ -93,7 +93,16 @@ impl Packed {
 pub(crate) struct Attend {
     options: Options,
     packed: Option<Packed>,
-    lse: Arc<OnceLock<Tensor>>,
+    small: Small,
+    beside: Arc<OnceLock<Beside>>,
+}
+
+/// Results of a forward besides O, of which candle has no gradient.
+#[derive(Clone)]
+struct Beside {
+    lse: Tensor,
+    /// Row maxima, maxima of heads and sums of keys, where they are wanted.
+    small: [Option<Tensor>; 3],
 }
 
 impl Attend {
@@ -112,15 +121,22 @@ impl Attend {
             *tensor = tensor.contiguous()?;
         }
         masks::contiguous(&mut options.masks)?;
-        Ok(Self { options, packed, lse: Arc::default() })
+        Ok(Self { options, packed, small: Small::default(), beside: Arc::default() })
     }
 
-    /// Runs the call and returns O, of which candle can ask a gradient, and LSE.
-    pub(crate) fn apply(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        let lse = Arc::clone(&self.lse);
+    /// The call with small outputs.
+    pub(crate) fn with_small(self, small: Small) -> Self {
+        Self { small, ..self }
+    }
+
+    /// Runs the call and returns O, of which candle can ask a gradient, and the other outputs.
+    pub(crate) fn apply(self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Outputs> {
+        let beside = Arc::clone(&self.beside);
         let o = q.apply_op3(k, v, self)?;
-        match lse.get() {
-            Some(lse) => Ok((o, lse.clone())),
+        match beside.get().cloned() {
+            Some(Beside { lse, small: [row_max, head_max, key_sum] }) => {
+                Ok(Outputs { o, lse, row_max, head_max, key_sum })
+            }
             None => bail!("lse: the forward has not run"),
         }
     }
@@ -283,15 +299,16 @@ impl Attend {
             .check_lengths(place.is_cpu() && self.packed.is_some())
     }
 
-    /// O and LSE.
+    /// O, and what is written beside it.
     fn forward(
         &self,
         q: &Input<'_>,
         k: &Input<'_>,
         v: &Input<'_>,
         place: &Place,
-    ) -> Result<(Output, Output)> {
-        let problem = self.problem(q, k, v)?;
+    ) -> Result<(Output, Beside)> {
+        let Small { row_max, head_max, key_sum } = self.small;
+        let problem = self.problem(q, k, v)?.row_max(row_max).head_max(head_max).key_sum(key_sum);
         let totals = self.totals(q, k)?;
         let shape_o: Vec<usize> = with_last(q.dims(), problem.dims.head_dim_v);
         let shape_lse = match totals.total_q {
@@ -305,6 +322,17 @@ impl Attend {
         // Rows of no sequence are nobody's to write.
         let whole = self.packed.is_none();
         let mut o = place.memory(shape_o, q.dtype, whole)?;
+        let heads = problem.dims.num_heads_q as usize;
+        let of_keys = vec![problem.dims.batch as usize, heads, problem.dims.seqlen_k as usize];
+        let wanted = |is_wanted: bool, shape: Vec<usize>, whole: bool| {
+            is_wanted.then(|| place.memory(shape, DType::F32, whole)).transpose()
+        };
+        let mut small = [
+            wanted(row_max, shape_lse.clone(), whole)?,
+            // Without a sequence it is not written.
+            wanted(head_max, vec![heads], problem.dims.batch > 0)?,
+            wanted(key_sum, of_keys, true)?,
+        ];
         let mut lse = place.memory(shape_lse, DType::F32, whole)?;
         let mut workspace = place.memory(plan.workspace().bytes as usize, DType::U8, true)?;
         {
@@ -313,6 +341,13 @@ impl Attend {
             let (mut o, mut lse) = (o.write()?, lse.write()?);
             let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), o.slice()?);
             args.lse = Some(lse.slice()?);
+            let [row_max, head_max, key_sum] = &mut small;
+            let mut row_max = row_max.as_mut().map(Output::write).transpose()?;
+            let mut head_max = head_max.as_mut().map(Output::write).transpose()?;
+            let mut key_sum = key_sum.as_mut().map(Output::write).transpose()?;
+            args.row_max = row_max.as_mut().map(Written::slice).transpose()?;
+            args.head_max = head_max.as_mut().map(Written::slice).transpose()?;
+            args.key_sum = key_sum.as_mut().map(Written::slice).transpose()?;
             (args.seq, args.score) = inputs.args(totals, self);
             args.masks = inputs.masks();
             let bytes = workspace.bytes();
@@ -320,7 +355,8 @@ impl Attend {
             args.workspace = if bytes == 0 { None } else { Some(scratch.slice()?) };
             plan.run(&mut args, &place.stream()).map_err(named)?;
         }
-        Ok((o, lse))
+        let small = small.map(|output| output.map(Output::into_tensor));
+        Ok((o, Beside { lse: lse.into_tensor(), small }))
     }
 
     /// dQ, dK and dV.
@@ -382,8 +418,8 @@ impl Attend {
     fn run(&self, given: [(&'static str, Stored<'_>, &Layout); 3]) -> Result<(Storage, Shape)> {
         let place = given[0].1.place()?;
         let [q, k, v] = given.map(|(field, stored, layout)| Input::new(field, stored, layout, &place));
-        let (o, lse) = self.forward(&q?, &k?, &v?, &place)?;
-        if self.lse.set(lse.into_tensor()).is_err() {
+        let (o, beside) = self.forward(&q?, &k?, &v?, &place)?;
+        if self.beside.set(beside).is_err() {
             bail!("lse: this op has run before");
         }
         Ok(o.into_storage())
@@ -552,7 +588,7 @@ impl CustomOp3 for Attend {
         if self.packed.as_ref().is_some_and(|packed| packed.block_table.is_some()) {
             bail!("block_table: a paged cache has no gradient");
         }
-        let Some(lse) = self.lse.get() else { bail!("lse: the forward has not run") };
+        let Some(Beside { lse, .. }) = self.beside.get() else { bail!("lse: the forward has not run") };
         // A gradient that candle broadcasts has no stride of 1.
         let dout = if dout.stride().last() == Some(&1) { dout.clone() } else { dout.contiguous()? };
         let [dq, dk, dv] =

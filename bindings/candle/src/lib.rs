@@ -21,6 +21,8 @@
 //!
 //! [`attention`] and [`attention_varlen`] have everything, by the names of fmha's contract.
 //!
+//! [`attention_with_small`] gives maxima of the scores and sums of each key's probabilities beside them.
+//!
 //! A score and a mask may be code ([`Options::score_code`], [`Options::mask_code`]): Rust's operators on
 //! [`expr`]'s values, or text.
 //!
@@ -236,7 +238,56 @@ impl Options {
 /// # Errors
 /// As [the crate](crate) says.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Tensor)> {
-    Attend::new(options, None)?.apply(q, k, v)
+    let Outputs { o, lse, .. } = Attend::new(options, None)?.apply(q, k, v)?;
+    Ok((o, lse))
+}
+
+/// Small outputs of the scores that are wanted beside O and LSE. They have no gradient, and change no bit of O.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Small {
+    /// Each row's greatest score, of LSE's shape; -inf for a row that sees no key.
+    pub row_max: bool,
+    /// The greatest of a head's, `[num_heads_q]`.
+    pub head_max: bool,
+    /// Each key's probabilities before dropout, summed over the queries, `[batch, num_heads_q, seqlen_k]`; of packed
+    /// and paged sequences `seqlen_k` is `max_seqlen_k`, and keys that a sequence does not have are 0.
+    pub key_sum: bool,
+}
+
+impl Small {
+    /// All of them.
+    pub const ALL: Self = Self { row_max: true, head_max: true, key_sum: true };
+}
+
+/// Results of a call with small outputs, those f32.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Outputs {
+    /// O, as [`attention`] and [`attention_varlen`] give it.
+    pub o: Tensor,
+    /// LSE, as they give it.
+    pub lse: Tensor,
+    /// Row maxima, where they are wanted.
+    pub row_max: Option<Tensor>,
+    /// Maxima of heads, where they are wanted.
+    pub head_max: Option<Tensor>,
+    /// Sums of keys, where they are wanted.
+    pub key_sum: Option<Tensor>,
+}
+
+/// [`attention`], or with `sequences` [`attention_varlen`], with small outputs.
+///
+/// # Errors
+/// As [the crate](crate) says.
+pub fn attention_with_small(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: Option<&Sequences>,
+    small: Small,
+    options: &Options,
+) -> Result<Outputs> {
+    Attend::new(options, sequences.map(Packed::new).transpose()?)?.with_small(small).apply(q, k, v)
 }
 
 /// Sequences one after another: which rows of Q, K and V are whose.
@@ -269,7 +320,8 @@ pub fn attention_varlen(
     sequences: &Sequences,
     options: &Options,
 ) -> Result<(Tensor, Tensor)> {
-    Attend::new(options, Some(Packed::new(sequences)?))?.apply(q, k, v)
+    let Outputs { o, lse, .. } = Attend::new(options, Some(Packed::new(sequences)?))?.apply(q, k, v)?;
+    Ok((o, lse))
 }
 
 fn causal_window(causal: bool) -> Option<usize> {

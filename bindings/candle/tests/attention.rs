@@ -6,7 +6,7 @@
 mod plain;
 
 use candle_core::{DType, Device, Tensor, Var};
-use fmha_candle::{BlockLists, Options, Sequences};
+use fmha_candle::{BlockLists, Options, Sequences, Small};
 use plain::{Plain, close, device, difference, f64s, random};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -626,4 +626,98 @@ fn code_spells_slopes_and_windows() {
     );
     says(coded().captured("slopes", &slopes).number("by", Number::Int(1)), "numbers: by is Int(1)");
     assert!("s + slope[h]".parse::<Function>().unwrap_err().to_string().contains("column 5, `slope`"));
+}
+
+/// Row maxima and sums of keys of `[rows, heads, dim]` rows of one sequence, by definition.
+fn small_of(q: &Tensor, k: &Tensor, causal: bool) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
+    let (q, k) = (q.to_dtype(DType::F64).unwrap(), k.to_dtype(DType::F64).unwrap());
+    let (q, k) = (q.to_vec3::<f64>().unwrap(), k.to_vec3::<f64>().unwrap());
+    let (heads, kv) = (q[0].len(), k[0].len());
+    let (mut maxima, mut sums) = (vec![vec![]; heads], vec![vec![0.0; k.len()]; heads]);
+    for h in 0..heads {
+        for (i, row) in q.iter().enumerate() {
+            let seen = if causal { (i + 1 + k.len()).saturating_sub(q.len()).min(k.len()) } else { k.len() };
+            let score = |j: usize| -> f64 {
+                let key = &k[j][h * kv / heads];
+                row[h].iter().zip(key).map(|(a, b)| a * b).sum::<f64>() / (key.len() as f64).sqrt()
+            };
+            let scores: Vec<f64> = (0..seen).map(score).collect();
+            let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = scores.iter().map(|s| (s - most).exp()).sum();
+            scores.iter().enumerate().for_each(|(j, s)| sums[h][j] += (s - most).exp() / total);
+            maxima[h].push(most);
+        }
+    }
+    (maxima, sums)
+}
+
+#[test]
+fn small_outputs_are_those_of_the_definition() {
+    let case = Case::new(31, [&[2, 7, 4, 16], &[2, 9, 2, 16], &[2, 9, 2, 16]], DType::F32);
+    let [q, k, v] = &case.f32s;
+    let options = Options::default().causal();
+    let (plain, lse) = fmha_candle::attention(q, k, v, &options).unwrap();
+    let out = fmha_candle::attention_with_small(q, k, v, None, Small::ALL, &options).unwrap();
+    assert_eq!((f64s(&out.o), f64s(&out.lse)), (f64s(&plain), f64s(&lse)));
+    let (row_max, key_sum) = (out.row_max.unwrap(), out.key_sum.unwrap());
+    let mut of_heads = vec![f64::NEG_INFINITY; 4];
+    for b in 0..2 {
+        let (maxima, sums) = small_of(&q.get(b).unwrap(), &k.get(b).unwrap(), true);
+        for (found, wanted, bound) in [(&row_max, &maxima, 2e-5), (&key_sum, &sums, 1e-4)] {
+            let wanted = Tensor::new(wanted.clone(), &device()).unwrap();
+            assert!(difference(&found.get(b).unwrap(), &wanted) <= bound);
+        }
+        for (most, rows) in of_heads.iter_mut().zip(&maxima) {
+            *most = rows.iter().copied().fold(*most, f64::max);
+        }
+    }
+    let wanted = Tensor::new(of_heads, &device()).unwrap();
+    assert!(difference(&out.head_max.unwrap(), &wanted) <= 2e-5);
+    // O has its gradient still.
+    let dout = out.o.sum_all().unwrap().backward().unwrap();
+    let right = plain.sum_all().unwrap().backward().unwrap();
+    assert_eq!(f64s(dout.get(q).unwrap()), f64s(right.get(q).unwrap()));
+    // What is not wanted is not there.
+    let some = Small { key_sum: true, ..Small::default() };
+    let out = fmha_candle::attention_with_small(q, k, v, None, some, &options).unwrap();
+    assert!(out.row_max.is_none() && out.head_max.is_none() && out.key_sum.is_some());
+}
+
+#[test]
+fn small_outputs_of_packed_sequences() {
+    let case = Case::new(32, [&[1, 12, 4, 16], &[1, 15, 2, 16], &[1, 15, 2, 16]], DType::F32);
+    let [q, k, v] = [0, 1, 2].map(|at| case.f32s[at].get(0).unwrap());
+    let ends = |ends: [u32; 3]| Tensor::new(&ends, &device()).unwrap();
+    let sequences = Sequences {
+        seqlens_q: ends([0, 5, 12]),
+        seqlens_k: ends([0, 9, 15]),
+        max_seqlen_q: 7,
+        max_seqlen_k: 9,
+        block_table: None,
+    };
+    let out =
+        fmha_candle::attention_with_small(&q, &k, &v, Some(&sequences), Small::ALL, &Options::default())
+            .unwrap();
+    let (row_max, key_sum) = (out.row_max.unwrap(), out.key_sum.unwrap());
+    assert_eq!((row_max.dims(), key_sum.dims()), (&[4, 12][..], &[2, 4, 9][..]));
+    for (b, [at_q, at_k]) in [[0..5, 0..9], [5..12, 9..15]].into_iter().enumerate() {
+        let (rows, keys) = (q.narrow(0, at_q.start, at_q.len()), k.narrow(0, at_k.start, at_k.len()));
+        let (maxima, sums) = small_of(&rows.unwrap(), &keys.unwrap(), false);
+        let found = row_max.narrow(1, at_q.start, at_q.len()).unwrap();
+        assert!(difference(&found, &Tensor::new(maxima, &device()).unwrap()) <= 2e-5);
+        let of_keys = key_sum.get(b).unwrap();
+        let found = of_keys.narrow(1, 0, at_k.len()).unwrap();
+        assert!(difference(&found, &Tensor::new(sums, &device()).unwrap()) <= 1e-4);
+        let beyond = of_keys.narrow(1, at_k.len(), 9 - at_k.len()).unwrap();
+        assert!(f64s(&beyond).iter().all(|&sum| sum == 0.0));
+    }
+}
+
+#[test]
+fn wrong_input_beside_small_outputs_is_refused_by_name() {
+    let case = Case::new(33, [&[1, 4, 2, 16], &[1, 5, 2, 8], &[1, 5, 2, 16]], DType::F32);
+    let [q, k, v] = &case.f32s;
+    let error =
+        fmha_candle::attention_with_small(q, k, v, None, Small::ALL, &Options::default()).unwrap_err();
+    assert!(error.to_string().contains("k has head_dim 8, where 16 is wanted"), "{error}");
 }

@@ -46,7 +46,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _arguments, _code, _native
-from ._mask_data import TENSORS as _MASK_TENSORS, split as _split
+from ._mask_data import OUTPUTS as _SMALL, TENSORS as _MASK_TENSORS, split as _split
 from ._numbers import flag as _flag
 from ._trace import Code
 
@@ -80,7 +80,8 @@ _AXES = {
     **dict.fromkeys(("k", "dk"), "bjkd"),
     **dict.fromkeys(("v", "dv"), "bjke"),
     **dict.fromkeys(("o", "dout"), "bihe"),
-    **dict.fromkeys(("lse", "dlse"), "bhi"),
+    **dict.fromkeys(("lse", "dlse", "row_max"), "bhi"),
+    "key_sum": "bhj",
     "bias": "bhij",
     "alibi_slopes": "bh",
     "sink": "h",
@@ -107,6 +108,8 @@ class _Static(NamedTuple):
     code: Optional[Code] = None
     #: Backward: the captured arrays whose gradients are wanted.
     wanted: Tuple[str, ...] = ()
+    #: Forward: the small outputs that are wanted.
+    small: Tuple[str, ...] = ()
 
     def slot(self, name: str) -> int:
         """Where the handler finds an operand or puts a result."""
@@ -122,7 +125,7 @@ class _Static(NamedTuple):
     def foldable(self) -> bool:
         """Whether sequences of a batch are independent of their place in it, and every operand is theirs alone."""
         return (
-            all(name in _AXES for name in self.names)
+            all(name in _AXES for name in (*self.names, *self.small))
             and self.code is None
             and self.numbers[_AT["p_drop"]] == 0
             and not self.asks(_WANTS_DBIAS | _WANTS_DSINK)
@@ -161,7 +164,27 @@ def _results(static: _Static, arrays: Sequence[Any]) -> List[_Result]:
     if static.lse:
         shape = (*q.shape[:-3], *q.shape[-2:-1], *q.shape[-3:-2])
         results.append(_Result("lse", shape, jnp.dtype("float32"), partial_q))
+    for name in static.small:
+        # Without a sequence nothing is written.
+        partial = partial_q or 0 in q.shape[:1]
+        results.append(_Result(name, _small_shape(name, static, given), jnp.dtype("float32"), partial))
     return results
+
+
+def _small_shape(name: str, static: _Static, given: Dict[str, Any]) -> Tuple[int, ...]:
+    """The shape of a small output, as the library holds it to the others; of wrong operands, which it refuses, any."""
+    q, k, heads = given["q"], given["k"], given["q"].shape[-2:-1]
+    if name == "head_max":
+        return heads
+    if name == "row_max":
+        return (*q.shape[:-3], *heads, *q.shape[-3:-2])
+    batch = (max(given["cu_seqlens_q"].shape[0] - 1, 0),) if "cu_seqlens_q" in given else q.shape[:1]
+    longest = static.numbers[_AT["max_seqlen_k"]]
+    if "block_table" in given:
+        seqlen = longest or math.prod((*given["block_table"].shape[-1:], *k.shape[1:2]))
+    else:
+        seqlen = longest if "cu_seqlens_k" in given else math.prod(k.shape[1:2])
+    return (*batch, *heads, seqlen)
 
 
 def _words(numbers: Tuple[Any, ...]) -> numpy.ndarray:
@@ -241,7 +264,7 @@ def _all_axes(static: _Static, operands: Sequence[Any], results: Sequence[Any]) 
     if static.backward:
         names = ["dq", "dk", "dv"]
     else:
-        names = ["o", "lse"] if static.lse else ["o"]
+        names = ["o", *(["lse"] if static.lse else []), *static.small]
     pairs = (zip(static.names, operands), zip(names, results))
     return [[_axes(name, x.shape) for name, x in pair] for pair in pairs]
 
@@ -361,7 +384,7 @@ def _attention(static: _Static, *arrays: Any) -> Tuple[Any, ...]:
 
 
 def _forward(static: _Static, *primals: Any) -> Tuple[Tuple[Any, ...], Any]:
-    """O, and LSE where it is wanted; for the gradient, what it is made from."""
+    """O, and LSE and small outputs where they are wanted; for the gradient, what it is made from."""
     arrays = tuple(primal.value for primal in primals)
     moved = {name for name, primal in zip(static.names, primals) if primal.perturbed}
     for name in ("block_table", "descale_q", "descale_k", "descale_v"):
@@ -369,11 +392,11 @@ def _forward(static: _Static, *primals: Any) -> Tuple[Tuple[Any, ...], Any]:
             raise ValueError(f"{name} is given, but there is no gradient of paged or FP8 tensors")
     if "alibi_slopes" in moved:
         raise ValueError("alibi_slopes: a gradient is wanted, of which attention has none")
-    o, lse = _operator(static._replace(lse=True))(*arrays)
+    o, lse, *small = _operator(static._replace(lse=True))(*arrays)
     # An empty tuple has no leaves either, and it stays a tuple where None would change the tree.
     captured = tuple(name for name in static.names if name.startswith(_CAPTURED))
     wants = tuple(() if name in moved else None for name in ("bias", "sink", *captured))
-    return ((o, lse) if static.lse else (o,)), (arrays, o, lse, wants)
+    return ((o, lse, *small) if static.lse else (o, *small)), (arrays, o, lse, wants)
 
 
 def _backward(static: _Static, kept: Any, gradients: Sequence[Any]) -> Tuple[Any, ...]:
@@ -431,8 +454,22 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    small: Tuple[()] = (),
     **options: Unpack[Options],
 ) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]: ...
+@overload
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: bool = False,
+    score_code: Optional[_code.Function] = None,
+    mask_code: Optional[_code.Function] = None,
+    captured: Optional[Mapping[str, Any]] = None,
+    small: Sequence[str],
+    **options: Unpack[Options],
+) -> Tuple[Any, ...]: ...
 @_arguments.documented
 def attention(
     q: jax.Array,
@@ -443,8 +480,9 @@ def attention(
     score_code: Optional[_code.Function] = None,
     mask_code: Optional[_code.Function] = None,
     captured: Optional[Mapping[str, Any]] = None,
+    small: Sequence[str] = (),
     **options: Unpack[Options],
-) -> Union[jax.Array, Tuple[jax.Array, jax.Array]]:
+) -> Any:
     """As :func:`fmha.attention`, on JAX's arrays; differentiable in q, k, v, bias and sink, by O and by LSE.
 
     Args:
@@ -459,9 +497,13 @@ def attention(
             reads an array of its closure by an index for each axis; what else it does with arrays is refused by the
             primitive's name. Arrays of floats have gradients. Numbers of ``captured`` are Python's; an array of no axes
             is an argument of the program.
+        small: names of small outputs, f32: ``"row_max"`` of LSE's shape, each row's greatest score, ``"head_max"``
+            ``[num_heads_q]``, a head's greatest, ``"key_sum"`` ``[batch, num_heads_q, seqlen_k]``, each key's
+            probabilities before dropout, summed over the queries. They have no gradient, and change no bit of O.
 
     Returns:
-        O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are zero.
+        O of Q's shape with ``head_dim_v``, or ``(O, LSE)``. Rows that lengths leave out are zero. Where ``small`` names
+        some, they come last, as a dictionary: ``(O, {...})`` or ``(O, LSE, {...})``.
 
     Raises:
         FmhaError: shapes or types that do not go together, the argument first, then its numbers.
@@ -481,10 +523,23 @@ def attention(
         given += [(_CAPTURED + name, x) for name, x in zip(code.names, code.tensors)]
         code = code._replace(tensors=())
     names, arrays = tuple(name for name, _ in given), [_array(name, x) for name, x in given]
-    static = _Static(names, numbers, wants_lse, code=code)
+    static = _Static(names, numbers, wants_lse, code=code, small=_wanted_small(small))
     _check(static, arrays)
     out = _attention(static, *arrays)
-    return (out[0], out[1]) if wants_lse else out[0]
+    if not static.small:
+        return (out[0], out[1]) if wants_lse else out[0]
+    values = map(jax.lax.stop_gradient, out[1 + wants_lse :])
+    return (*out[: 1 + wants_lse], dict(zip(static.small, values)))
+
+
+def _wanted_small(small: Sequence[str]) -> Tuple[str, ...]:
+    """Small outputs by name, in one order."""
+    if isinstance(small, str) or not isinstance(small, Sequence):
+        raise TypeError(f"small: {small!r} is no list of names; there are {', '.join(_SMALL)}")
+    for name in small:
+        if name not in _SMALL:
+            raise ValueError(f"small: {name!r} is none of {', '.join(_SMALL)}")
+    return tuple(name for name in _SMALL if name in small)
 
 
 #: Names of the types of captured arrays in the language, by JAX's; what has none is made another.

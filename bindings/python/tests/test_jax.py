@@ -440,3 +440,74 @@ def test_what_a_function_over_jax_has_not_is_refused_by_its_name():
             fmha.jax.attention(x, x, x, score_code=score)
     with pytest.raises(ValueError, match="captured: slopes is missing"):
         fmha.jax.attention(x, x, x, score_code="slopes: f32[_]; s + slopes[h]")
+
+
+def small_by_definition(q, k, mask):
+    """Row maxima, those of heads, and sums of keys, float64."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], 2)
+    scores = np.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    scores = np.where(visible(fmha.mask(mask), q.shape[1], k.shape[1]), scores, -np.inf)
+    greatest = scores.max(-1)
+    p = np.exp(scores - np.where(np.isneginf(greatest), 0, greatest)[..., None])
+    p = p / np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    return {"row_max": greatest, "head_max": greatest.max((0, 2)), "key_sum": p.sum(2)}
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+def test_small_outputs_are_those_of_float64(mask):
+    q, k, v = arrays(sq=9)
+    every = ("row_max", "head_max", "key_sum")
+    plain = fmha.jax.attention(q, k, v, mask=mask)
+    o, lse, small = jax.jit(lambda *x: fmha.jax.attention(*x, mask=mask, return_lse=True, small=every))(q, k, v)
+    assert (o == plain).all() and sorted(small) == sorted(every)
+    for name, wanted in small_by_definition(q, k, mask).items():
+        close(small[name], wanted, 1e-4 if name == "key_sum" else 2e-5)
+    again, one = fmha.jax.attention(q, k, v, mask=mask, small=["key_sum"])
+    assert (again == plain).all() and list(one) == ["key_sum"] and (one["key_sum"] == small["key_sum"]).all()
+
+
+def test_small_outputs_of_packed_sequences():
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in arrays(b=1, sq=12, sk=15))
+    at_q, at_k = (0, 5, 12), (0, 9, 15)
+    lengths = {"cu_seqlens_q": jnp.asarray(at_q, jnp.int32), "cu_seqlens_k": jnp.asarray(at_k, jnp.int32)}
+    o, small = fmha.jax.attention(
+        q, k, v, mask="causal", **lengths, max_seqlen_q=7, max_seqlen_k=9, small=("row_max", "head_max", "key_sum")
+    )
+    assert small["row_max"].shape == (4, 12) and small["key_sum"].shape == (2, 4, 9)
+    greatest = np.full(4, -np.inf)
+    for b in range(2):
+        rows, keys = slice(*at_q[b : b + 2]), slice(*at_k[b : b + 2])
+        wanted = small_by_definition(q[rows][None], k[keys][None], "causal")
+        close(small["row_max"][:, rows], wanted["row_max"][0], 2e-5)
+        close(small["key_sum"][b, :, : at_k[b + 1] - at_k[b]], wanted["key_sum"][0], 1e-4)
+        assert not small["key_sum"][b, :, at_k[b + 1] - at_k[b] :].any()
+        greatest = np.maximum(greatest, wanted["head_max"])
+    close(small["head_max"], greatest, 2e-5)
+
+
+def test_small_outputs_under_vmap_and_grad():
+    q, k, v = (jnp.stack([x, x + 1]) for x in arrays())
+    for every in (("row_max", "key_sum"), ("row_max", "head_max", "key_sum")):
+        _, small = jax.vmap(lambda *x: fmha.jax.attention(*x, small=every))(q, k, v)
+        for at in range(2):
+            wanted = small_by_definition(q[at], k[at], None)
+            for name in every:
+                close(small[name][at], wanted[name], 1e-4 if name == "key_sum" else 2e-5)
+
+    def loss(q, with_small):
+        out = fmha.jax.attention(q, k[0], v[0], small=("row_max", "head_max") if with_small else ())
+        return (out[0] ** 2).sum() + out[1]["head_max"].sum() if with_small else (out**2).sum()
+
+    # They have no gradient, and change none.
+    assert (jax.grad(loss)(q[0], True) == jax.grad(loss)(q[0], False)).all()
+
+
+def test_small_outputs_that_are_not_there_are_refused_by_name():
+    q, k, v = arrays()
+    with pytest.raises(ValueError, match="small: 'row_sum' is none of row_max, head_max, key_sum"):
+        fmha.jax.attention(q, k, v, small=["row_sum"])
+    with pytest.raises(TypeError, match="small: 'row_max' is no list of names"):
+        fmha.jax.attention(q, k, v, small="row_max")
+    with pytest.raises(fmha.FmhaError, match="k has shape"):
+        fmha.jax.attention(q, k[..., :8], v, small=["row_max", "key_sum"])
