@@ -32,6 +32,9 @@ fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
 /// Lengths on either side of one part and two.
 const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
 
+/// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
+const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
+
 /// On Hopper one of two kernels has a call; their blocks divide parts of 128.
 fn bounds(arch: &str) -> Bounds {
     if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..SHORT } } else { SHORT }
@@ -142,6 +145,30 @@ fn emulated(arch: &str, pairs: (u64, u64)) {
     let gradients =
         search(&device, BACKWARD, (first, count.div_ceil(4)), &bounds(arch), &Planning::default());
     println!("{arch}, gradients: {gradients:?}");
+}
+
+/// Gradients of pairs of training calls on Hopper, whose key blocks add to dQ one after another.
+fn gradients_on_hopper(pairs: (u64, u64)) {
+    if let Err(reason) = fmha_cuda::nvrtc::nvrtc() {
+        return println!("absent: {reason}");
+    }
+    let device = fmha_cuda::open(0, Some("sm_90a")).unwrap();
+    let counts = search(&device, BACKWARD, pairs, &BLOCKS, &Planning::default());
+    println!("sm_90a, gradients: {counts:?}");
+    assert!(counts.contains_key("equal by wgmma"), "{counts:?}");
+}
+
+/// Pairs of [`gradients_on_hopper`], in a process of their own.
+#[test]
+fn the_gradients_of_this_process() {
+    if std::env::var("ROWS_GRADIENTS").is_ok() {
+        gradients_on_hopper((number("ROWS_SEED", 1), number("ROWS_PAIRS", 2)));
+    }
+}
+
+#[test]
+fn a_row_has_the_same_gradients_in_every_call_of_hopper() {
+    println!("{}", run_test("the_gradients_of_this_process", &[("ROWS_GRADIENTS", "1")]).unwrap());
 }
 
 /// Hopper's tile whose CTAs fold their rows' parts of so many keys.

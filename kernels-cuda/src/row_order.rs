@@ -7,7 +7,7 @@
 //! H200 has recorded (`tests/emulators/ptx/silicon/tests/sums.rs`).
 
 use fmha_core::spec::FwdSpec;
-use fmha_core::{Bias, DType, FwdProblem, MaskKind, VLayout};
+use fmha_core::{Bias, BwdProblem, DType, FwdProblem, MaskKind, VLayout};
 
 use crate::nvidia::DeviceFacts;
 use crate::{sm80, sm90};
@@ -26,6 +26,22 @@ pub(crate) fn shared_block(problem: &FwdProblem, facts: &DeviceFacts) -> Option<
     let is_shared =
         facts.instructions.wgmma && is_wide && is_narrow && is_plain && is_band && !problem.drops();
     is_shared.then(|| sm90::default_tile(&under_a_mask(FwdSpec::of(problem))).block_n)
+}
+
+/// Whether the gradients of a problem's rows are those of Hopper's backward of `wgmma`, on a device that has it. The
+/// order of `sm80`'s backward is another one, so each problem is one kernel's alone, in every layout.
+///
+/// The answer follows from no sequence, length or stride. Rows of head dimensions that are no multiples of eight seldom
+/// lie as TMA wants them.
+pub(crate) fn has_gradients_of_wgmma(problem: &BwdProblem, facts: &DeviceFacts) -> bool {
+    let (fwd, dims) = (&problem.fwd, problem.fwd.dims);
+    let takes = |dim: u32| dim <= 128 && dim.is_multiple_of(8);
+    shared_block(fwd, facts).is_some()
+        && fwd.dtypes.o == fwd.dtypes.v
+        && takes(dims.head_dim_qk)
+        && takes(dims.head_dim_v)
+        && problem.dbias.is_none()
+        && problem.dcaptured.is_empty()
 }
 
 /// The spec of a problem's text under a mask: a row that sees the same keys without one has the same bits only by it.

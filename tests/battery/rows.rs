@@ -424,21 +424,22 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
     Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
 }
 
-/// A story and two training calls that have its first rows, as many or not.
+/// A story and two training calls that have a row of it: all of its rows, or some, which see the keys before them too.
 #[must_use]
 pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let (story, _) = draw(seed, &Bounds { fp8_caches: false, ..*bounds });
     let mut dice = Dice::new(seed ^ 0x7a1);
     let len = story.len.min(bounds.most_rows);
     let story = Story { len, dtype_o: story.dtype, ..story };
-    let same = dice.chance(2);
+    let (same, row) = (dice.chance(2), dice.below(len));
     let views = [0, 1].map(|_| {
         let count = dice.below(3);
-        let end = if same { len } else { dice.within(1..len + 1) };
+        let end = if same { len } else { dice.within(row + 1..len + 1) };
+        let begin = if same || dice.chance(2) { 0 } else { dice.below(row + 1) };
         let others = (0..count).map(|_| [dice.within(1..bounds.most_rows + 1); 2]).collect();
         let packed = dice.chance(2);
         View {
-            rows: 0..end,
+            rows: begin..end,
             keys: if packed { Keys::Packed } else { Keys::Strided },
             packed,
             others,
@@ -452,7 +453,7 @@ pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
 }
 
 /// Runs the backward of two training calls and compares their gradients bit for bit: dQ of the rows that both
-/// calls have, and dK and dV if both calls have the same rows.
+/// calls have, and dK and dV if both calls have the same rows. A call may begin amid its sequence.
 ///
 /// # Errors
 /// What the backend said, other than a refusal.
@@ -486,7 +487,8 @@ pub fn compare_gradients(
         }
         for (at, span) in host.spans.clone().iter().enumerate() {
             let seed = if at == view.place { story.seed } else { mix(story.seed ^ (at as u64 + 1)) };
-            let rows = (0..span.seqlen_q).map(|i| (i, (span.q_batch, span.q_row + i)));
+            let first = if at == view.place { view.rows.start } else { 0 };
+            let rows = (0..span.seqlen_q).map(|i| (first + i, (span.q_batch, span.q_row + i)));
             put(host.operands.expect_mut(Operand::Dout), (seed, OF_DOUT), rows);
         }
         crate::execute::run_bwd(device, &plan_bwd, &mut host)?;
@@ -494,21 +496,21 @@ pub fn compare_gradients(
         kernels.push(plan_bwd.kernel().to_owned());
     }
     let [a, b] = views;
-    let end = a.rows.end.min(b.rows.end);
+    let rows = a.rows.start.max(b.rows.start)..a.rows.end.min(b.rows.end);
     let [span_a, span_b] = [0, 1].map(|at| hosts[at].spans[views[at].place]);
-    let keys = if a.rows.end == b.rows.end { end } else { 0 };
+    let keys = if a.rows == b.rows { 0..rows.end } else { 0..0 };
     for (operand, rows, heads, is_query) in [
-        (Operand::Dq, end, story.heads[0], true),
-        (Operand::Dk, keys, story.heads[1], false),
+        (Operand::Dq, rows, story.heads[0], true),
+        (Operand::Dk, keys.clone(), story.heads[1], false),
         (Operand::Dv, keys, story.heads[1], false),
     ] {
         let [of_a, of_b] = [0, 1].map(|at| hosts[at].operands.expect(operand));
-        for (i, head) in (0..rows).flat_map(|i| (0..heads).map(move |head| (i, head))) {
-            let place = |span: &SeqSpan| match is_query {
-                true => [span.q_batch, span.q_row + i, head],
+        for (i, head) in rows.flat_map(|i| (0..heads).map(move |head| (i, head))) {
+            let place = |view: &View, span: &SeqSpan| match is_query {
+                true => [span.q_batch, span.q_row + i - view.rows.start, head],
                 false => [span.k_batch, span.k_row + i, head],
             };
-            if let Some(d) = of_a.row_differs(place(&span_a), of_b, place(&span_b)) {
+            if let Some(d) = of_a.row_differs(place(a, &span_a), of_b, place(b, &span_b)) {
                 return Ok(Outcome::Differ(format!("{operand:?} of row {i}, head {head}, element {d}")));
             }
         }

@@ -11,7 +11,7 @@ use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operan
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
-use crate::{sm80, sm80_bwd};
+use crate::{row_order, sm80, sm80_bwd};
 
 /// The kernels, with what their launches need.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,6 +55,12 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80_bwd::accepts(problem)?;
         sm80::refuse_full_lists_beside_code(problem.fwd())?;
+        if options.row_invariant && row_order::has_gradients_of_wgmma(problem, facts) {
+            return Err(refuse(
+                "backward: row_invariant true: rows have the bits of sm90, which sums in another order"
+                    .to_owned(),
+            ));
+        }
         let spec = spec_of(problem);
         let ways = sm80_bwd::ways_of_dq(problem, &spec, facts.num_sms);
         let has_masks = !problem.fwd().masks.is_empty();

@@ -14,7 +14,8 @@ use fmha_gpu::{
 };
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
-use crate::operands::ALIGN;
+use crate::operands::{ALIGN, refuse_row_invariant};
+use crate::row_order;
 use crate::sm80::recipe::room;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90::recipe::needs;
@@ -83,8 +84,14 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         fields: &TileOptions,
     ) -> Result<Sm90BwdTile, Refusal> {
         sm90_bwd::accepts(problem)?;
+        if options.row_invariant && !row_order::has_gradients_of_wgmma(problem, facts) {
+            refuse_row_invariant(options, sm90_bwd::NAME)?;
+        }
         let spec = spec_of(problem, options);
-        let own = table_tile(problem, &spec, facts);
+        let own = match options.row_invariant {
+            true => sm90_bwd::choose_tile(problem, &spec).in_row_order(),
+            false => table_tile(problem, &spec, facts),
+        };
         fitted(own, fields, problem, &spec, facts).map_err(|reason| Refusal::new(sm90_bwd::NAME, reason))
     }
 
@@ -96,7 +103,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
         let spec = spec_of(problem, options);
-        let schedule = tile.schedule(problem, &spec, facts.num_sms)?;
+        let mut schedule = tile.schedule(problem, &spec, facts.num_sms)?;
+        if options.row_invariant {
+            schedule.take_row_order(problem, tile.row_bytes(&spec));
+        }
         let dbias = problem.dbias.map(|_| tile.of_dbias());
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let dims = problem.fwd().dims;
@@ -167,6 +177,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let captured = captured_launches(problem, &workspace, facts, true).map_err(refuse)?;
         let zeroed_bytes = if captured.is_empty() { 0 } else { workspace.bytes };
         let is_ordered = captured.is_empty();
+        let keeps_rows = options.row_invariant && tile == tile.in_row_order();
         let cluster = tile.walk.cluster().unsigned_abs();
         let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
         let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };
@@ -227,8 +238,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
                 // Gradients of captured tensors are added to in memory, by whoever comes first.
                 deterministic: is_ordered
                     && (spec.deterministic || schedule.num_key_blocks <= tile.walk.cluster()),
-                batch_invariant: false,
-                row_invariant: false,
+                batch_invariant: keeps_rows,
+                row_invariant: keeps_rows,
                 graph_capturable: true,
                 accuracy: Accuracy::Exact,
                 score_sums: facts.score_sums.of(problem.fwd().dtypes.qk),
@@ -477,8 +488,13 @@ fn details(
     .collect()
 }
 
+/// The spec of the launches. A row has the same bits under a mask and without one by the text of a mask alone.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
-    BwdSpec { deterministic: options.deterministic, ..sm90_bwd::masked_spec(problem) }
+    let spec = sm90_bwd::masked_spec(problem);
+    match options.row_invariant {
+        true => BwdSpec { deterministic: true, fwd: row_order::under_a_mask(spec.fwd), ..spec },
+        false => BwdSpec { deterministic: options.deterministic, ..spec },
+    }
 }
 
 /// Tile that the table gives, on a device.

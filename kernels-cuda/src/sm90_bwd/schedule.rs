@@ -81,6 +81,30 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
+/// Period of heads where a row's bits depend on no other row: the direction in which a kv head's key blocks add follows
+/// from its number and that of all kv heads alone, in calls of any lengths. Half of few heads go upward, so that none of
+/// their longest key blocks is the last; of more heads a quarter, which share the L2. Rates by a simulation of the
+/// order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with a period of two 1.0 and
+/// 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and 0.97, 0.84 and 0.97.
+const FEW_HEADS: u32 = 8;
+const ROW_PERIOD: u32 = 4;
+
+impl Sm90BwdSchedule {
+    /// Takes the order in which a row's additions follow from its head and its keys alone. `row_bytes`: of a query's
+    /// Q, dO and sums of dQ. Which heads run side by side changes no bits.
+    pub(super) fn take_row_order(&mut self, problem: &BwdProblem, row_bytes: i64) {
+        let dims = problem.fwd.dims;
+        let period = if dims.num_heads_kv <= FEW_HEADS { SHORT_PERIOD } else { ROW_PERIOD };
+        let period = dims.num_heads_kv.clamp(1, period);
+        let upward = i64::from(dims.batch) * i64::from(dims.num_heads_kv / period);
+        let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
+        let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+        let groups = (upward.max(1) + near - 1).div_euclid(near);
+        self.side_by_side_period = period as i32;
+        self.side_by_side_heads = (upward.max(1) + groups - 1).div_euclid(groups) as i32;
+    }
+}
+
 /// Part of the schedule with the fields of that name.
 struct Order {
     heads_per_l2_group: i64,
@@ -90,6 +114,12 @@ struct Order {
 }
 
 impl Sm90BwdTile {
+    /// Bytes of a query's Q and dO, and of its sums of dQ.
+    pub(super) fn row_bytes(&self, spec: &BwdSpec) -> i64 {
+        let dims = i64::from(spec.fwd.head_dim_qk + spec.fwd.head_dim_v);
+        2 * dims + 4 * i64::from(padded_dim(spec))
+    }
+
     /// Schedule of a problem.
     ///
     /// # Errors
@@ -178,7 +208,7 @@ impl Sm90BwdTile {
         let [seqlen_q, seqlen_k] = lengths_of_whole(problem);
         let all_upward = !is_packed && u64::from(seqlen_q) * 2 < u64::from(seqlen_k);
         // Q and dO, and the sums of dQ.
-        let row_bytes = 2 * i64::from(dims.head_dim_qk + dims.head_dim_v) + 4 * i64::from(padded_dim(spec));
+        let row_bytes = self.row_bytes(spec);
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
         let side_by_side_bytes =
             i64::from(heads_of_sequence / SHORT_PERIOD) * i64::from(seqlen_q) * row_bytes;

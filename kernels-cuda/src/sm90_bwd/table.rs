@@ -209,6 +209,13 @@ impl Sm90BwdTile {
         (self.walk, self.edges_apart, self.exp2_polynomials) = (BwdWalk::LateDp, false, 0);
     }
 
+    /// Returns this tile with the fields by which a row's bits depend on no other row. A polynomial in place of an
+    /// exponential has other bits, and which elements have one follows from a query's place in its block; parts of a
+    /// kv head's queries follow from the lengths.
+    pub(super) fn in_row_order(&self) -> Self {
+        Self { exp2_polynomials: 0, head_parts: false, ..*self }
+    }
+
     /// Returns this tile with each key block's sums of dQ apart: CTAs are persistent as they are without an
     /// order.
     fn with_dq_apart(&self, spec: &BwdSpec) -> Self {

@@ -121,8 +121,12 @@ FMHA_DEVICE void clear_counts(const BwdParams& p, const Sm90BwdSchedule& schedul
   }
 }
 
-// Share of a lane in a row's dO . O, eight columns of each 8 * `lanes`. `ask` issues the loads, so that those of
-// several rows are under way at a time.
+// Lanes of a row, a power of two, each with eight columns.
+template <BwdSpec spec>
+constexpr int kLanesOfRow = padded_dim(spec.fwd) <= 128 ? padded_dim(spec.fwd) / 8 : 32;
+
+// Share of a lane in a row's dO . O: eight columns, in one order however the row is loaded. `ask` issues the loads, so
+// that those of several rows are under way at a time.
 template <BwdSpec spec, Sm90BwdTile tile, int lanes>
 struct DotOfRow {
   static constexpr DType dtype = spec.fwd.dtype_o;
@@ -136,8 +140,8 @@ struct DotOfRow {
       ptx::ld_global_v4_b32_if(os, static_cast<const uint16_t*>(p.fwd.o.data) + o + 8 * lane, inside);
       ptx::ld_global_v4_b32_if(douts, static_cast<const uint16_t*>(p.dout.data) + dout + 8 * lane, inside);
     } else if (there) {
-      for (int32_t d = lane; d < dim; d += lanes)
-        dot += load_elem<dtype>(p.fwd.o.data, o + d) * load_elem<dtype>(p.dout.data, dout + d);
+      for (int32_t d = 8 * lane; d < min(8 * lane + 8, dim); ++d)
+        dot = fmaf(load_elem<dtype>(p.fwd.o.data, o + d), load_elem<dtype>(p.dout.data, dout + d), dot);
     }
   }
   // Sum over all lanes of the row.
@@ -156,8 +160,7 @@ template <BwdSpec spec, Sm90BwdTile tile, class Masks>
 FMHA_DEVICE void preprocess_block(const BwdParams& p, const Sm90BwdSchedule& schedule, const QueryBlock& block,
                                   const Masks& masks) {
   using S = Shape<spec, tile>;
-  constexpr int lanes = tile.vector_load && S::dim <= 128 ? S::dim / 8 : 32;  // of a row: a power of two
-  constexpr int rows_at_once = kRowThreads / lanes;
+  constexpr int lanes = kLanesOfRow<spec>, rows_at_once = kRowThreads / lanes;
   const SeqSpan& span = block.span;
   const int64_t first_o = row_offset(p.fwd.o, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);
   const int64_t first_dout = row_offset(p.dout, span.storage_batch, int64_t(span.q_row) + block.first, block.i_head);

@@ -77,6 +77,13 @@ template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE const float* sums_of_block(const BwdParams& p, const QueryBlock& block) {
   return p.dq_sums + stats_offset(p, block.span, block.i_head, block.first) * Shape<spec, tile>::dq_dim;
 }
+// A sum of dQ as it is finished. Additions of zeros by key blocks that a query does not see, which follow from its
+// block's other queries, leave a sum as it is but for the sign of a zero and a subnormal that is stored, not added: an
+// ordered sum has neither.
+template <BwdSpec spec>
+FMHA_DEVICE float finished_sum(float sum) {
+  return is_ordered<spec>() ? ptx::add_rn_ftz(sum, 0.f) : sum;
+}
 template <BwdSpec spec>
 FMHA_DEVICE float dq_factor(const BwdParams& p) {
   return p.fwd.softmax_scale * dropout_factor_of_ds<spec>(p.fwd);
@@ -101,7 +108,7 @@ FMHA_DEVICE bool store_unit(const BwdParams& p, const QueryBlock& block, const U
       if (query >= span.seqlen_q || column >= dim) continue;
       float values[8], zero = 0.f;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) values[k] = U::elem(sums, q, piece, k) * factor;
+      for (int k = 0; k < 8; ++k) values[k] = finished_sum<spec>(U::elem(sums, q, piece, k)) * factor;
       if constexpr (repairs<spec>()) {
 #pragma unroll
         for (int k = 0; k < 8; ++k) zero = fmaf(values[k], 0.f, zero);
