@@ -3,9 +3,11 @@
 A pair is two calls that have rows of one sequence in common: training packed or in a batch, a piece of a prompt, one
 to sixteen decoded tokens, over pages of 1 to 128 rows, beside other sequences. Both are planned with `row_invariant`,
 and O and the log-sum-exp of the common rows are compared bit for bit. Half of the sequences span three parts of 2048
-keys or more. Then the price: microseconds of calls with and without the promise. The exit status is 1 if a bit
-differed. `--price 0` compares alone, `--pairs 0` times alone, `--keys 512,1024,2048` times parts of these sizes too,
-which a CTA folds, or a launch behind CTAs of a part each. `--jobs` processes compare pairs beside each other.
+keys or more. A pair of gradients is two training calls, of whole sequences or some of their rows: dQ of the common rows
+is compared, and dK and dV where both have the same rows. Then the price: microseconds of calls with and without the
+promise, queued behind a wait of the device, so that the host's time is in none. The exit status is 1 if a bit differed.
+`--price 0` compares alone, `--pairs 0 --gradients 0` times alone, `--keys 512,1024,2048` times parts of these sizes
+too, which a CTA folds, or a launch behind CTAs of a part each. `--jobs` processes compare pairs beside each other.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("kit")
 parser.add_argument("--pairs", type=int, default=500)
+parser.add_argument("--gradients", type=int, default=200, help="pairs of training calls")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compare pairs")
 parser.add_argument("--only", type=int, default=None, help="the pair of this seed alone")
@@ -221,10 +224,96 @@ def compared(seed: int) -> str | None:
     return None
 
 
+class Training:
+    """A call that has some of a story's rows, and gradients."""
+
+    def __init__(self, story: Story, draw: random.Random, same: bool):
+        self.begin, self.end = 0, story.length
+        if not same:
+            self.end = draw.randint(story.row + 1, story.length)
+            self.begin = draw.choice((0, draw.randint(0, story.row)))
+        self.packed = draw.random() < 0.6
+        own = (self.end - self.begin, self.end)
+        self.others = []
+        for _ in range(draw.randrange(4)):
+            keys = draw.randint(1, story.length)
+            self.others.append((draw.choice((keys, draw.randint(1, keys))), keys) if self.packed else own)
+        self.place = draw.randint(0, len(self.others))
+        self.seed = draw.randrange(1 << 30)
+
+    def __str__(self):
+        return f"rows {self.begin}..{self.end}, {'packed' if self.packed else 'batch'}, {len(self.others)} others"
+
+    def run(self, story: Story):
+        """dQ of the story's rows, and dK and dV of its keys."""
+        sequences = list(self.others)
+        sequences.insert(self.place, (self.end - self.begin, self.end))
+        rows = [[], [], [], []]
+        for at, (queries, keys) in enumerate(sequences):
+            if at == self.place:
+                own = slice(self.begin, self.end)
+                of_call = story.q[own], story.k[: self.end], story.v[: self.end], story.dout[own]
+            else:
+                of = lambda salt, n, heads: numbers(self.seed + 8 * at + salt, n, heads, story.dim, story.dtype, 1.0)
+                shapes = (queries, story.heads), (keys, story.kv), (keys, story.kv), (queries, story.heads)
+                of_call = [of(salt, *shape) for salt, shape in enumerate(shapes)]
+            for to, x in zip(rows, of_call):
+                to.append(x)
+        longest = [max(pair[at] for pair in sequences) for at in (0, 1)]
+        q, k, v, dout = (torch.cat(x) if self.packed else torch.stack(x) for x in rows)
+        more = dict(begins_q=offsets(x for x, _ in sequences), begins_k=offsets(x for _, x in sequences))
+        mask = "b" if story.window is None else f"b:{story.window},0"
+        o = torch.full(q.shape, math.nan, dtype=story.dtype, device=DEVICE)
+        shape = (story.heads, len(q)) if self.packed else (len(q), story.heads, longest[0])
+        lse = torch.full(shape, math.nan, device=DEVICE)
+        of_call = dict(mask=mask, dims=(len(sequences), *longest), o=o, lse=lse)
+        call, held = call_of(q, k, v, **of_call, **(more if self.packed else {}))
+        planned(call, True)()
+        grads = [torch.full(x.shape, math.nan, device=DEVICE) for x in (q, k, v)]
+        backward = call.backward(ours.DTYPE[torch.float32], dout=dout, **dict(zip(("dq", "dk", "dv"), grads)))
+        planned(backward, True)()
+        torch.cuda.synchronize()
+        del held
+        if not self.packed:
+            return [x[self.place] for x in grads]
+        before = [sum(pair[at] for pair in sequences[: self.place]) for at in (0, 1)]
+        ends = [before[0] + self.end - self.begin, before[1] + self.end]
+        return [grads[0][before[0] : ends[0]], *(x[before[1] : ends[1]] for x in grads[1:])]
+
+
+def drawn_training(seed: int):
+    draw = random.Random(seed)
+    story = Story(seed, draw)
+    story.dim = draw.choice((64, 128, 128, 80, 16))
+    of = lambda salt, heads, spread: numbers(4 * seed + salt, story.length, heads, story.dim, story.dtype, spread)
+    story.q, story.k, story.v = of(0, story.heads, 1.5), of(1, story.kv, 1.0), of(2, story.kv, 1.0)
+    story.dout = of(3, story.heads, 1.0)
+    same = draw.random() < 0.5
+    return story, [Training(story, draw, same) for _ in range(2)], same
+
+
+def compared_gradients(seed: int) -> str | None:
+    """What differs."""
+    story, views, same = drawn_training(seed)
+    begin, end = max(view.begin for view in views), min(view.end for view in views)
+    results = [view.run(story) for view in views]
+    pairs = [("dq", *(x[0][begin - view.begin : end - view.begin] for view, x in zip(views, results)))]
+    if same:
+        pairs += [(name, results[0][at], results[1][at]) for at, name in ((1, "dk"), (2, "dv"))]
+    for name, a, b in pairs:
+        if not torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)):
+            where = (a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)).nonzero()
+            place = f"{name} at row {begin + where[0][0].item()} {where[0][1:].tolist()}, {len(where)} elements"
+            return "\n  ".join([f"gradients {seed}: {place}", str(story), *map(str, views)])
+    return None
+
+
 def micros(run, times: int = 40) -> float:
     for _ in range(5):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+    # Some 5 ms, in which the host queues all calls.
+    torch.cuda._sleep(10_000_000)
     for begin, end in events:
         begin.record()
         run()
@@ -326,16 +415,22 @@ def prices(only: str, keys_of_parts) -> None:
 
 def main() -> None:
     wrong = 0
-    seeds = range(arguments.seed, arguments.seed + arguments.pairs) if arguments.only is None else [arguments.only]
-    # A child that inherited a CUDA context could not use it.
-    with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(seeds)) or 1) as pool:
-        for at, said in enumerate(pool.imap_unordered(compared, seeds)):
-            if said is not None:
-                wrong += 1
-                print(said, flush=True)
-            if at % 50 == 49:
-                print(f"{at + 1} pairs, {wrong} differ", flush=True)
-    print(f"{len(seeds)} pairs: {wrong} differ")
+    searches = (compared, arguments.pairs, "pairs"), (compared_gradients, arguments.gradients, "pairs of gradients")
+    for compare, count, what in searches:
+        seeds = range(arguments.seed, arguments.seed + count)
+        if count and arguments.only is not None:
+            seeds = [arguments.only]
+        differ = 0
+        # A child that inherited a CUDA context could not use it.
+        with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(seeds)) or 1) as pool:
+            for at, said in enumerate(pool.imap_unordered(compare, seeds)):
+                if said is not None:
+                    differ += 1
+                    print(said, flush=True)
+                if at % 50 == 49:
+                    print(f"{at + 1} {what}, {differ} differ", flush=True)
+        print(f"{len(seeds)} {what}: {differ} differ", flush=True)
+        wrong += differ
     if arguments.price and arguments.only is None:
         prices(arguments.rows, [int(keys) for keys in arguments.keys.split(",") if keys])
     sys.exit(wrong > 0)
