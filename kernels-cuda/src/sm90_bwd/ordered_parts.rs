@@ -65,6 +65,14 @@ impl Sm90BwdTile {
         (most, (rows * if is_full { 1 } else { 2 }).div_ceil(ratio.max(1)))
     }
 
+    /// Parts where a row's bits depend on no other row: from the heads alone, whatever the lengths, so that a sequence
+    /// has eight heads.
+    #[must_use]
+    pub(super) fn parts_in_row_order(problem: &BwdProblem) -> u32 {
+        let kv_heads = problem.fwd.dims.num_heads_kv.max(1);
+        divisor_from(problem.fwd.gqa_ratio(), ORDERED_HEADS.div_ceil(kv_heads))
+    }
+
     /// Parts that give a long sequence eight heads.
     fn parts_of_long(&self, problem: &BwdProblem, spec: &BwdSpec, num_sms: u32) -> u32 {
         let ratio = problem.fwd.gqa_ratio();

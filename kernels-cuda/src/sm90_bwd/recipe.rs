@@ -89,7 +89,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         }
         let spec = spec_of(problem, options);
         let own = match options.row_invariant {
-            true => sm90_bwd::choose_tile(problem, &spec).in_row_order(),
+            true => sm90_bwd::choose_tile(problem, &spec).in_row_order(problem),
             false => table_tile(problem, &spec, facts),
         };
         fitted(own, fields, problem, &spec, facts).map_err(|reason| Refusal::new(sm90_bwd::NAME, reason))
@@ -103,10 +103,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |reason: String| Refusal::new(sm90_bwd::NAME, reason);
         let spec = spec_of(problem, options);
-        let mut schedule = tile.schedule(problem, &spec, facts.num_sms)?;
-        if options.row_invariant {
-            schedule.take_row_order(problem, tile.row_bytes(&spec));
-        }
+        let schedule = match options.row_invariant {
+            true => tile.schedule_in_row_order(problem, &spec, facts.num_sms)?,
+            false => tile.schedule(problem, &spec, facts.num_sms)?,
+        };
         let dbias = problem.dbias.map(|_| tile.of_dbias());
         let dbias_schedule = dbias.map(|dbias| dbias.schedule(problem, &spec, facts.num_sms)).transpose()?;
         let dims = problem.fwd().dims;
@@ -177,7 +177,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         let captured = captured_launches(problem, &workspace, facts, true).map_err(refuse)?;
         let zeroed_bytes = if captured.is_empty() { 0 } else { workspace.bytes };
         let is_ordered = captured.is_empty();
-        let keeps_rows = options.row_invariant && tile == tile.in_row_order();
+        let keeps_rows = options.row_invariant && tile == tile.in_row_order(problem);
         let cluster = tile.walk.cluster().unsigned_abs();
         let at_a_time = (facts.num_sms / cluster).max(1) * cluster;
         let ctas = if tile.persistent { tiles.min(at_a_time) } else { tiles };

@@ -36,6 +36,10 @@ abi_struct! {
         /// Least queries of a part, for packed sequences with ordered additions, each of which has parts by
         /// its own queries: this many where a kv head has few tiles, otherwise four times as many.
         pub least_queries_of_part: i32,
+        /// Parts of a kv head that go the same way with ordered additions behind a mask: a divisor of its parts.
+        pub parts_together: i32,
+        /// Keeps the address below aligned.
+        pub reserved: i32,
         /// Most key blocks, of all parts of a kv head, that count as few tiles.
         pub few_tiles_of_head: i32,
         /// Period of heads with ordered additions to dQ: the key blocks of one head in so many are launched
@@ -92,14 +96,33 @@ const ROW_PERIOD: u32 = 4;
 impl Sm90BwdSchedule {
     /// Takes the order in which a row's additions follow from its head and its keys alone. `row_bytes`: of a query's
     /// Q, dO and sums of dQ. Which heads run side by side changes no bits.
-    pub(super) fn take_row_order(&mut self, problem: &BwdProblem, row_bytes: i64) {
+    fn take_row_order(&mut self, problem: &BwdProblem, row_bytes: i64) {
         let dims = problem.fwd.dims;
-        let period = if dims.num_heads_kv <= FEW_HEADS { SHORT_PERIOD } else { ROW_PERIOD };
-        let period = dims.num_heads_kv.clamp(1, period);
-        let upward = i64::from(dims.batch) * i64::from(dims.num_heads_kv / period);
+        let parts = self.num_head_parts.unsigned_abs();
+        // A kv head's parts go one way, the later half of a lone one's the other. Parts add to dK and dV one after
+        // another in packed calls, so that none that goes downward may follow one that goes upward.
+        let together = if dims.num_heads_kv > 1 {
+            parts
+        } else if parts.is_multiple_of(2) {
+            parts / 2
+        } else {
+            1
+        };
+        let heads = dims.num_heads_kv * (parts / together);
+        let period = match (dims.num_heads_kv, parts) {
+            (1, parts) if !parts.is_multiple_of(2) => parts,
+            _ if heads <= FEW_HEADS => SHORT_PERIOD,
+            _ => ROW_PERIOD,
+        };
+        let period = heads.clamp(1, period);
+        let upward = i64::from(dims.batch) * i64::from(heads / period);
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
         let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+        let near = (near / i64::from(together)).max(1);
         let groups = (upward.max(1) + near - 1).div_euclid(near);
+        self.parts_together = together as i32;
+        // A sequence of any length has all parts.
+        self.least_queries_of_part = 0;
         self.side_by_side_period = period as i32;
         self.side_by_side_heads = (upward.max(1) + groups - 1).div_euclid(groups) as i32;
     }
@@ -130,6 +153,32 @@ impl Sm90BwdTile {
         spec: &BwdSpec,
         num_sms: u32,
     ) -> Result<Sm90BwdSchedule, Refusal> {
+        self.schedule_in_parts(problem, spec, num_sms, self.num_parts(problem, spec, num_sms))
+    }
+
+    /// Schedule of a problem whose rows' bits depend on no other row.
+    ///
+    /// # Errors
+    /// More tiles than a grid can have.
+    pub(super) fn schedule_in_row_order(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+    ) -> Result<Sm90BwdSchedule, Refusal> {
+        let heads = if self.head_parts { Self::parts_in_row_order(problem) } else { 1 };
+        let mut schedule = self.schedule_in_parts(problem, spec, num_sms, HeadParts { heads, queries: 1 })?;
+        schedule.take_row_order(problem, self.row_bytes(spec));
+        Ok(schedule)
+    }
+
+    fn schedule_in_parts(
+        &self,
+        problem: &BwdProblem,
+        spec: &BwdSpec,
+        num_sms: u32,
+        parts_of_heads: HeadParts,
+    ) -> Result<Sm90BwdSchedule, Refusal> {
         let dims = problem.fwd.dims;
         let blocks = |rows: u32, block: i32| rows.div_ceil(block.unsigned_abs());
         let cluster = self.walk.cluster().unsigned_abs();
@@ -152,7 +201,6 @@ impl Sm90BwdTile {
         });
         let num_bias_blocks = i32::try_from(bias_blocks)
             .map_err(|_| Refusal::new(NAME, format!("dbias: {bias_blocks} blocks of it are 2^31 or more")))?;
-        let parts_of_heads = self.num_parts(problem, spec, num_sms);
         let (_, least_queries_of_part) = self.parts_of_packed(problem, spec);
         let HeadParts { heads: parts, queries: query_parts } = parts_of_heads;
         let heads_of_sequence = dims.num_heads_kv * parts * query_parts;
@@ -177,6 +225,13 @@ impl Sm90BwdTile {
             num_sms: num_sms as i32,
             num_head_parts: parts as i32,
             num_query_parts: query_parts as i32,
+            // All parts of a packed sequence's kv head go the same way.
+            parts_together: if spec.deterministic && problem.fwd.layout.q == QLayout::Packed {
+                (parts * query_parts) as i32
+            } else {
+                1
+            },
+            reserved: 0,
             few_tiles_of_head: (FEW_TILES / dims.num_heads_kv.max(1)) as i32,
             least_queries_of_part: least_queries_of_part.min(1 << 30) as i32,
             side_by_side_period: order.side_by_side_period as i32,

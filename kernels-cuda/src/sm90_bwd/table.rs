@@ -210,10 +210,10 @@ impl Sm90BwdTile {
     }
 
     /// Returns this tile with the fields by which a row's bits depend on no other row. A polynomial in place of an
-    /// exponential has other bits, and which elements have one follows from a query's place in its block; parts of a
-    /// kv head's queries follow from the lengths.
-    pub(super) fn in_row_order(&self) -> Self {
-        Self { exp2_polynomials: 0, head_parts: false, ..*self }
+    /// exponential has other bits, and which elements have one follows from a query's place in its block.
+    pub(super) fn in_row_order(&self, problem: &BwdProblem) -> Self {
+        let head_parts = problem.fwd.dims.seqlen_q > 0 && Self::parts_in_row_order(problem) > 1;
+        Self { exp2_polynomials: 0, head_parts, ..*self }
     }
 
     /// Returns this tile with each key block's sums of dQ apart: CTAs are persistent as they are without an

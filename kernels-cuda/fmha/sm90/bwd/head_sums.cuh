@@ -59,6 +59,12 @@ FMHA_DEVICE void add_head_sums(float* share, const mma::Accumulator<n>& grad, fl
   }
 }
 
+// Adds a part as memory adds one where there is an order, without subnormals: a row's bits are one in either layout.
+template <BwdSpec spec>
+FMHA_DEVICE float add_part(float sum, float part) {
+  return is_ordered<spec>() ? ptx::add_rn_ftz(sum, part) : sum + part;
+}
+
 // `kHeadSumsCtas` CTAs to a key block of a kv head. A thread takes eight columns of two keys eight apart, which four
 // threads of a warpgroup had. With one CTA to a key block, and sums in the order of rows, most multiprocessors were
 // idle: 48 heads over 3, S 384, D 128 took 125 us in all, and 62 so.
@@ -97,10 +103,10 @@ FMHA_DEVICE void head_sums(const BwdParams& p, const Sm90BwdSchedule& schedule) 
 #pragma unroll
       for (int lane = 0; lane < 4; ++lane) {
         const float4 four = fours[lane];
-        sums[0][2 * lane] += four.x;
-        sums[0][2 * lane + 1] += four.y;
-        sums[1][2 * lane] += four.z;
-        sums[1][2 * lane + 1] += four.w;
+        sums[0][2 * lane] = add_part<spec>(sums[0][2 * lane], four.x);
+        sums[0][2 * lane + 1] = add_part<spec>(sums[0][2 * lane + 1], four.y);
+        sums[1][2 * lane] = add_part<spec>(sums[1][2 * lane], four.z);
+        sums[1][2 * lane + 1] = add_part<spec>(sums[1][2 * lane + 1], four.w);
       }
     }
     const View& view = of_v ? p.dv : p.dk;

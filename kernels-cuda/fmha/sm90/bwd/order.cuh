@@ -67,7 +67,7 @@ FMHA_DEVICE Work resolve_work(const BwdParams& p, const Sm90BwdSchedule& schedul
   int32_t nth_block = i_block;
   bool is_upward = true;
   if constexpr (launches_in_order<spec, tile>() && !is_listed) {
-    const int32_t parts = num_parts<tile>(schedule), parts_together = has_own_parts<spec, tile>() ? parts : 1;
+    const int32_t parts = num_parts<tile>(schedule), parts_together = tile.head_parts ? schedule.parts_together : 1;
     const Place place = place_in_order(schedule, i_cluster, num_key_blocks, p.fwd.batch,
                                        p.fwd.num_heads_kv * parts / parts_together, parts_together);
     head = place.head;

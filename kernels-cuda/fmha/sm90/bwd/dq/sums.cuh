@@ -128,14 +128,14 @@ struct Place {
 // its queries, all of them do (`Sm90BwdSchedule::side_by_side_period`): the key blocks see the same few query blocks,
 // and those of a head that run together would wait for each other at each.
 //
-// Heads here are the parts of kv heads, where tiles share these; for sequences with parts of their own
-// (`has_own_parts`) they are kv heads, whose parts go the same way whatever their number, one after another or all
-// upward side by side.
+// Heads here are the parts of kv heads, where tiles share these, or `parts_together` of them, which go the same way one
+// after another or all upward side by side: all parts of a kv head where sequences have parts of their own
+// (`has_own_parts`), whatever their number.
 template <BwdSpec spec, Sm90BwdTile tile>
 FMHA_DEVICE bool goes_upward(const Sm90BwdSchedule& schedule, const Work& work) {
   const int32_t period = schedule.side_by_side_period;
-  const int32_t head =
-      has_own_parts<spec, tile>() ? work.i_head_kv : work.i_head_kv * num_parts<tile>(schedule) + work.i_part;
+  int32_t head = work.i_head_kv;
+  if constexpr (tile.head_parts) head = (head * num_parts<tile>(schedule) + work.i_part) / schedule.parts_together;
   return head % period == period - 1;
 }
 // Tile `index`; each of a sequence's `num_heads` has `parts`.
