@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use fmha_conformance::apart::run_test;
 use fmha_conformance::rows::{
-    Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
+    BLOCKS, Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
 };
 use fmha_core::{BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
@@ -31,9 +31,6 @@ fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
 
 /// Lengths on either side of one part and two.
 const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
-
-/// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
-const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
 
 /// On Hopper one of two kernels has a call; their blocks divide parts of 128.
 fn bounds(arch: &str) -> Bounds {

@@ -64,6 +64,7 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
         Body::Law(law) => {
             let of_rows = match law.kind {
                 LawKind::RowsOfCalls(first) => jobs_of_rows(compiler, first, options),
+                LawKind::GradientsOfCalls(seed) => jobs_of_gradients(compiler, seed, options),
                 LawKind::KeysOfGradients(_) => backward_jobs(compiler, &law.gradients(), options),
                 _ => None,
             };
@@ -76,6 +77,21 @@ pub fn jobs(case: &Case, backend: &Device, options: &PlanOptions) -> Vec<KernelJ
         }
     };
     jobs.unwrap_or_default()
+}
+
+/// Kernels of training calls whose rows are to have the same gradients, each once.
+fn jobs_of_gradients(compiler: &dyn Precompile, seed: u64, options: &PlanOptions) -> Option<Vec<KernelJob>> {
+    let options = options.clone().row_invariant(true);
+    let mut all: Vec<KernelJob> = Vec::new();
+    for problem in rows::training_problems(seed) {
+        let backward = backward_jobs(compiler, &rows::backward_of(problem.clone()), &options)?;
+        for job in forward_jobs(compiler, &problem, &options)?.into_iter().chain(backward) {
+            if all.iter().all(|known| known.key() != job.key()) {
+                all.push(job);
+            }
+        }
+    }
+    Some(all)
 }
 
 /// Kernels of calls whose rows are to have the same bits, each once.

@@ -68,6 +68,8 @@ pub enum LawKind {
     AloneIsInPack,
     /// The pair of calls that this seed draws, of which it is the first; where plans promise rows of equal bits.
     RowsOfCalls(u64),
+    /// The pair of training calls that this seed draws, of which it is the first: their gradients.
+    GradientsOfCalls(u64),
 }
 
 /// The note of a law whose two calls were compared in every bit.
@@ -93,6 +95,10 @@ impl Law {
         if let LawKind::RowsOfCalls(seed) = self.kind {
             let host = HostFwd::new(problem.clone(), lengths, *data)?;
             return crate::rows::law(backend, options, (seed, host));
+        }
+        if let LawKind::GradientsOfCalls(seed) = self.kind {
+            let host = HostFwd::new(problem.clone(), lengths, *data)?;
+            return crate::rows::law_of_gradients(backend, options, (seed, host));
         }
         let mut wishes = options.plan.clone();
         if matches!(self.kind, LawKind::LastOfMany | LawKind::PermutedBatch) {

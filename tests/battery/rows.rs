@@ -133,6 +133,9 @@ pub const SHORT: Bounds = Bounds {
     fp8_caches: true,
 };
 
+/// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
+pub const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
+
 /// A story and two views of it with a row in common.
 #[must_use]
 pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
@@ -529,13 +532,44 @@ pub(crate) fn problems(first: u64) -> impl Iterator<Item = FwdProblem> {
     })
 }
 
+/// Training calls of a pair.
+pub(crate) fn training_problems(seed: u64) -> impl Iterator<Item = FwdProblem> {
+    let (story, views) = draw_training(seed, &BLOCKS);
+    views.into_iter().map(move |view| view.problem(&story).0)
+}
+
+/// The backward of a training call, whose gradients are f32.
+pub(crate) fn backward_of(problem: FwdProblem) -> BwdProblem {
+    BwdProblem::new(problem).dtype_grad(DType::F32)
+}
+
 /// The law of some pairs: rows of equal bits; where a call is refused, the case's own within the bound.
-pub(crate) fn law(device: &Device, options: &Options, (first, mut host): (u64, HostFwd)) -> Result<Verdict> {
+pub(crate) fn law(device: &Device, options: &Options, of: (u64, HostFwd)) -> Result<Verdict> {
+    law_of(device, options, of, PAIRS, |seed, planning| {
+        let (story, views) = draw(seed, &SHORT);
+        compare(device, &story, &views, planning)
+    })
+}
+
+/// The law of a pair of training calls: rows of equal gradients.
+pub(crate) fn law_of_gradients(device: &Device, options: &Options, of: (u64, HostFwd)) -> Result<Verdict> {
+    law_of(device, options, of, 1, |seed, planning| {
+        let (story, views) = draw_training(seed, &BLOCKS);
+        compare_gradients(device, &story, &views, planning)
+    })
+}
+
+fn law_of(
+    device: &Device,
+    options: &Options,
+    (first, mut host): (u64, HostFwd),
+    pairs: u64,
+    compared_pair: impl Fn(u64, &Planning) -> Result<Outcome>,
+) -> Result<Verdict> {
     let planning = Planning { plan: options.plan.clone(), ..Planning::default() };
     let (mut verdict, mut compared) = (Verdict { note: Some(BIT_FOR_BIT), ..Verdict::default() }, false);
-    for seed in first..first + PAIRS {
-        let (story, views) = draw(seed, &SHORT);
-        match compare(device, &story, &views, &planning)? {
+    for seed in first..first + pairs {
+        match compared_pair(seed, &planning)? {
             Outcome::Equal(_) => compared = true,
             Outcome::Differ(what) => verdict.faults.push(format!("pair {seed}: {what}")),
             Outcome::Refused(_) if compared || !verdict.faults.is_empty() => (),
