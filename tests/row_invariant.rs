@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 
 use fmha_conformance::apart::run_test;
 use fmha_conformance::rows::{
-    BLOCKS, Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw, draw_training,
+    BLOCKS, Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw,
+    draw_training,
 };
 use fmha_core::{BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};

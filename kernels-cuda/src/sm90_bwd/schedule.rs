@@ -85,11 +85,12 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
-/// Period of heads where a row's bits depend on no other row: the direction in which a kv head's key blocks add follows
-/// from its number and that of all kv heads alone, in calls of any lengths. Half of few heads go upward, so that none of
-/// their longest key blocks is the last; of more heads a quarter, which share the L2. Rates by a simulation of the
-/// order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with a period of two 1.0 and
-/// 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and 0.97, 0.84 and 0.97.
+/// Period of heads where a row's bits depend on no other row: the direction in which a kv head's key blocks add
+/// follows from its number and that of all kv heads alone, in calls of any lengths. Half of few heads go upward, so
+/// that none of their longest key blocks is the last; of more heads a quarter, which share the L2. Rates by a
+/// simulation of the order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with a
+/// period of two 1.0 and 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and 0.97,
+/// 0.84 and 0.97.
 const FEW_HEADS: u32 = 8;
 const ROW_PERIOD: u32 = 4;
 

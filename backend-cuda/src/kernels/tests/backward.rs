@@ -118,6 +118,52 @@ fn the_grid_of_blackwell_has_two_ctas_to_a_block_of_keys_where_both_sums_do_not_
     assert_eq!(grids(256), (vec![2 * 2 * 4, 4 * 8], Some("dK and dQ of a CTA, dV of another".to_owned())));
 }
 
+/// Rows' gradients are one kernel's in calls of any lengths, and a kv head's parts follow from the heads alone.
+#[test]
+fn gradients_of_rows_are_those_of_one_kernel_of_hopper_in_fixed_parts() {
+    let (facts, options) = (stated("sm_90a"), PlanOptions::default().row_invariant(true));
+    for (heads, words) in [
+        ([16, 16], None),
+        ([32, 8], None),
+        ([32, 4], Some("8 of a kv head shared by 2 tiles")),
+        ([32, 2], Some("16 of a kv head shared by 4 tiles")),
+        ([32, 1], Some("32 of a kv head shared by 8 tiles")),
+        ([3, 1], Some("3 of a kv head shared by 3 tiles")),
+    ] {
+        for (seqlens, mask) in
+            [([64, 64], "b"), ([40, 8192], "b"), ([8192, 8192], "0"), ([700, 700], "b:100,0")]
+        {
+            let problem = BwdProblem::new(of_lengths(seqlens, heads, 128, mask));
+            let choice = backward(&problem, &options).unwrap();
+            let what = format!("{heads:?}, {seqlens:?}, {mask}");
+            let promises = choice.promises;
+            assert!(promises.row_invariant && promises.batch_invariant && promises.deterministic, "{what}");
+            assert_eq!(detail(&choice, "query heads").as_deref(), words, "{what}");
+            let refusal = choose::<Sm80Bwd, _>(&problem.validate().unwrap(), &facts, &options).err();
+            let refusal = refusal.unwrap().to_string();
+            assert!(refusal.contains("row_invariant true") && refusal.contains("sm90"), "{refusal}");
+        }
+    }
+}
+
+/// Strides that TMA does not take are refused by both: a row of `sm80` would have other bits.
+#[test]
+fn gradients_of_rows_that_hoppers_kernel_cannot_load_are_refused_by_name() {
+    let (facts, options) = (stated("sm_90a"), PlanOptions::default().row_invariant(true));
+    let mut odd = of_lengths([512, 512], [4, 4], 128, "b");
+    odd.strides.k.seq = 4 * 128 + 2;
+    let odd = BwdProblem::new(odd).validate().unwrap();
+    let of_sm90 = choose::<Sm90Bwd, _>(&odd, &facts, &options).err().unwrap().to_string();
+    assert!(of_sm90.contains("k.seq stride 514"), "{of_sm90}");
+    let of_sm80 = choose::<Sm80Bwd, _>(&odd, &facts, &options).err().unwrap().to_string();
+    assert!(of_sm80.contains("row_invariant true: rows have the bits of sm90"), "{of_sm80}");
+    // Rows that are `sm80`'s in every layout.
+    let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 192, "b")).validate().unwrap();
+    assert!(choose::<Sm80Bwd, _>(&wide, &facts, &options).unwrap().promises.row_invariant);
+    let of_sm90 = choose::<Sm90Bwd, _>(&wide, &facts, &options).err().unwrap().to_string();
+    assert!(of_sm90.contains("row_invariant true"), "{of_sm90}");
+}
+
 /// 2 kv heads of 1024 keys are 16 blocks of 128; 1000 queries of 4 heads in blocks of 64 are 64.
 #[test]
 fn the_grids_of_a_backward_cover_its_rows_and_blocks() {
