@@ -469,7 +469,10 @@ fn blackwell_backward() -> Vec<(String, KernelSource)> {
     let upper = BwdSpec::plain(DType::Bf16, 256, MaskKind::Upper);
     kernels.push(("sm100_bwd_finish_dq_256".to_owned(), sm100_bwd::finish_dq(&upper)));
     let ordered = BwdSpec { deterministic: true, ..upper };
-    kernels.push(("sm100_bwd_256_in_order".to_owned(), sm100_bwd::main(&ordered, &sm100_bwd::default_tile(&ordered))));
+    kernels.push((
+        "sm100_bwd_256_in_order".to_owned(),
+        sm100_bwd::main(&ordered, &sm100_bwd::default_tile(&ordered)),
+    ));
     kernels
 }
 

@@ -504,7 +504,9 @@ const BLACKWELL_BACKWARD: &[Broken] = &[
     },
     Broken {
         title: "causal, D 192 with V of 128",
-        problems: &["-b 1 --heads 2 --heads-kv 1 -s 200 --seqlen-k 200 -d 192 --head-dim-v 128 --prec bf16 --mask b"],
+        problems: &[
+            "-b 1 --heads 2 --heads-kv 1 -s 200 --seqlen-k 200 -d 192 --head-dim-v 128 --prec bf16 --mask b",
+        ],
         ..BLACKWELL_MAIN
     },
     Broken {
