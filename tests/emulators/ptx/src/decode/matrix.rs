@@ -3,7 +3,7 @@
 use super::{Decoder, unknown};
 use crate::ast::{Operand, RawInst, Ty};
 use crate::fault::Fault;
-use crate::op::{Code, CpShape, Elem, Inst, Mma, MmaKind, Reg, Tcgen, TmemShape, Wgmma};
+use crate::op::{Code, CpShape, Elem, Inst, Mma, MmaKind, Reg, ScaledKind, Tcgen, TmemShape, Wgmma};
 
 fn elem(word: &str) -> Option<Elem> {
     Some(match word {
@@ -312,19 +312,25 @@ impl Decoder<'_> {
         })
     }
 
-    /// Sources in the list: B descriptor, instruction descriptor, what is added to A's address in tensor memory, lane
-    /// masks (four or eight, or none).
+    /// Sources in the list: B descriptor, instruction descriptor, what is added to A's address in tensor memory; then
+    /// lane masks (four or eight, or none), or of a block-scaled product the addresses of both operands' factors, each
+    /// with what is added to it.
     fn tcgen05_mma(&mut self, raw: &RawInst, pair: bool) -> Result<Inst, Fault> {
         let ops = &raw.operands;
         let kind = match () {
             () if raw.has("kind::f16") => MmaKind::F16,
             () if raw.has("kind::tf32") => MmaKind::Tf32,
             () if raw.has("kind::f8f6f4") => MmaKind::F8f6f4,
-            () => return Err(unknown(raw)),
+            () => MmaKind::Scaled(scaled_kind(raw).ok_or_else(|| unknown(raw))?),
         };
+        let scaled = matches!(kind, MmaKind::Scaled(_));
         let (a_tmem, shift) = (matches!(raw.operand(1)?, Operand::Address { .. }), raw.has("ashift"));
         let keeps_a = raw.has("collector::a::fill") || raw.has("collector::a::use");
-        if raw.has("sp") || raw.has("ws") || raw.has("block_scale") || shift && (!a_tmem || keeps_a) {
+        if raw.has("sp") || raw.has("ws") || raw.has("block_scale") != scaled || shift && (!a_tmem || keeps_a)
+        {
+            return Err(unknown(raw));
+        }
+        if scaled && shift {
             return Err(unknown(raw));
         }
         let mut inst = Inst::new(Code::Tcgen { op: Tcgen::Mma { a_tmem, kind, shift }, pair });
@@ -335,7 +341,13 @@ impl Decoder<'_> {
         let mut list = vec![self.src(raw.operand(2)?, Ty::B64)?, self.src(raw.operand(3)?, Ty::B32)?];
         list.push(self.word_const(a_offset as u32));
         let mut at = 4;
-        if let Some(Operand::Vector(masks)) = ops.get(4) {
+        if scaled {
+            for _ in 0..2 {
+                let (base, offset) = self.address(raw.operand(at)?)?;
+                list.extend([base, self.word_const(offset as u32)]);
+                at += 1;
+            }
+        } else if let Some(Operand::Vector(masks)) = ops.get(4) {
             for m in masks {
                 list.push(self.src(m, Ty::B32)?);
             }
@@ -351,5 +363,22 @@ impl Decoder<'_> {
         }
         inst.list = self.list(&[], &list);
         Ok(inst)
+    }
+}
+
+/// The kind of a block-scaled product, with the factors of a row that its qualifiers name.
+fn scaled_kind(raw: &RawInst) -> Option<ScaledKind> {
+    let one = raw.has("scale_vec::1X");
+    let two = raw.has("scale_vec::2X") || raw.has("block32");
+    let four = raw.has("scale_vec::4X") || raw.has("block16");
+    match () {
+        () if raw.has("kind::mxf8f6f4") => {
+            (!four && !raw.has("scale_vec::2X")).then_some(ScaledKind::Mxf8f6f4)
+        }
+        () if raw.has("kind::mxf4") => (!one && !four).then_some(ScaledKind::Mxf4),
+        () if raw.has("kind::mxf4nvf4") && !one && two != four => {
+            Some(ScaledKind::Mxf4nvf4 { per_row: if four { 4 } else { 2 } })
+        }
+        () => None,
     }
 }

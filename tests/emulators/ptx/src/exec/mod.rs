@@ -17,6 +17,7 @@ mod matrix;
 mod mbarrier;
 mod operand;
 mod rare;
+mod scaled;
 mod specials;
 mod tensor;
 mod tmem;

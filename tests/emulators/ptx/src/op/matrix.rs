@@ -97,6 +97,18 @@ pub(crate) enum MmaKind {
     F16,
     Tf32,
     F8f6f4,
+    Scaled(ScaledKind),
+}
+
+/// Kinds with a factor for each block of a row.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ScaledKind {
+    /// Elements of eight bits, `scale_vec::1X`.
+    Mxf8f6f4,
+    /// Elements of four bits, `scale_vec::2X`.
+    Mxf4,
+    /// Elements of four bits, `scale_vec::2X` or `4X`.
+    Mxf4nvf4 { per_row: u8 },
 }
 
 /// tcgen05.cp shapes.

@@ -7,7 +7,7 @@ mod memory;
 use crate::ast::{Space, Ty};
 
 pub(crate) use arith::{BoolOp, Cmp, Cvt, Df, Hf, Prmt, Rare, Sf, Slow, Wf, Xf};
-pub(crate) use matrix::{CpShape, Elem, Mma, MmaKind, Tcgen, TmemShape, Wgmma};
+pub(crate) use matrix::{CpShape, Elem, Mma, MmaKind, ScaledKind, Tcgen, TmemShape, Wgmma};
 pub(crate) use memory::{Access, Atom, AtomOp, Bulk, Completion, Mbar, MbarOp, Route, Shfl, Vote};
 
 /// A row of the register file of a warp: 32 lanes of one register. Two tag bits name the file.
