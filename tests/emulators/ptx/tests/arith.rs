@@ -180,6 +180,11 @@ fn single_precision_rounds_as_ieee_754_says() {
                 a.max(b)
             }
         }),
+        ("max.NaN.f32 %d, %a, %b, %c;", |a, b, c| {
+            let of = [a, b, c];
+            let largest = of.into_iter().max_by(f32::total_cmp);
+            largest.filter(|_| of.iter().all(|x| !x.is_nan())).unwrap_or(f32::NAN)
+        }),
         ("setp.neu.f32 %p, %a, %b; selp.f32 %d, %a, %b, %p;", |a, b, _| if a == b { b } else { a }),
         ("setp.lt.f32 %p, %a, %b; selp.f32 %d, %a, %b, %p;", |a, b, _| if a < b { a } else { b }),
         ("cvt.rzi.s32.f32 %w0, %a; cvt.rn.f32.s32 %d, %w0;", |a, _, _| (a as i32) as f32),

@@ -64,6 +64,7 @@ pub(crate) enum Wf {
     FMaxNan,
     FMin3,
     FMax3,
+    FMax3Nan,
     FAbs,
     FNeg,
     FDiv,
