@@ -32,10 +32,11 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
-// needs: sm_100. The largest of three; a NaN among them is passed over. PTX ISA: max.
-FMHA_DEVICE float max3(float a, float b, float c) {
+// needs: sm_100. The largest of three; NaN, if one of them is.
+// PTX ISA: max.
+FMHA_DEVICE float max3_nan(float a, float b, float c) {
   float d;
-  asm("max.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
   return d;
 }
 

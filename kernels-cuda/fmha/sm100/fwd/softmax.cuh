@@ -163,12 +163,14 @@ struct SoftmaxRole {
     }
   }
 
-  // The largest of S and of the maximum so far. Four chains of two numbers a link: a single one would wait for itself.
+  // The largest of S and of the maximum so far; NaN, if one of them is, of which the polynomial would make a number.
+  // Four chains of two numbers a link: a single one would wait for itself.
   FMHA_DEVICE float largest(const float (&s)[n]) const {
-    float top[4] = {ptx::max3(row_max, s[0], s[1]), fmaxf(s[2], s[3]), fmaxf(s[4], s[5]), fmaxf(s[6], s[7])};
+    float top[4] = {ptx::max3_nan(row_max, s[0], s[1]), ptx::max_nan(s[2], s[3]), ptx::max_nan(s[4], s[5]),
+                    ptx::max_nan(s[6], s[7])};
 #pragma unroll
-    for (int e = 8; e < n; e += 2) top[e / 2 % 4] = ptx::max3(top[e / 2 % 4], s[e], s[e + 1]);
-    return fmaxf(ptx::max3(top[0], top[1], top[2]), top[3]);
+    for (int e = 8; e < n; e += 2) top[e / 2 % 4] = ptx::max3_nan(top[e / 2 % 4], s[e], s[e + 1]);
+    return ptx::max_nan(ptx::max3_nan(top[0], top[1], top[2]), top[3]);
   }
 
   // Two numbers of a row, for the correct role's thread of that row.
