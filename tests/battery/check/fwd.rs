@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use fmha_core::reference::{HeadForward, Inputs, Precision, forward_rows, is_far};
-use fmha_core::{FwdProblem, ProblemError, Result};
+use fmha_core::{ElemType, FwdProblem, ProblemError, Result};
 use rayon::prelude::*;
 
 use super::{Progress, Selection, inner_roundoff, logits_bound};
@@ -230,6 +230,11 @@ impl Forward {
     /// Verdicts on O, and on LSE if it is wanted.
     pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
+        // A kernel that multiplies stored elements of V rounds P to their type (CONTRACT.md, "Scales by blocks").
+        let u_of_p = match problem.block_scales.map(|scales| scales.format.elem()) {
+            Some(ElemType::Number(elem)) => elem.unit_roundoff(),
+            _ => 0.0,
+        };
         let of_o = |o: &Stat, name| {
             let yardstick = Yardstick {
                 factor: 2.0,
@@ -249,7 +254,7 @@ impl Forward {
             let directed = o.count >= 64
                 && yardstick.far.max == 0.0
                 && yardstick.reference.rms >= yardstick.spread.rms / 2.0;
-            o.verdict(name, bound(&yardstick), directed.then(|| least_cosine(u_out, u_inner)))
+            o.verdict(name, bound(&yardstick), directed.then(|| least_cosine(u_out, u_inner.max(u_of_p))))
         };
         let mut tensors = self.o.verdicts(["o", "o of far rows"], of_o);
         if with_lse {
