@@ -84,21 +84,26 @@ impl Threads {
         };
         match (&self.pool, states) {
             (_, []) => {}
-            (Some(pool), [own, others @ ..]) if !others.is_empty() => {
-                let others: &[Mutex<&mut T>] = &others.iter_mut().map(Mutex::new).collect::<Vec<_>>();
-                // The caller begins at once; only the others have to be woken.
-                pool.in_place_scope(|scope| {
-                    scope.spawn_broadcast(|_, thread| {
-                        if let Some(Ok(mut state)) = others.get(thread.index()).map(Mutex::lock) {
-                            drain(&mut state);
-                        }
-                    });
-                    drain(own);
+            (Some(pool), states) if states.len() > 1 => {
+                let states: Vec<Mutex<&mut T>> = states.iter_mut().map(Mutex::new).collect();
+                on_every_thread(pool, &|thread| {
+                    if let Some(Ok(mut state)) = states.get(thread).map(Mutex::lock) {
+                        drain(&mut state);
+                    }
                 });
             }
             (_, [state, ..]) => drain(state),
         }
     }
+}
+
+/// Runs `work` with each thread's number, the caller's being 0. It is compiled once, whatever the work is.
+fn on_every_thread(pool: &rayon_core::ThreadPool, work: &(dyn Fn(usize) + Sync)) {
+    // The caller begins at once; only the others have to be woken.
+    pool.in_place_scope(|scope| {
+        scope.spawn_broadcast(|_, thread| work(thread.index() + 1));
+        work(0);
+    });
 }
 
 #[cfg(test)]

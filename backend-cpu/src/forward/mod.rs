@@ -43,7 +43,7 @@ use crate::code::{Code, CodeArgs, CodeLanes};
 use crate::lists;
 use crate::memory::{Bytes, Floats, reserve};
 use crate::score::{Adjust, HeadScore, Keep, ScoreInputs};
-use crate::simd::Simd;
+use crate::simd::{Op, Simd};
 use crate::tasks::Threads;
 use crate::tensor::{Source, Target, f32_at};
 use crate::tile::Store;
@@ -154,7 +154,7 @@ impl Forward<'_> {
     pub(crate) fn run<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (problem, args) = (self.problem, self.args);
         if problem.block_scales.is_some() {
-            return scaled::forward(self, s, threads);
+            return scaled::forward(self, threads, &|call| call.run(s, threads));
         }
         if problem.walks_lists() {
             return lists::forward(self, s.plain(), threads);
@@ -173,7 +173,8 @@ impl Forward<'_> {
         }
         shared.attend_rows(s, threads)?;
         threads.for_each(&mut scratch, tasks.len(), |scratch, task| {
-            if in_tiles::<S>(problem) {
+            // A constant first: for a set without tiles, kernels behind it are not compiled.
+            if S::TILES && in_tiles::<S>(problem) {
                 shared.attend_in_tiles(s, scratch, tasks[task]);
             } else {
                 shared.attend(s, scratch, tasks[task]);
@@ -381,7 +382,7 @@ impl Shared<'_> {
                 let keys = scratch.keys.as_ptr();
                 let queries = scratch.queries.as_ptr().wrapping_add(first * dim_units);
                 let factor = head.softmax_scale;
-                s.run(Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
+                multiply(s, Scores { panel, keys, queries, dim: dim_units, factor, scores, pairs });
                 if let Some(code) = &self.score.code {
                     let hide = scratch.hide.as_mut_ptr();
                     // SAFETY: both are panels of these keys.
@@ -405,7 +406,7 @@ impl Shared<'_> {
                 fresh &= !bit;
                 let alpha = scratch.alpha.as_ptr();
                 let round = self.problem.dtypes.v;
-                s.run(Softmax { panel, scores, state, round, pairs });
+                multiply(s, Softmax { panel, scores, state, round, pairs });
                 if head.drops {
                     let keep = scratch.extra.as_mut_ptr();
                     // 1 / (1 - p_drop) is a factor of the whole row: it comes at the end.
@@ -426,7 +427,7 @@ impl Shared<'_> {
                 if panel.edge && !values_moderate {
                     columns.visible_only::<S>(head.visible());
                 } else {
-                    s.run(columns);
+                    multiply(s, columns);
                 }
             }
         }
@@ -436,7 +437,7 @@ impl Shared<'_> {
         let all_finite = (0..dim_v.div_ceil(S::PANEL)).all(|panel| {
             let mut is_finite = true;
             let from = found.wrapping_add(panel * block_m * S::PANEL);
-            s.run(AllFinite { from, len: queries * S::PANEL, is_finite: &mut is_finite });
+            s.plain().run(AllFinite { from, len: queries * S::PANEL, is_finite: &mut is_finite });
             is_finite
         });
         let place = |row: usize, d: usize| (d / S::PANEL * block_m + row) * S::PANEL + d % S::PANEL;
@@ -511,6 +512,16 @@ impl Shared<'_> {
                 }
             }
         }
+    }
+}
+
+/// Runs a kernel on panels, which may be of pairs of bf16 where a set multiplies pairs outside of tiles. Every other
+/// set has the code of its plain one.
+fn multiply<S: Simd>(s: S, op: impl Op<S> + Op<S::Plain>) {
+    if S::BF16_DOT && !S::TILES {
+        s.run(op);
+    } else {
+        s.plain().run(op);
     }
 }
 

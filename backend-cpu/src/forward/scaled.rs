@@ -7,7 +7,6 @@ use fmha_core::{DevSlice, DevSliceMut, FwdArgs, MemorySpace, ProblemError, SeqSp
 
 use super::Forward;
 use crate::memory::{Floats, reserve};
-use crate::simd::Simd;
 use crate::tasks::Threads;
 use crate::tensor::{Target, f32_at};
 
@@ -23,9 +22,15 @@ struct Task {
     rows: u32,
 }
 
+/// Hands the call over the values to `run`.
+///
 /// # Errors
 /// Memory that the system refuses, before anything is written.
-pub(super) fn forward<S: Simd>(call: &Forward<'_>, s: S, threads: &Threads) -> fmha_core::Result<()> {
+pub(super) fn forward(
+    call: &Forward<'_>,
+    threads: &Threads,
+    run: &dyn Fn(&Forward<'_>) -> fmha_core::Result<()>,
+) -> fmha_core::Result<()> {
     let &Forward { problem, args, spans, blocks } = call;
     let tensors = ScaledRows::of(problem, [args.q, args.k_slice(), args.v_slice()], &args.score)?;
     let longest = spans.iter().map(|span| span.seqlen_k).max().unwrap_or(0);
@@ -101,7 +106,7 @@ pub(super) fn forward<S: Simd>(call: &Forward<'_>, s: S, threads: &Threads) -> f
     over.row_max = args.row_max.as_ref().map(written);
     over.head_max = args.head_max.as_ref().map(written);
     over.key_sum = args.key_sum.as_ref().map(written);
-    Forward { problem: &values, args: &over, spans, blocks }.run(s, threads)
+    run(&Forward { problem: &values, args: &over, spans, blocks })
 }
 
 /// The scale of a whole tensor, or of its (sequence, kv head); 1 where there is none.

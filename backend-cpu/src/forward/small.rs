@@ -69,7 +69,7 @@ impl Forward<'_> {
         let used = if tasks == 0 { 0 } else { threads.used(tasks) };
         let mut scratch = reserve(used)?;
         for _ in 0..used {
-            scratch.push(shared.scratch::<S>()?);
+            scratch.push(shared.scratch::<S::Plain>()?);
         }
         // The greatest score of each task, written by it alone.
         let mut of_tasks = Floats::scratch(tasks)?;
@@ -77,7 +77,7 @@ impl Forward<'_> {
         let greatest = Greatest(of_tasks.as_mut_ptr());
         threads.for_each(&mut scratch, tasks, |scratch, task| {
             let (span, i_head) = (self.spans[task / heads], (task % heads) as u32);
-            let max = shared.small(s, scratch, span, i_head, [row_max, key_sum]);
+            let max = shared.small(s.plain(), scratch, span, i_head, [row_max, key_sum]);
             // SAFETY: each task writes its own element, in memory that outlives the loop.
             unsafe { greatest.at(task).write(max) };
         });

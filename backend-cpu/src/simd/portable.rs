@@ -38,7 +38,12 @@ macro_rules! array_methods {
 
         #[inline(always)]
         fn run<O: Op<Self>>(self, op: O) {
-            op.call(self);
+            // A function of its own, as other sets have: a kernel that is run from several places is compiled once.
+            #[inline(never)]
+            fn compiled<S: Simd, O: Op<S>>(simd: S, op: O) {
+                op.call(simd);
+            }
+            compiled(self, op);
         }
 
         #[inline(always)]

@@ -244,7 +244,8 @@ impl<'a> Shared<'a> {
     ) {
         let queries = scratch.queries.as_ptr();
         let (live, factors) = (seen.live(), &rows.factors[..]);
-        if self.keys_in_tiles::<S>() {
+        // A constant first: for a set without tiles, kernels of tiles are not compiled.
+        if S::TILES && self.keys_in_tiles::<S>() {
             let staged = scratch.staged.as_mut_ptr();
             let quarters = order.quarters_beside_keys();
             s.run(TileDots { keys, queries, factors, scores, staged, quarters, ahead, before });
@@ -317,7 +318,7 @@ impl<'a> Shared<'a> {
         let (out, stride, order) =
             (scratch.out.as_mut_ptr(), self.stride_v::<S>(), self.order_of_sums::<S>());
         let (mut whole, partial) = (seen.whole(), seen.partial());
-        if self.values_in_tiles::<S>() && !whole.is_empty() {
+        if S::TILES && self.values_in_tiles::<S>() && !whole.is_empty() {
             let (staged, packed) = (scratch.staged.as_mut_ptr(), scratch.packed.as_mut_ptr());
             s.run(TileValues { values, weights, alpha, whole, out, stride, staged, packed, ahead });
             whole = &[];
