@@ -324,7 +324,8 @@ struct Consumer {
     if constexpr (Modifiers::prefetches) modifiers().fetch(bias, work, rows.row, block);
     if constexpr (spec.dropout) decide_dropped<n>(work, block);
     if constexpr (fetches_bits) {
-      if (is_cut) keys.fetch(shown, span_of(work), work.i_head, rows.row, max(block, 0) * tile.block_n);
+      // A tile without keys has block -1, and a sequence without keys no words.
+      if (is_cut && block >= 0) keys.fetch(shown, span_of(work), work.i_head, rows.row, block * tile.block_n);
     }
   }
   template <int n>
