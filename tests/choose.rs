@@ -29,6 +29,8 @@ struct Case {
     ranges: [Vec<i32>; 2],
     /// Groups of threads to a row, where the plan is told.
     parts: Option<u32>,
+    /// Groups of a cluster to a row, where the plan is told.
+    cluster: Option<u32>,
 }
 
 /// Numbers by a seed.
@@ -84,6 +86,7 @@ impl Case {
             used: Vec::new(),
             ranges: [Vec::new(), Vec::new()],
             parts: None,
+            cluster: None,
             problem,
         };
         let problem = &case.problem;
@@ -216,11 +219,17 @@ impl Case {
         (scores, lists)
     }
 
+    /// What the plan of its lists is told.
+    fn options(&self) -> PlanOptions {
+        let groups = [("parts", self.parts), ("cluster", self.cluster)].into_iter();
+        PlanOptions::default()
+            .tile(groups.filter_map(|(name, count)| Some((name.to_owned(), count?.to_string()))))
+    }
+
     /// Lists and scores of a device.
     fn run(&self, device: &Device, problem: &ChooseProblem, kernel: Option<&str>) -> (Vec<i32>, Vec<f32>) {
-        let parts =
-            self.parts.filter(|_| problem.topk > 0).map(|parts| ("parts".to_owned(), parts.to_string()));
-        let mut options = PlanOptions::default().allow_fallback(true).tile(parts);
+        let mut options = if problem.topk > 0 { self.options() } else { PlanOptions::default() };
+        options.allow_fallback = true;
         options.kernel = kernel.map(str::to_owned);
         let valid = problem.clone().validate().unwrap();
         let plan = device.plan_choose(&valid, &options).unwrap();
@@ -409,6 +418,73 @@ fn matrix_cases() -> Vec<Case> {
     ]
 }
 
+/// Cases of wgmma: several tiles of keys, tokens that stay in shared memory and tokens that pass by, groups of them,
+/// pages of fewer keys than a tile has, lengths and ranges, scales of both signs.
+fn warpgroup_cases() -> Vec<Case> {
+    let of = |dtype, heads, dim, keys| Indexer::new(heads, dim, dtype, dtype, keys);
+    let (bf16, fp8, f16) = (DType::Bf16, DType::E4m3Fn, DType::F16);
+    let scaled = of(fp8, 64, 128, 900).k_scale(true);
+    let fused = |page: u32, heads| {
+        let strides = IndexStrides { outer: u64::from(page * 132), key: 128 };
+        let scales = IndexStrides { outer: u64::from(page * 33), key: 1 };
+        of(fp8, heads, 128, 0).k_scale(true).paged(page, 19, 12).strides_k(strides).strides_scale(scales)
+    };
+    vec![
+        Case::new("warpgroups, fp8", index([1, 2, 900], 40, scaled).write_scores(true), true, 50),
+        Case::new("warpgroups, pages", index([3, 1, 700], 33, fused(64, 16)).seqused_k(true), true, 51),
+        Case::new("warpgroups, tokens", index([2, 37, 450], 20, of(bf16, 8, 64, 450)), true, 52),
+        Case::new(
+            "warpgroups, ranges",
+            index([1, 40, 600], 20, of(f16, 16, 32, 600))
+                .candidates(CandidateKind::Ranges)
+                .write_scores(true),
+            true,
+            53,
+        ),
+        Case::new("warpgroups, small pages", index([2, 3, 90], 20, fused(8, 8)).seqused_k(true), true, 54),
+    ]
+}
+
+/// Cases of clusters: lists by a bound and by digits, CTAs without keys, rows that end anywhere, scores in order.
+fn cluster_cases() -> Vec<Case> {
+    let given = |sizes: [u32; 3], topk| {
+        ChooseProblem::new(sizes[0], sizes[1], sizes[2], topk, ScoreSource::Given)
+            .candidates(CandidateKind::All)
+    };
+    let of = |ctas, case: Case| Case { cluster: Some(ctas), ..case };
+    let mut ascending = Case::new("clusters, ascending", given([1, 1, 9000], 500), false, 63);
+    ascending.given.iter_mut().enumerate().for_each(|(at, score)| *score = at as f32);
+    let mut equal = Case::new("clusters, all equal", given([1, 1, 9000], 300), false, 64);
+    equal.given.fill(-1.5);
+    let mut not_finite = Case::new("clusters, not finite", given([1, 1, 5000], 2400), false, 65);
+    for (at, score) in not_finite.given.iter_mut().enumerate() {
+        match at % 4 {
+            0 => *score = f32::NAN,
+            1 => *score = f32::NEG_INFINITY,
+            2 if at > 4000 => *score = f32::INFINITY,
+            _ => {}
+        }
+    }
+    vec![
+        of(1, Case::new("clusters of one", given([1, 1, 4500], 300), false, 60)),
+        of(2, Case::new("clusters of two", given([1, 1, 9001], 700).seqused_k(true), false, 61)),
+        of(4, Case::new("clusters, ties", given([1, 2, 9000], 2048), true, 62)),
+        of(4, Case::new("clusters, few keys", given([1, 1, 700], 650), false, 66)),
+        of(
+            8,
+            Case::new(
+                "clusters, ranges",
+                given([1, 2, 3000], 20).candidates(CandidateKind::Ranges),
+                false,
+                67,
+            ),
+        ),
+        of(2, ascending),
+        of(2, equal),
+        of(4, not_finite),
+    ]
+}
+
 /// Cases whose sums round.
 fn rounded_cases() -> Vec<Case> {
     let dense = |q, k, heads, dim, keys| Indexer::new(heads, dim, q, k, keys);
@@ -455,7 +531,14 @@ fn nvidia(arch: &str, step: usize) {
         return println!("absent: {reason}");
     }
     match fmha_cuda::open(0, Some(arch)) {
-        Ok(device) => all_hold(&device, step),
+        Ok(device) => {
+            if arch == "sm_90a" {
+                let on_wgmma = |case: Case| case.holds(&device, true, Some("sm90_index"));
+                warpgroup_cases().into_iter().for_each(on_wgmma);
+                cluster_cases().into_iter().for_each(|case| case.holds(&device, true, None));
+            }
+            all_hold(&device, step);
+        }
         Err(Error::NoDevice(reason)) => println!("absent: {reason}"),
         Err(error) => panic!("{arch}: {error}"),
     }
@@ -486,10 +569,11 @@ fn hopper_chooses_as_the_definition_does() {
     run_test(OWN, &[("CHOOSE_ARCH", "sm_90a"), ("FMHA_EMULATE_MODE", "hb")]).unwrap();
 }
 
-/// A fault in a header: its name, the text, what stands in its place, and the case that finds it.
+/// A fault in a header: its name, the text, what stands in its place, and the case that finds it; `clusters` and
+/// `warpgroups` are Hopper's.
 type Fault = (&'static str, &'static str, &'static str, &'static str);
 
-const FAULTS: [Fault; 4] = [
+const FAULTS: [Fault; 7] = [
     ("fmha/choose_row.h", "rank < wanted))", "rank <= wanted))", "given, all equal"),
     (
         "fmha/choose.h",
@@ -499,18 +583,42 @@ const FAULTS: [Fault; 4] = [
     ),
     ("fmha/choose.h", "score == 0.f ? 0.f : score", "score", "given, both zeros"),
     ("fmha/sm80/index/main.cuh", "* w[e / 2]", "* w[e % 2]", "64 heads of fp8"),
+    (
+        "fmha/sm90/index/main.cuh",
+        "{ ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase); }",
+        "{}",
+        "warpgroups, tokens",
+    ),
+    (
+        "fmha/common/choose_cluster.cuh",
+        "ptx::redux_min(of_rank(shared.bound, ~0u))",
+        "ptx::redux_max(of_rank(shared.bound, 0))",
+        "clusters of two",
+    ),
+    (
+        "fmha/common/choose_cluster.cuh",
+        "gather(of_cta, room, bound);\n    wait_for_all();",
+        "gather(of_cta, room, bound);\n    Cta::barrier();",
+        "clusters of two",
+    ),
 ];
+
+/// The architecture whose case of that name finds a fault.
+fn arch_of(case: &str) -> &'static str {
+    if case.starts_with("clusters") || case.starts_with("warpgroups") { "sm_90a" } else { "sm_80" }
+}
 
 /// Holds that a case passes on the sound kernels, and not with the fault in them.
 fn is_found(&(name, text, put, case): &Fault) {
-    let open = || fmha_cuda::open(0, Some("sm_80"));
+    let open = || fmha_cuda::open(0, Some(arch_of(case)));
     let (Ok(_), Ok(device)) = (fmha_cuda::nvrtc::nvrtc(), open()) else { return println!("absent") };
-    let mut cases = given_cases().into_iter().chain(matrix_cases());
+    let cases = given_cases().into_iter().chain(matrix_cases());
+    let mut cases = cases.chain(warpgroup_cases()).chain(cluster_cases());
     let case = cases.find(|it| it.name == case).unwrap();
     case.holds(&device, true, None);
     let compiler = device.precompiler().unwrap();
     let problem = case.problem.clone().validate().unwrap();
-    let jobs = compiler.jobs(AnyProblem::Choose(&problem), &PlanOptions::default()).unwrap();
+    let jobs = compiler.jobs(AnyProblem::Choose(&problem), &case.options()).unwrap();
     let mut broken = Vec::new();
     for job in jobs {
         let mut headers = job.source.headers().to_vec();
@@ -533,7 +641,8 @@ fn is_found(&(name, text, put, case): &Fault) {
 #[test]
 fn each_planted_fault_is_found() {
     for (at, fault) in FAULTS.iter().enumerate() {
-        let said = run_test(OWN, &[("CHOOSE_FAULT", &at.to_string())]);
+        let mode = if arch_of(fault.3) == "sm_90a" { "hb" } else { "eager" };
+        let said = run_test(OWN, &[("CHOOSE_FAULT", &at.to_string()), ("FMHA_EMULATE_MODE", mode)]);
         assert!(said.is_ok(), "{fault:?}: {said:?}");
     }
 }

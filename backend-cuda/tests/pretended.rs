@@ -43,6 +43,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "simt",
         "sm80_lists",
         "combine",
+        "sm90_index",
         "sm80_index",
         "choose",
     ];

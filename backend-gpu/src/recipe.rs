@@ -248,6 +248,22 @@ pub trait Facts: Send + Sync + 'static {
         rows: [u64; 2],
     ) -> Result<Launch, String>;
 
+    /// The launch that writes the lists of so many rows of so many keys or blocks, and its words for readers, where the
+    /// device has one of its own: one launch without histograms in memory, by clusters of `_ctas`, or of as many as
+    /// serve.
+    ///
+    /// # Errors
+    /// The fields that make more groups than a grid has, and the number; clusters that hold no row.
+    fn lists_launch(
+        &self,
+        _at: (Stage, &'static str),
+        _rows: u64,
+        _entries: u32,
+        _ctas: Option<u32>,
+    ) -> Result<Option<(Launch, String)>, String> {
+        Ok(None)
+    }
+
     /// Sets what of a launch depends on what its kernel takes of the device, once that is compiled; nothing is known of
     /// it where there is no compiler.
     fn lay_out(&self, _launch: &mut Launch, _usage: Option<&ResourceUsage>) {}

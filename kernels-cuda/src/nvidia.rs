@@ -314,6 +314,16 @@ impl Facts for DeviceFacts {
         Ok(rows::launch(at, rows::source(kernel, spec), rows, self))
     }
 
+    fn lists_launch(
+        &self,
+        at: (Stage, &'static str),
+        rows: u64,
+        entries: u32,
+        ctas: Option<u32>,
+    ) -> Result<Option<(Launch, String)>, String> {
+        rows::lists_by_clusters(at, rows, entries, ctas, self)
+    }
+
     fn arch(&self) -> &str {
         &self.arch
     }

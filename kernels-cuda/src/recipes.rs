@@ -11,6 +11,7 @@ use crate::sm80_index::Sm80Index;
 use crate::sm80_lists_bwd::recipe::Sm80ListsBwd;
 use crate::sm90::recipe::Sm90;
 use crate::sm90_bwd::recipe::Sm90Bwd;
+use crate::sm90_index::Sm90Index;
 use crate::sm90_mla::recipe::Sm90Mla;
 use crate::sm90_widened::recipe::Widened;
 use crate::sm100::recipe::Sm100;
@@ -46,6 +47,7 @@ pub fn backward<V: Nvidia>() -> Vec<Recipe<ValidBwd, V>> {
 #[must_use]
 pub fn choose<V: Nvidia>() -> Vec<Recipe<ValidChoose, V>> {
     vec![
+        Recipe::of::<Choose<Sm90Index>>(),
         Recipe::of::<Choose<Sm80Index>>(),
         Recipe::of::<Choose<NoIndexer>>(),
         Recipe::of::<Choose<SimtIndexer>>(),

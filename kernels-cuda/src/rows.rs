@@ -1,7 +1,9 @@
 //! Kernels in which a warp takes rows one after another: those that every vendor has, and the one that writes dropout's
 //! keep mask.
 
-use fmha_core::source::{Entry, KernelSource, Literal};
+use fmha_core::abi::AbiLiteral as _;
+use fmha_core::abi_spec;
+use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::FwdSpec;
 use fmha_gpu::{Grid, Launch, OwnText, RowKernel, Stage};
 
@@ -77,6 +79,82 @@ pub(crate) fn choose(
     let groups = i32::try_from(rows).map_err(|_| format!("rows {rows} are more than a grid has CTAs"))?;
     let grid = Grid::new(groups.unsigned_abs(), CHOOSING_THREADS);
     Ok(row_launch(at, source(RowKernel::Choose, spec), grid, facts))
+}
+
+abi_spec! {
+    /// A row's list by a cluster.
+    pub struct ClusterChoice {
+        /// CTAs of a cluster.
+        pub ctas: i32,
+        /// Scores that a thread has in registers.
+        pub held: i32,
+    }
+}
+
+/// Most CTAs of a cluster, and scores of a thread: more registers than that a thread of 1024 has not.
+const MOST_CTAS: u32 = 8;
+const MOST_HELD: u32 = 32;
+
+/// Fewest keys of a CTA where a row has several for speed alone.
+const LEAST_KEYS: u32 = 4096;
+
+impl ClusterChoice {
+    /// The cluster for so many rows of so many entries, of `wanted` CTAs or as many as serve; `None` where a row is
+    /// longer than registers hold.
+    #[must_use]
+    pub fn of(rows: u64, entries: u32, num_sms: u32, wanted: Option<u32>) -> Option<Self> {
+        let least = entries.div_ceil(CHOOSING_THREADS * MOST_HELD).max(1).next_power_of_two();
+        let there = (u64::from(num_sms) / rows.max(1)).clamp(1, MOST_CTAS.into()) as u32;
+        let ctas = wanted.unwrap_or(least.max(1 << there.min(entries / LEAST_KEYS).max(1).ilog2()));
+        if !(least..=MOST_CTAS).contains(&ctas) || !ctas.is_power_of_two() {
+            return None;
+        }
+        let held = entries.div_ceil(ctas * CHOOSING_THREADS).next_power_of_two().max(4);
+        Some(Self { ctas: ctas.cast_signed(), held: held.cast_signed() })
+    }
+}
+
+/// Source text of the lists by clusters.
+#[must_use]
+pub fn cluster_choice(choice: &ClusterChoice) -> KernelSource {
+    let clusters =
+        if choice.ctas > 1 { format!("__cluster_dims__({}, 1, 1) ", choice.ctas) } else { String::new() };
+    let entry = Entry {
+        include: "fmha/common/choose_cluster.cuh",
+        constants: &[("kSpec", choice)],
+        bounds: &format!("{clusters}__launch_bounds__({CHOOSING_THREADS}, 1)"),
+        params: "const __grid_constant__ ChooseParams p",
+        call: "choose::choose_rows_by_clusters<kSpec>(p);",
+    };
+    crate::source(entry.render(), || {
+        let own = ClusterChoice::c_definition();
+        [
+            fmha_core::choose_params::header(),
+            Header::shared("fmha/choose_cluster_host.h", "fmha", &["fmha/portable.h"], &[own]),
+        ]
+    })
+}
+
+/// Launch of the lists by clusters, and its words; `None` where the device has no clusters, or a row is too long.
+pub(crate) fn lists_by_clusters(
+    at: (Stage, &'static str),
+    rows: u64,
+    entries: u32,
+    ctas: Option<u32>,
+    facts: &DeviceFacts,
+) -> Result<Option<(Launch, String)>, String> {
+    let choice = ClusterChoice::of(rows, entries, facts.num_sms, ctas).filter(|_| facts.instructions.tma);
+    let Some(choice) = choice else {
+        let refuse =
+            |ctas| format!("tile cluster={ctas}: no clusters of so many CTAs hold rows of {entries}");
+        return ctas.map_or(Ok(None), |ctas| Err(refuse(ctas)));
+    };
+    let groups = rows * u64::from(choice.ctas.unsigned_abs());
+    let groups = i32::try_from(groups).map_err(|_| format!("{groups} CTAs are more than a grid has"))?;
+    // It starts while the scores' grid ends, and waits for it.
+    let grid = Grid { dependent: true, ..Grid::new(groups.unsigned_abs(), CHOOSING_THREADS) };
+    let words = format!("clusters of {} CTAs to a row, {} scores of each thread", choice.ctas, choice.held);
+    Ok(Some((row_launch(at, cluster_choice(&choice), grid, facts), words)))
 }
 
 /// The launch that writes the keep mask beside a forward kernel that does not, of so many rows: it reads where

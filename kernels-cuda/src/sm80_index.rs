@@ -5,7 +5,8 @@ use fmha_core::abi::AbiLiteral as _;
 use fmha_core::choose_params::IndexSpec;
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::sparse::{IndexStrides, Indexer, ValidChoose};
-use fmha_core::{DType, abi_spec};
+use fmha_core::tune::TileOptions;
+use fmha_core::{Call, DType, abi_spec};
 use fmha_gpu::{Grid, Launch, Operand, ScoresIndex, Stage};
 
 use crate::nvidia::{DeviceFacts, Nvidia, row_launch};
@@ -75,6 +76,7 @@ fn takes_strides(strides: IndexStrides, dtype: DType) -> Result<(), String> {
 impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
     const NAME: &'static str = NAME;
     const IS_FALLBACK: bool = false;
+    type Beside = ();
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
         if facts.instructions.mma_sync {
@@ -119,6 +121,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
         indexer: &Indexer,
         rows: u64,
         facts: &DeviceFacts,
+        _: &TileOptions,
     ) -> Result<Option<Launch>, String> {
         // Rows of one sequence share keys' registers. Where they are few, small CTAs, more of which a multiprocessor
         // holds, load keys while others multiply.
@@ -133,6 +136,10 @@ impl<V: Nvidia> ScoresIndex<V> for Sm80Index {
         let grid = Grid::new(groups.unsigned_abs(), tile.num_threads.unsigned_abs());
         let launch = row_launch((Stage::Main, NAME), source(&IndexSpec::of(indexer), &tile), grid, facts);
         Ok(Some(launch))
+    }
+
+    fn beside(_: &Call<'_, ValidChoose>, _: &Indexer, _: &TileOptions) -> fmha_core::Result<()> {
+        Ok(())
     }
 
     fn words() -> &'static str {

@@ -11,6 +11,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use fmha_core::choose_params::IndexSpec;
 use fmha_core::code_source::CodeSource;
 use fmha_core::source::KernelSource;
+use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
     BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, MaskAxes,
@@ -24,8 +25,8 @@ use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::tile_list::{MaskCode, TileOf};
 use fmha_kernels_cuda::{
-    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_mla, sm100,
-    sm100_bwd, tile_list,
+    COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_index, sm90_mla,
+    sm100, sm100_bwd, tile_list,
 };
 use libloading::Library;
 
@@ -1024,10 +1025,44 @@ fn choosing_kernels(converts_fp8: bool) -> Vec<(String, KernelSource)> {
     kernels
 }
 
+/// Hopper's kernels that score keys and that choose them.
+fn hopper_choosing_kernels() -> Vec<(String, KernelSource)> {
+    let (fp8, bf16) = (DType::E4m3Fn, DType::Bf16);
+    let mut kernels = Vec::new();
+    for (name, dtype, num_heads, head_dim, paged, fields) in [
+        ("64x128_fp8_paged", fp8, 64, 128, true, &[][..]),
+        ("64x128_fp8", fp8, 64, 128, false, &[]),
+        ("64x128_bf16", bf16, 64, 128, false, &[]),
+        ("32x64_bf16", bf16, 32, 64, true, &[]),
+        ("64x128_fp8_three", fp8, 64, 128, true, &[("warpgroups", "3"), ("warpgroup_tiles", "2")]),
+        ("64x128_fp8_run1", fp8, 64, 128, true, &[("run_tokens", "1")]),
+        ("64x128_fp8_run4", fp8, 64, 128, true, &[("run_tokens", "4")]),
+        ("64x128_fp8_narrow", fp8, 64, 128, false, &[("warpgroup_tiles", "2")]),
+    ] {
+        let indexer = Indexer::new(num_heads, head_dim, dtype, dtype, 4096).k_scale(dtype == fp8);
+        let indexer = if paged { indexer.paged(64, 64, 64) } else { indexer };
+        let fields = fields.iter().map(|&(name, value): &(&str, &str)| (name.to_owned(), value.to_owned()));
+        let tile = sm90_index::Sm90IndexTile::of(&indexer, &fields.collect()).unwrap();
+        kernels.push((format!("index_{name}"), sm90_index::source(&IndexSpec::of(&indexer), &tile)));
+    }
+    for (ctas, held) in [(1, 32), (4, 32), (8, 16), (2, 32), (2, 8), (1, 4)] {
+        kernels.push((
+            format!("choose_cluster_{ctas}_{held}"),
+            rows::cluster_choice(&rows::ClusterChoice { ctas, held }),
+        ));
+    }
+    kernels
+}
+
 #[test]
 fn kernels_that_choose_keys_compile_without_spills() {
     lists_do_not_spill("sm_80", choosing_kernels(false), 1);
     lists_do_not_spill("sm_90a", choosing_kernels(true), 1);
+}
+
+#[test]
+fn hoppers_kernels_that_choose_keys_compile_without_spills() {
+    lists_do_not_spill("sm_90a", hopper_choosing_kernels(), 1);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use fmha_core::abi::DevPtr;
 use fmha_core::choose_params::{ChooseParams, IndexSpec, ROW_BINS, choose_params};
 use fmha_core::sparse::{Indexer, ScoreSource, ValidChoose};
 use fmha_core::tune::TileOptions;
-use fmha_core::{Call, PlanOptions, Promises, Refusal, Result, Workspace};
+use fmha_core::{Accuracy, Call, PlanOptions, Promises, Refusal, Result, ScoreSums, Workspace};
 
 use super::RowKernel;
 use crate::launches::{Launch, Launches, Stage};
@@ -18,6 +18,9 @@ use crate::steps::Steps;
 
 /// Bytes of the scores of a chunk of rows, unless one row has more.
 const CHUNK_BYTES: u64 = 32 << 20;
+
+/// Fields of the tile of every choice.
+const OWN_FIELDS: &[&str] = &["parts", "cluster"];
 
 /// Most groups of threads to a row's list, and the fewest keys of each.
 const MOST_PARTS: u32 = 16;
@@ -35,6 +38,11 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
     const NAME: &'static str;
     /// Whether it is correct for all and fast for none.
     const IS_FALLBACK: bool;
+    /// Fields of its tile that a caller may set.
+    const FIELDS: &'static [&'static str] = &[];
+
+    /// An argument of its launch behind [`ChooseParams`]; `()`: none.
+    type Beside;
 
     /// Checks that the device has what its instructions need.
     ///
@@ -55,16 +63,29 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
         1
     }
 
-    /// The launch over so many rows of a problem with this indexer; `None` where scores are given.
+    /// Sums of the products of a score.
+    fn sums(_indexer: Option<&Indexer>, _facts: &V::Facts) -> ScoreSums {
+        ScoreSums::F32
+    }
+
+    /// The launch over so many rows of a problem with this indexer; `None` where scores are given. `fields` are those
+    /// of [`Self::FIELDS`] that the caller sets.
     ///
     /// # Errors
-    /// The fields that make more groups than a grid has.
+    /// The fields that make more groups than a grid has, or that are out of their range.
     fn launch(
         problem: &ValidChoose,
         indexer: &Indexer,
         rows: u64,
         facts: &V::Facts,
+        fields: &TileOptions,
     ) -> Result<Option<Launch>, String>;
+
+    /// The argument of a call's launches.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    fn beside(call: &Call<'_, ValidChoose>, indexer: &Indexer, fields: &TileOptions) -> Result<Self::Beside>;
 
     /// How it computes, for readers.
     fn words() -> &'static str;
@@ -77,6 +98,7 @@ pub struct NoIndexer;
 impl<V: Vendor> ScoresIndex<V> for NoIndexer {
     const NAME: &'static str = "choose";
     const IS_FALLBACK: bool = false;
+    type Beside = ();
 
     fn takes(indexer: Option<&Indexer>) -> Result<(), String> {
         match indexer {
@@ -85,8 +107,18 @@ impl<V: Vendor> ScoresIndex<V> for NoIndexer {
         }
     }
 
-    fn launch(_: &ValidChoose, _: &Indexer, _: u64, _: &V::Facts) -> Result<Option<Launch>, String> {
+    fn launch(
+        _: &ValidChoose,
+        _: &Indexer,
+        _: u64,
+        _: &V::Facts,
+        _: &TileOptions,
+    ) -> Result<Option<Launch>, String> {
         Ok(None)
+    }
+
+    fn beside(_: &Call<'_, ValidChoose>, _: &Indexer, _: &TileOptions) -> Result<()> {
+        Ok(())
     }
 
     fn words() -> &'static str {
@@ -101,6 +133,7 @@ pub struct SimtIndexer;
 impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
     const NAME: &'static str = "simt";
     const IS_FALLBACK: bool = true;
+    type Beside = ();
 
     fn takes(indexer: Option<&Indexer>) -> Result<(), String> {
         match indexer {
@@ -114,11 +147,16 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
         indexer: &Indexer,
         rows: u64,
         facts: &V::Facts,
+        _: &TileOptions,
     ) -> Result<Option<Launch>, String> {
         let pieces = rows * u64::from(problem.seqlen_k.div_ceil(facts.row_group().1));
         let spec = IndexSpec::of(indexer);
         let name = <Self as ScoresIndex<V>>::NAME;
         facts.row_launch((Stage::Main, name), RowKernel::IndexScores, &spec, [pieces, 0]).map(Some)
+    }
+
+    fn beside(_: &Call<'_, ValidChoose>, _: &Indexer, _: &TileOptions) -> Result<()> {
+        Ok(())
     }
 
     fn words() -> &'static str {
@@ -127,10 +165,23 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
 }
 
 /// A choice whose indexer's scores are `S`'s.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Choose<S> {
     chunk: Chunk,
+    /// Fields of the tile of its scores.
+    fields: TileOptions,
     scores: PhantomData<S>,
+}
+
+/// What a caller wants of a choice.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Groups of threads to a row's list; `None`: as many as serve.
+    parts: Option<u32>,
+    /// Groups of a cluster to a row's list; `None`: as many as serve.
+    cluster: Option<u32>,
+    /// Fields of the tile of its scores.
+    fields: TileOptions,
 }
 
 /// Rows of a chunk, and where its scores lie in the workspace.
@@ -174,8 +225,7 @@ impl Chunk {
 }
 
 impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
-    /// Groups of threads to a row's list; `None`: as many as serve.
-    type Tile = Option<u32>;
+    type Tile = Wanted;
 
     fn about() -> About<ValidChoose> {
         About { is_fallback: S::IS_FALLBACK, ..About::new(S::NAME) }
@@ -187,33 +237,64 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
 
     fn fit(
         problem: &ValidChoose,
-        _: &V::Facts,
-        _: &PlanOptions,
+        facts: &V::Facts,
+        options: &PlanOptions,
         fields: &TileOptions,
-    ) -> Result<Option<u32>, Refusal> {
+    ) -> Result<Wanted, Refusal> {
         let refuse = |text: String| Refusal::new(S::NAME, text);
         S::takes(problem.indexer()).map_err(refuse)?;
-        let mut parts = None;
-        for (name, value) in fields {
-            if name != "parts" {
-                return Err(refuse(format!("tile {name}={value} is unknown (known: parts)")));
-            }
-            let number = value.parse().ok().filter(|parts| (1..=MOST_PARTS).contains(parts));
-            parts =
-                Some(number.ok_or_else(|| refuse(format!("tile parts={value} is not in 1..={MOST_PARTS}")))?);
+        let bits = S::sums(problem.indexer(), facts).bits();
+        if options.accuracy == Accuracy::Exact && bits < ScoreSums::F32.bits() {
+            return Err(refuse(format!("accuracy exact: scores summed to {bits} bits")));
         }
-        Ok(parts)
+        let mut wanted = Wanted { parts: None, cluster: None, fields: TileOptions::new() };
+        for (name, value) in fields {
+            let groups = match name.as_str() {
+                "parts" => &mut wanted.parts,
+                "cluster" => &mut wanted.cluster,
+                own if S::FIELDS.contains(&own) => {
+                    wanted.fields.push((name.clone(), value.clone()));
+                    continue;
+                }
+                _ => {
+                    let known = [OWN_FIELDS, S::FIELDS].concat().join(", ");
+                    return Err(refuse(format!("tile {name}={value} is unknown (known: {known})")));
+                }
+            };
+            let number = value.parse().ok().filter(|number| (1..=MOST_PARTS).contains(number));
+            let number =
+                number.ok_or_else(|| refuse(format!("tile {name}={value} is not in 1..={MOST_PARTS}")))?;
+            *groups = Some(number);
+        }
+        if let Wanted { parts: Some(parts), cluster: Some(cluster), .. } = wanted {
+            return Err(refuse(format!(
+                "tile parts={parts} beside cluster={cluster}: a row's list is made one way"
+            )));
+        }
+        Ok(wanted)
     }
 
     fn plan(
-        wanted: Option<u32>,
+        wanted: Wanted,
         problem: &ValidChoose,
         facts: &V::Facts,
         _: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let refuse = |text: String| Refusal::new(S::NAME, text);
+        let Wanted { parts: wanted, cluster, fields } = wanted;
         let (group_name, group) = facts.row_group();
+        let own_lists = |at, rows| match wanted {
+            None => facts.lists_launch(at, rows, problem.num_entries(), cluster),
+            Some(_) => Ok(None),
+        };
+        let has_own_lists = own_lists((Stage::Lists, "choose_lists"), 1).map_err(refuse)?.is_some();
+        if let Some(cluster) = cluster.filter(|_| !has_own_lists) {
+            return Err(refuse(format!("tile cluster={cluster}: {} has no clusters", facts.arch())));
+        }
         let chunk = Chunk::of(problem, group.into(), |rows| {
+            if has_own_lists {
+                return 1;
+            }
             // A group has a multiprocessor to itself, and each launch has to be worth starting.
             let there = u64::from(facts.groups_at_once()) / rows.max(1);
             let by_keys = problem.num_entries() / LEAST_KEYS;
@@ -224,7 +305,7 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             return Err(refuse(format!("tile parts={wanted}: {rows} of {all} rows at a time, topk {topk}")));
         }
         let index = match problem.indexer() {
-            Some(indexer) => S::launch(problem, indexer, chunk.rows, facts).map_err(refuse)?,
+            Some(indexer) => S::launch(problem, indexer, chunk.rows, facts, &fields).map_err(refuse)?,
             None => None,
         };
         let stage = |own| if index.is_some() { own } else { Stage::Main };
@@ -234,8 +315,19 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             let at = (stage(Stage::BlockScores), "choose_blocks");
             after.push(facts.row_launch(at, RowKernel::BlockScores, &1, [blocks, 0]).map_err(refuse)?);
         }
-        if problem.topk > 0 {
-            let own = if after.is_empty() { stage(Stage::Lists) } else { Stage::Lists };
+        let mut list_words = match chunk.parts {
+            1 => format!("a group of threads to a row; {group_name} writes a run of keys"),
+            parts => format!("{parts} groups of threads to a row; {group_name} writes a run of keys"),
+        };
+        let own = if after.is_empty() { stage(Stage::Lists) } else { Stage::Lists };
+        let own_launch = match problem.topk {
+            0 => None,
+            _ => own_lists((own, "choose_lists"), chunk.rows).map_err(refuse)?,
+        };
+        if let Some((launch, words)) = own_launch {
+            after.push(launch);
+            list_words = words;
+        } else if problem.topk > 0 {
             let steps: &[(i32, &'static str)] = match chunk.parts {
                 1 => &[(0, "choose_lists")],
                 _ => &[
@@ -263,18 +355,21 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             ("rows at a time", format!("{} of {}", chunk.rows, problem.rows())),
         ];
         if problem.topk > 0 {
-            let words = match chunk.parts {
-                1 => format!("a group of threads to a row; {group_name} writes a run of keys"),
-                parts => format!("{parts} groups of threads to a row; {group_name} writes a run of keys"),
-            };
-            details.push(("lists", words));
+            details.push(("lists", list_words));
         }
+        let score_sums = S::sums(problem.indexer(), facts);
+        let is_exact = score_sums.bits() >= ScoreSums::F32.bits();
         Ok(Choice {
-            kernel: Self { chunk, scores: PhantomData },
+            kernel: Self { chunk, fields, scores: PhantomData },
             launches,
             workspace: Workspace { bytes: chunk.bytes, zeroed_bytes: chunk.zeroed },
             // A row's scores have one order of sums, and counts are whole numbers.
-            promises: Promises { row_invariant: true, ..deterministic_rows() },
+            promises: Promises {
+                row_invariant: true,
+                accuracy: if is_exact { Accuracy::Exact } else { Accuracy::Fast },
+                score_sums,
+                ..deterministic_rows()
+            },
             details,
         })
     }
@@ -285,6 +380,10 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidChoose>) -> Result<()> {
         let (problem, args, chunk) = (call.problem, call.args, self.chunk);
+        let beside = problem.indexer().map(|indexer| S::beside(call, indexer, &self.fields)).transpose()?;
+        let has_beside = size_of::<S::Beside>() > 0 && beside.is_some();
+        let beside =
+            beside.as_ref().map_or(std::ptr::null_mut(), |it| std::ptr::from_ref(it).cast_mut().cast());
         let workspace = args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let given = args.given.map_or(0, |slice| slice.as_ptr() as u64);
         let written = args.scores.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
@@ -312,9 +411,12 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
                 runs: DevPtr::new(workspace + chunk.zeroed),
                 ..params
             };
-            // SAFETY: the kernels take one ChooseParams; core saw that its memory covers the problem, and the workspace
-            // is as large as the plan said.
-            unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream)? };
+            // The first launch alone takes the second argument; the driver reads as many as a kernel has.
+            let mut arguments = [(&raw mut params).cast(), beside];
+            let arguments = if has_beside { &mut arguments[..] } else { &mut arguments[..1] };
+            // SAFETY: the kernels take one ChooseParams, and that of the scores what is beside it; core saw that its
+            // memory covers the problem, and the workspace is as large as the plan said.
+            unsafe { steps.launch_all(arguments, call.stream)? };
         }
         Ok(())
     }

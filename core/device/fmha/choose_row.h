@@ -27,6 +27,7 @@ template <class Group>
 struct RowChooser {
   static constexpr int32_t warps = Group::threads / Group::count;
   static constexpr int32_t lanes = 32;
+  static_assert(warps <= Group::count, "a lane for each warp's sum");
   static constexpr int32_t num_words = max(kTopBins * lanes, kLowBins);
   // Keys that a thread loads before it uses the first: the memory's latency is paid once for all of them.
   static constexpr int32_t ahead = 8;
@@ -69,21 +70,30 @@ struct RowChooser {
     }
   }
 
-  // The sum of what threads before this one have, and nothing of its own.
-  FMHA_DEVICE uint32_t sum_before(uint32_t own) const {
-    uint32_t sum = own;
+  // The sum of what lanes up to this one have.
+  static FMHA_DEVICE uint32_t sum_to_lane(uint32_t sum) {
 #pragma unroll
     for (int32_t step = 1; step < Group::count; step *= 2) {
       const uint32_t other = Group::from(sum, max(Group::index() - step, 0));
       if (Group::index() >= step) sum += other;
     }
+    return sum;
+  }
+
+  // The sum of what threads before this one have, and nothing of its own.
+  FMHA_DEVICE uint32_t sum_before(uint32_t own) const {
+    const uint32_t sum = sum_to_lane(own);
     const int32_t warp = Group::thread() / Group::count;
     if (Group::index() == Group::count - 1) shared.sums[warp] = sum;
     Group::barrier();
-    uint32_t before = sum - own;
-#pragma unroll 1
-    for (int32_t w = 0; w < warp; ++w) before += shared.sums[w];
-    return before;
+    return sum - own + sum_of_lanes(Group::index() < warp ? shared.sums[Group::index()] : 0);
+  }
+
+  // The sum over a warp, in every lane.
+  static FMHA_DEVICE uint32_t sum_of_lanes(uint32_t sum) {
+#pragma unroll
+    for (int32_t apart = 1; apart < Group::count; apart *= 2) sum += Group::from(sum, Group::index() ^ apart);
+    return sum;
   }
 
   // The keys of this group: a multiple of the lanes, but for the last part.
@@ -188,6 +198,11 @@ struct RowChooser {
     return {int32_t(min<int64_t>(begin, keys.end)), int32_t(min<int64_t>(begin + share, keys.end))};
   }
 
+  // The sum of one of two numbers that each warp before this one has put into `sums`.
+  FMHA_DEVICE uint32_t sum_of_warps(int32_t warp, int32_t which) const {
+    return sum_of_lanes(Group::index() < warp ? shared.sums[2 * Group::index() + which] : 0);
+  }
+
   // Keys of the warp's run that are greater than the smallest number that is in, and equal to it.
   struct Counts {
     uint32_t greater, equal;
@@ -236,13 +251,7 @@ struct RowChooser {
       shared.sums[2 * warp + 1] = counts.equal;
     }
     Group::barrier();
-    Counts before = {0, 0};
-#pragma unroll 1
-    for (int32_t w = 0; w < warp; ++w) {
-      before.greater += shared.sums[2 * w];
-      before.equal += shared.sums[2 * w + 1];
-    }
-    write_run(list, smallest, wanted, before);
+    write_run(list, smallest, wanted, {sum_of_warps(warp, 0), sum_of_warps(warp, 1)});
   }
 
   // One step of several groups to a row. Each finds the digits that launches before it have counted.
@@ -280,12 +289,7 @@ struct RowChooser {
           before.greater += runs[2 * at];
           before.equal += runs[2 * at + 1];
         }
-#pragma unroll
-        for (int32_t lanes_apart = 1; lanes_apart < Group::count; lanes_apart *= 2) {
-          before.greater += Group::from(before.greater, lane ^ lanes_apart);
-          before.equal += Group::from(before.equal, lane ^ lanes_apart);
-        }
-        write_run(list, smallest, wanted, before);
+        write_run(list, smallest, wanted, {sum_of_lanes(before.greater), sum_of_lanes(before.equal)});
       }
     }
   }

@@ -21,6 +21,11 @@ FMHA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
+// needs: sm_90. The halves of `cluster_sync`: arrives, and waits for every thread of the cluster to have arrived.
+// PTX ISA: barrier.cluster.
+FMHA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+FMHA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
 // needs: sm_90. Arrives at the same barrier of CTA `rank` of the cluster. No semantics are named:
 // `.release.cluster` makes ptxas flush to the whole GPU.
 // PTX ISA: mapa, mbarrier.arrive.
@@ -95,6 +100,28 @@ FMHA_DEVICE void st_shared_at(int32_t& variable, uint32_t rank, int32_t value) {
       "st.shared::cluster.b32 [remote], %2; }" ::"r"(shared_address(&variable)),
       "r"(rank), "r"(value)
       : "memory");
+}
+
+// needs: sm_90. This CTA's rank in its cluster.
+// PTX ISA: %cluster_ctarank.
+FMHA_DEVICE uint32_t cluster_ctarank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// needs: sm_90. Loads the same variable of CTA `rank`.
+// PTX ISA: mapa, ld.
+FMHA_DEVICE uint32_t ld_shared_at(const uint32_t& variable, uint32_t rank) {
+  uint32_t value;
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.b32 %0, [remote]; }"
+      : "=r"(value)
+      : "r"(shared_address(&variable)), "r"(rank)
+      : "memory");
+  return value;
 }
 
 }  // namespace fmha::ptx

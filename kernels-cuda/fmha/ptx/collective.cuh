@@ -1,8 +1,10 @@
-// Exchange between the lanes of a warp: broadcasts, votes.
+// Exchange between the lanes of a warp: broadcasts, votes, reductions.
 // PTX ISA, Data Movement and Conversion Instructions: shfl.sync
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-shfl-sync
 // PTX ISA, Parallel Synchronization and Communication Instructions: vote.sync
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-vote-sync
+// PTX ISA, Parallel Synchronization and Communication Instructions: redux.sync
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-redux-sync
 #pragma once
 #include <fmha/portable.h>
 
@@ -16,5 +18,14 @@ FMHA_DEVICE T shfl_idx(T value, int32_t lane) {
 
 // needs: sm_70. Bit l is lane l's predicate. PTX ISA: vote.sync.ballot.
 FMHA_DEVICE uint32_t vote_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+
+// needs: sm_80. The smallest of all lanes' values, in all. PTX ISA: redux.sync.min.
+FMHA_DEVICE uint32_t redux_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
+
+// needs: sm_80. The greatest of all lanes' values, in all. PTX ISA: redux.sync.max.
+FMHA_DEVICE uint32_t redux_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
+
+// needs: sm_80. The sum of all lanes' values, in all. PTX ISA: redux.sync.add.
+FMHA_DEVICE uint32_t redux_add(uint32_t value) { return __reduce_add_sync(0xffffffffu, value); }
 
 }  // namespace fmha::ptx
