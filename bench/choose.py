@@ -1,10 +1,13 @@
-"""The choice of keys on a GPU: `PYTHONPATH=bindings/python python3 bench/choose.py [--rows REGEX]`.
+"""The choice of keys on a GPU: `PYTHONPATH=bindings/python python3 bench/choose.py [--rows REGEX] [--variants]`.
 
-Each row draws an indexer's operands by the seed. Its scores are first held to float64 at some tokens, its lists to
-torch.topk of those scores (the same values, ascending positions) and to a second run. Then calls are timed inside a
+Each row draws an indexer's operands by the seed. Its scores are first held to float64 at some tokens (of FP8 on Hopper
+to float64 sums that are cut as the tensor cores cut them), its lists to torch.topk of those scores (the same values,
+ascending positions) and to a second run. Then calls are timed inside a
 graph with the L2 full of other numbers, and the median is printed: microseconds, TB/s of the indexer's keys read once,
 TFLOP/s of 2 num_heads head_dim a candidate, and the time of torch's own (matmul, relu, sum, topk, sort) in the same
-run. The exit status is 1 if a row was wrong. FMHA_NATIVE names the library where it is not in target/release.
+run. `--variants` times other tiles of Hopper's kernel and sm80_index beside some rows, and then lists of given scores:
+the lists of each tile must be those of the first. The exit status is 1 if a row was wrong. FMHA_NATIVE names the
+library where it is not in target/release.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ parser.add_argument("--rows", default="")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--repeats", type=int, default=20)
 parser.add_argument("--kernel", default=None)
+parser.add_argument("--variants", action="store_true", help="time other tiles too, and lists by themselves")
 parser.add_argument("--no-torch", action="store_true", help="leave torch's own out")
 arguments = parser.parse_args()
 
@@ -54,13 +58,45 @@ ROWS = [
     Row("decode b32 128k", 32, 1, 131072),
     Row("decode b128 32k", 128, 1, 32768),
     Row("decode b1 128k", 1, 1, 131072),
+    Row("decode b8 128k", 8, 1, 131072),
+    Row("decode b64 128k", 64, 1, 131072),
+    Row("decode b1 32k", 1, 1, 32768),
+    Row("decode b8 32k", 8, 1, 32768),
+    Row("decode b32 32k", 32, 1, 32768),
+    Row("decode b64 32k", 64, 1, 32768),
+    Row("decode b1 128k bf16", 1, 1, 131072, fp8=False),
     Row("decode b32 128k bf16", 32, 1, 131072, fp8=False),
+    Row("decode b8 128k bf16", 8, 1, 131072, fp8=False),
+    Row("decode b64 128k bf16", 64, 1, 131072, fp8=False),
+    Row("decode b1 32k bf16", 1, 1, 32768, fp8=False),
+    Row("decode b8 32k bf16", 8, 1, 32768, fp8=False),
+    Row("decode b32 32k bf16", 32, 1, 32768, fp8=False),
+    Row("decode b64 32k bf16", 64, 1, 32768, fp8=False),
     Row("two tokens b32 64k", 32, 2, 65536),
     Row("blocks b32 128k", 32, 1, 131072, topk=16, block=128),
-    Row("prefill 4096 of 128k", 1, 4096, 131072, paged=False),
-    Row("prefill 4096 of 128k bf16", 1, 4096, 131072, fp8=False, paged=False),
+    Row("prefill 4k", 1, 4096, 4096, paged=False),
+    Row("prefill 8k", 1, 8192, 8192, paged=False),
     Row("prefill 16k", 1, 16384, 16384, paged=False),
+    Row("prefill 4096 of 64k", 1, 4096, 65536, paged=False),
+    Row("prefill 8192 of 64k", 1, 8192, 65536, paged=False),
+    Row("prefill 4096 of 128k", 1, 4096, 131072, paged=False),
+    Row("prefill 4096 of 64k bf16", 1, 4096, 65536, fp8=False, paged=False),
+    Row("prefill 4096 of 128k bf16", 1, 4096, 131072, fp8=False, paged=False),
 ]
+# Rows whose variants are timed, too.
+VARIED = ["decode b1 128k", "decode b32 128k", "decode b32 128k bf16", "prefill 8k", "prefill 4096 of 64k"]
+# Tiles of Hopper's kernel beside its own choice, and the kernel of every GPU: name, and fields.
+VARIANTS = [
+    ("sm90_index", "run_tokens=1"),
+    ("sm90_index", "run_tokens=4"),
+    ("sm90_index", "warpgroups=3,warpgroup_tiles=2"),
+    ("sm90_index", "cluster=4"),
+    ("sm90_index", "cluster=8"),
+    ("sm80_index", ""),
+]
+# Lists of given scores: rows and keys, and the groups of threads that share a row; none: the device's own way.
+LISTS = [(1, 131072), (8, 131072), (32, 131072), (64, 131072), (1, 32768), (32, 32768), (64, 32768), (512, 16384)]
+WAYS = ["", "cluster=1", "cluster=2", "cluster=4", "cluster=8", "parts=4"]
 PAGE = 64
 
 
@@ -123,6 +159,34 @@ class Operands:
         return torch.cat(made)
 
 
+def products_of(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Products of keys and heads in float64. Of FP8 on Hopper they are cut as `ScoreSums::Cut` says: 32 products and
+    the sum so far are cut towards zero 13 bits below the largest exponent, then their sum to 14 bits."""
+    hopper = torch.cuda.get_device_capability() == (9, 0) and arguments.kernel in (None, "sm90_index")
+    if k.dtype != torch.float8_e4m3fn or not hopper:
+        return k.double() @ q.double().t()
+
+    def exponent(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x == 0, -1000, torch.frexp(x).exponent - 1)
+
+    def power(exponents: torch.Tensor) -> torch.Tensor:
+        return ((exponents.clamp(min=-500).long() + 1023) << 52).view(torch.float64)
+
+    def cut(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        return (x / unit).trunc() * unit
+
+    made = []
+    for part in k.double().split(16384):
+        total = torch.zeros(len(part), len(q), device=k.device, dtype=torch.float64)
+        for a, b in zip(part.split(32, 1), q.double().split(32, 1)):
+            exponents = exponent(a)[:, None] + exponent(b)[None]
+            unit = power(torch.maximum(exponents.amax(-1), exponent(total)) - 13)
+            total = cut(total, unit) + cut(a[:, None] * b[None], unit[..., None]).sum(-1)
+            total = cut(total, power(exponent(total) - 13))
+        made.append(total)
+    return torch.cat(made)
+
+
 def wrong(row: Row, it: Operands) -> str | None:
     """What is wrong with a row's lists."""
     lists = it.lists(row)
@@ -136,7 +200,7 @@ def wrong(row: Row, it: Operands) -> str | None:
             scale = None if it.scale is None else it.scale[b : b + 1]
             scores = sparse.index_scores(q, it.dense[b : b + 1], w, k_scale=scale, causal=False)[0, 0]
             scores = scores[:end]
-            products = it.dense[b].double() @ q[0, 0].double().t()
+            products = products_of(it.dense[b], q[0, 0])
             if scale is not None:
                 products *= scale[0, :, None].double()
             exact = (products.relu() @ w[0, 0].double())[: len(scores)]
@@ -177,6 +241,66 @@ def microseconds(call, flush: torch.Tensor) -> float:
     return statistics.median(times)
 
 
+def variants(row: Row, it: Operands, out: torch.Tensor, flush: torch.Tensor) -> bool:
+    """Times other tiles; whether all of them have the same lists."""
+    expected, own_kernel, sound = out.clone(), arguments.kernel, True
+    for kernel, tile in VARIANTS:
+        if kernel == "sm80_index" and row.tokens > 1024:
+            continue
+        arguments.kernel, sparse._Call.tile = kernel, tile
+        try:
+            out.fill_(-7)
+            it.lists(row, out)
+            same = bool((out == expected).all())
+            # The slower kernel sums FP8 in another way: its lists differ where scores are nearly equal.
+            sound &= same or (kernel == "sm80_index" and row.fp8)
+            common = sum(len(set(a) & set(b)) for a, b in zip(out[:, 0].tolist(), expected[:, 0].tolist()))
+            share = common / max(1, out[:, 0].numel())
+            own = microseconds(lambda: it.lists(row, out), flush)
+            line = f"  {kernel} {tile:50} {own:10.1f} us, {'the same lists' if same else f'{share:.4f} in common'}"
+            if row.tokens <= 2:
+                more = {**it.more, "k_scale": it.k_scale, "kernel": kernel}
+                scores = microseconds(lambda: sparse.index_scores(it.q, it.k, it.weights, **more), flush)
+                line += f", scores alone {scores:8.1f} us"
+            print(line if same or kernel == "sm80_index" else f"{line}   WRONG", flush=True)
+        except Exception as refusal:  # a tile that the device has no room for
+            print(f"  {kernel} {tile:50} refused: {str(refusal).splitlines()[0][:150]}", flush=True)
+    arguments.kernel, sparse._Call.tile = own_kernel, None
+    return sound
+
+
+def lists_alone(flush: torch.Tensor) -> bool:
+    """Times lists of given scores; whether every way has torch's values and the same lists."""
+    sound = True
+    for rows, keys in LISTS:
+        scores = torch.randn(1, rows, keys, device="cuda") * 80 + 500
+        scores[:, :, ::5] = scores[:, :, ::5].round()
+        # Rows in order and of equal scores are not chosen by a bound.
+        ascending = torch.arange(keys, device="cuda").float()
+        ordered = torch.stack([ascending, torch.full_like(ascending, 1.5)])[None]
+        lists, best = sparse.choose(ordered, 2048), torch.arange(2048, device="cuda")
+        if not (torch.equal(lists[0, 0], best + keys - 2048) and torch.equal(lists[0, 1], best)):
+            sound = False
+            print(f"lists of {keys} scores in order or equal   WRONG")
+        best = scores.topk(2048).values
+        first = None
+        for way in WAYS:
+            sparse._Call.tile = way
+            try:
+                lists = sparse.choose(scores, 2048)
+                chosen = scores.gather(2, lists.long()).sort(descending=True).values
+                first = lists if first is None else first
+                fine = torch.equal(chosen, best) and torch.equal(lists, first)
+                sound &= fine
+                own = microseconds(lambda: sparse.choose(scores, 2048, out=lists), flush)
+                line = f"lists of {rows} x {keys} {way or 'own':10} {own:8.1f} us"
+                print(line if fine else f"{line}   WRONG", flush=True)
+            except Exception as refusal:
+                print(f"lists of {rows} x {keys} {way:10} refused: {str(refusal).splitlines()[0][:150]}", flush=True)
+    sparse._Call.tile = None
+    return sound
+
+
 def main() -> int:
     print(torch.cuda.get_device_name(), torch.__version__)
     flush = torch.zeros(1 << 26, device="cuda")
@@ -204,8 +328,12 @@ def main() -> int:
             theirs = begin.elapsed_time(end) * 1000
             line += f"   torch {theirs:10.1f} us, {theirs / own:5.2f} times"
         print(line, flush=True)
+        if arguments.variants and row.name in VARIED and not variants(row, it, out, flush):
+            failures += 1
         del it, out
         torch.cuda.empty_cache()
+    if arguments.variants and not lists_alone(flush):
+        failures += 1
     return 1 if failures else 0
 
 
