@@ -34,6 +34,7 @@ class Choose(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _numbers),
         *((name, ctypes.c_void_p) for name in _addresses),
         ("kernel", ctypes.c_char_p),
+        ("tile", ctypes.c_char_p),
         ("stream", ctypes.c_int64),
     ]
 
@@ -47,6 +48,9 @@ _library.fmha_py_run_choose.argtypes = [ctypes.POINTER(Choose), ctypes.c_void_p,
 
 class _Call:
     """A call's numbers and tensors, which are all on one device."""
+
+    # Fields of the kernel's tile, for measuring: ``stages_k=2,parts=4``.
+    tile: Optional[str] = None
 
     def __init__(self, like: Any, name: str) -> None:
         _torch.refuse_tracers(_WHAT)
@@ -99,13 +103,17 @@ class _Call:
         self.put("end", end, torch.int32, rows)
         self.put("seqused_k", seqused_k, torch.int32, rows[:1])
 
-    def run(self, kernel: Optional[str], allow_fallback: bool) -> None:
+    def run(self, kernel: Optional[str], allow_fallback: bool, accuracy: str = "fast") -> None:
         call = self.call
+        if accuracy not in ("fast", "exact"):
+            raise ValueError(f"accuracy: {accuracy!r} is neither 'fast' nor 'exact'")
+        call.exact = accuracy == "exact"
         kind = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}.get(self.device.type)
         if kind is None:
             raise ValueError(f"the call is on {self.device}, neither the CPU nor a GPU")
         call.device_kind, call.device_index = kind, self.device.index or 0
         call.kernel, call.allow_fallback = kernel.encode() if kernel else None, bool(allow_fallback)
+        call.tile = self.tile.encode() if self.tile else None
         if kind == 0:
             self._run()
             return
@@ -201,6 +209,7 @@ def index_scores(
     block: int = 0,
     allow_fallback: bool = False,
     kernel: Optional[str] = None,
+    accuracy: str = "fast",
 ) -> torch.Tensor:
     """Scores of an indexer, f32 ``[batch, seqlen_q, seqlen_k]``; -inf where a key is no candidate.
 
@@ -216,11 +225,13 @@ def index_scores(
         block: keys of a block; then the scores are the greatest of each block's candidates.
         allow_fallback: whether a kernel that is right but slow may serve.
         kernel: name of the kernel to use, or to be refused.
+        accuracy: ``"fast"``, or ``"exact"``: products are summed in f32. Of e4m3 Hopper's tensor cores keep some 14
+            bits of a sum, and so the keys that it lists by default differ where scores are nearly equal.
     """
     it = _indexer(q, k, weights, k_scale, block_table, causal, first, end, seqused_k)
     entries = _blocks(it, _integer("block", block), 0, 0)
     scores = it.write("scores", (*q.shape[:2], entries), torch.float32)
-    it.run(kernel, allow_fallback)
+    it.run(kernel, allow_fallback, accuracy)
     return scores
 
 
@@ -241,6 +252,7 @@ def index_lists(
     last_blocks: int = 0,
     allow_fallback: bool = False,
     kernel: Optional[str] = None,
+    accuracy: str = "fast",
     out: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """The keys of greatest score of each query, i32 ``[batch, seqlen_q, topk]``. The matrix of all scores is never
@@ -258,7 +270,7 @@ def index_lists(
     _blocks(it, _integer("block", block), first_blocks, last_blocks)
     it.numbers(topk=topk)
     lists = it.write("indices", (*q.shape[:2], _count("topk", topk)), torch.int32, out)
-    it.run(kernel, allow_fallback)
+    it.run(kernel, allow_fallback, accuracy)
     return lists
 
 

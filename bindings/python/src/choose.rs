@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use fmha::sparse::{
     BlockOverlap, CandidateKind, ChooseProblem, ChosenBlocks, IndexKeys, IndexStrides, Indexer, ScoreSource,
 };
-use fmha::{ChooseArgs, ChoosePlan, DType, DevSlice, DevSliceMut, ElemType, MemorySpace, PlanOptions};
+use fmha::{
+    Accuracy, ChooseArgs, ChoosePlan, DType, DevSlice, DevSliceMut, ElemType, MemorySpace, PlanOptions,
+};
 use fmha_c::{FMHA_BF16, FMHA_E4M3FN, FMHA_E4M3FNUZ, FMHA_E5M2, FMHA_E5M2FNUZ, FMHA_F16, FMHA_F32};
 use fmha_core::fork::PerProcess;
 
@@ -26,6 +28,8 @@ macro_rules! words {
             $($address: *mut c_void,)+
             /// Name of the kernel, a C string; null: the library chooses.
             kernel: *const c_char,
+            /// Fields of its tile, `name=value` with commas between them; null: none.
+            tile: *const c_char,
             /// A stream of the device, 0: its default one.
             stream: i64,
         }
@@ -38,12 +42,13 @@ macro_rules! words {
 
         impl Choose {
             /// Everything of the call that a plan depends on.
-            fn key(&self, kernel: &CStr) -> Key {
+            fn key(&self, kernel: &CStr, tile: &CStr) -> Key {
                 // No key of attention begins so, and none of a merge.
                 let mut key = Key::from_slice(&[u64::MAX - 6]);
                 key.extend([$(self.$number),+].map(word));
                 key.extend([$(self.$address),+].map(|address| u64::from(!address.is_null())));
-                key.extend(kernel.to_bytes().iter().map(|&byte| u64::from(byte)));
+                let text = kernel.to_bytes().iter().chain(b",").chain(tile.to_bytes());
+                key.extend(text.map(|&byte| u64::from(byte)));
                 key
             }
         }
@@ -53,7 +58,7 @@ macro_rules! words {
 words! {
     numbers: batch seqlen_q seqlen_k topk num_heads head_dim dtype_q dtype_k page_size num_pages max_pages
         k_outer_stride k_key_stride scale_outer_stride scale_key_stride block compressed stride selected num_blocks
-        first_blocks last_blocks candidates allow_fallback device_kind device_index;
+        first_blocks last_blocks candidates allow_fallback exact device_kind device_index;
     addresses: q k weights k_scale block_table given seqused_k first end indices scores;
 }
 
@@ -151,18 +156,23 @@ impl Choose {
     }
 
     /// # Safety
-    /// `kernel` is null or a C string.
+    /// `kernel` and `tile` are null or C strings.
     unsafe fn plan(&self) -> Result<Arc<ChoosePlan>, Wrong> {
-        let kernel = match self.kernel.is_null() {
+        let [kernel, tile] = [self.kernel, self.tile].map(|text| match text.is_null() {
             true => c"",
             // SAFETY: the caller's promise.
-            false => unsafe { CStr::from_ptr(self.kernel) },
-        };
-        kept_or_made(&PLANS, self.key(kernel), self.device(), |device| {
-            let mut options = PlanOptions::default().allow_fallback(self.allow_fallback != 0);
+            false => unsafe { CStr::from_ptr(text) },
+        });
+        kept_or_made(&PLANS, self.key(kernel, tile), self.device(), |device| {
+            let accuracy = if self.exact != 0 { Accuracy::Exact } else { Accuracy::Fast };
+            let mut options =
+                PlanOptions::default().allow_fallback(self.allow_fallback != 0).accuracy(accuracy);
             if !kernel.is_empty() {
                 options = options.kernel(kernel.to_string_lossy());
             }
+            let fields = tile.to_string_lossy();
+            let fields = fields.split(',').filter_map(|field| field.split_once('='));
+            options = options.tile(fields.map(|(name, value)| (name.to_owned(), value.to_owned())));
             said(device.plan_choose(&said(self.problem()?.validate())?, &options))
         })
     }

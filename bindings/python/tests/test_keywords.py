@@ -690,6 +690,7 @@ def indexed():
         block=[changes(4), refused(-1)],
         allow_fallback=hint(True, "the CPU has one kernel"),
         kernel=refused("sm80_index"),
+        accuracy=[hint("exact", "the CPU's sums are f32"), refused("best")],
     )
     return dict(q=q, k=k, weights=weights), cases
 
