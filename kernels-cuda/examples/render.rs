@@ -1,7 +1,8 @@
 //! Renders kernels for inspection or for a bench outside Rust: one folder a kernel, with its entry, its
 //! headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields are those of
 //! `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
-//! `Sm100Tile`, with `kernel=sm90_mla` those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
+//! `Sm100Tile` (over MXFP8 with `scales=mxfp8`), with `kernel=sm90_mla`
+//! those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
 //! the folder is for the check of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
@@ -33,14 +34,19 @@ fn main() -> Result<(), Box<dyn Error>> {
             of_spec.push(set_spec(&mut spec, field, value)?);
         }
         if fields.contains(&("kernel", "sm100")) {
+            let scaled = fields.contains(&("scales", "mxfp8"));
             let mut tile = sm100::default_tile(&spec);
+            if scaled {
+                tile = tile.with_scales(&spec);
+            }
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
-                if !of_spec && field != "kernel" {
+                if !of_spec && field != "kernel" && field != "scales" {
                     tile.set(field, value)?;
                 }
             }
             tile.check(&spec, 2).map_err(|why| format!("{name}: {why}"))?;
-            write(&out.join(name), &sm100::fwd(&spec, &tile), "arch=sm_100a\n")?;
+            let kernel = if scaled { sm100::fwd_scaled } else { sm100::fwd };
+            write(&out.join(name), &kernel(&spec, &tile), "arch=sm_100a\n")?;
             continue;
         }
         if fields.contains(&("kernel", "sm90_mla")) {

@@ -3,8 +3,9 @@
 use std::sync::Mutex;
 
 use fmha_core::abi::View;
+use fmha_core::args::ElemType;
 use fmha_core::error::Result;
-use fmha_core::{Bias, DType, Shape, Strides, Totals, VLayout};
+use fmha_core::{Bias, DType, FwdProblem, Shape, Strides, Totals, VLayout};
 
 use crate::nvidia::FwdCall;
 use crate::tma::{EncodeTensorMap, TensorMap, TensorMapFacts, stride_bytes};
@@ -146,7 +147,8 @@ impl MapFacts {
         let problem = call.problem;
         let ratio = problem.gqa_ratio();
         let extents = problem.extents(call.args.seq.totals);
-        let size = problem.dtypes.qk.size_bytes();
+        let [dtype_qk, dtype_k, dtype_v] = stored_types(problem);
+        let size = dtype_qk.size_bytes();
         let own = || (extents.q, problem.strides.q, call.args.q.as_ptr() as u64);
         let of_turned = |view: View| {
             let q = Shape { batch: problem.dims.batch, seq: problem.dims.seqlen_q, ..extents.q };
@@ -157,7 +159,7 @@ impl MapFacts {
         let num_heads_kv = problem.dims.num_heads_kv;
         let q_facts = TensorMapFacts {
             name: "q",
-            dtype: problem.dtypes.qk,
+            dtype: dtype_qk,
             address: q_address,
             dims: [q.dim, ratio, q.seq.max(1), num_heads_kv, q.batch.max(1)].map(u64::from),
             strides_bytes: [
@@ -169,14 +171,13 @@ impl MapFacts {
             box_dims: boxes.q.map(i32::unsigned_abs),
         };
         let (k, v) = (call.args.k_slice().as_ptr() as u64, call.args.v_slice().as_ptr() as u64);
-        let of_k = ("k", problem.stored_k());
+        let of_k = ("k", dtype_k);
         let v_facts = || {
-            let (of_v, strides) = (("v", problem.stored_v()), problem.strides.v);
+            let (of_v, strides) = (("v", dtype_v), problem.strides.v);
             let mut facts = TensorMapFacts::of_rows(of_v, [v, q_address], extents.v, strides, boxes.v);
             if problem.layout.v == VLayout::ColMajor {
                 facts.dims.swap(0, 1);
-                facts.strides_bytes[0] =
-                    stride_bytes(strides.dim, extents.v.dim, problem.stored_v().size_bytes());
+                facts.strides_bytes[0] = stride_bytes(strides.dim, extents.v.dim, dtype_v.size_bytes());
             }
             facts
         };
@@ -193,6 +194,14 @@ impl MapFacts {
     fn encode<D: EncodeTensorMap>(&self) -> Result<Maps> {
         let bias = self.bias.as_ref().map_or(Ok(TensorMap::UNREAD), TensorMapFacts::encode::<D>)?;
         Ok(Maps { q: self.q.encode::<D>()?, k: self.k.encode::<D>()?, v: self.v.encode::<D>()?, bias })
+    }
+}
+
+/// Types of Q, K and V in memory: with scales by blocks those of their elements, of a byte each.
+fn stored_types(problem: &FwdProblem) -> [DType; 3] {
+    match problem.block_scales.map(|scales| scales.format.elem()) {
+        Some(ElemType::Number(elem)) => [elem; 3],
+        _ => [problem.dtypes.qk, problem.stored_k(), problem.stored_v()],
     }
 }
 

@@ -1,10 +1,16 @@
 //! The Blackwell forward kernel: its tile, its schedule, its entry.
 
+use std::borrow::Cow;
+
 use fmha_core::abi::AbiLiteral as _;
+use fmha_core::args::ElemType;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
-use fmha_core::{Bias, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec, cache_update};
+use fmha_core::{
+    Bias, BlockFormat, DType, FwdProblem, MaskKind, Refusal, VLayout, Workspace, abi_spec, cache_update,
+    scale_params,
+};
 
 use crate::operands::{
     has_odd_pages, keys_of_v_begin_anywhere, page_keys, stores_vectors, strides, swizzle_span,
@@ -29,6 +35,8 @@ pub const HEADER: &str = "fmha/sm100/fwd/fwd.cuh";
 
 /// The header under masks as data.
 const MASKED_HEADER: &str = "fmha/sm100/fwd/fwd_masked.cuh";
+/// The header over scales of blocks.
+const SCALED_HEADER: &str = "fmha/sm100/fwd/fwd_scaled.cuh";
 /// The text under a tree mask.
 const TREE_HEADER: &str = "fmha/sm100/fwd/fwd_tree.cuh";
 
@@ -88,6 +96,8 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
         /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
+        /// Elements of a row of Q, K and P, and keys of V, that share a scale, of MXFP8: 32; 0: none.
+        pub scale_block: i32 = Takes::nothing(),
     }
 }
 
@@ -106,6 +116,21 @@ impl Sm100Tile {
             return self;
         }
         let tile = Self { block_n: LONE_BLOCK_N, cluster: 1, ..self };
+        Self { stages: most_stages(spec, &tile), ..tile }
+    }
+
+    /// The tile of a spec's table over MXFP8: of a CTA by itself, with the most keys a block that tensor memory has
+    /// room for beside scales.
+    #[must_use]
+    pub fn with_scales(self, spec: &FwdSpec) -> Self {
+        let block_n = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
+        let tile = Self { scale_block: 32, cluster: 1, block_n, ..self };
+        let fits = |block_n: &i32| {
+            let tile = Self { block_n: *block_n, stages: 2, ..tile };
+            tile.tmem_columns(spec) <= TMEM_COLUMNS && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
+        };
+        let block_n = [128, 96, 64].into_iter().filter(|keys| *keys <= block_n).find(fits).unwrap_or(32);
+        let tile = Self { block_n, ..tile };
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
@@ -151,18 +176,29 @@ impl Sm100Tile {
     const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let tiles = self.num_q_tiles();
         let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        let scales = round_up(512 * self.scale_tiles(spec), 1024);
         let stats = tiles * 2 * 128 * 4;
         // Barriers of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
         // tile index.
         let barriers = 8 * (5 * tiles + 3 * self.stages + 3 * 2 + 1 + 2 * WORK_SLOTS + 2 + 2);
         let work = WORK_SLOTS * WORK_BYTES + 4 * 4;
-        q + round_up(stats + barriers + work, 1024)
+        scales + q + round_up(stats + barriers + work, 1024)
     }
 
-    /// Columns of tensor memory that S and O take.
+    /// Tiles of 128 rows' scales in shared memory.
+    const fn scale_tiles(&self, spec: &FwdSpec) -> i32 {
+        let [qk, v] = words_of_scales(spec);
+        let slot = if qk > v { qk } else { v };
+        if self.scale_block == 0 { 0 } else { self.num_q_tiles() * qk + self.stages * slot }
+    }
+
+    /// Columns of tensor memory that S, O and scales take: of blocks of K and V two buffers each.
     #[must_use]
     pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
-        2 * self.block_n + self.num_q_tiles() * sm90::padded_dim(spec.head_dim_v)
+        let [qk, v] = words_of_scales(spec);
+        let scales = 4 * (self.num_q_tiles() * (qk + 1) + 2 * qk + 2 * v);
+        let scales = if self.scale_block == 0 { 0 } else { scales };
+        2 * self.block_n + self.num_q_tiles() * sm90::padded_dim(spec.head_dim_v) + scales
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -204,7 +240,8 @@ impl Sm100Tile {
     #[must_use]
     pub fn batch_invariant(self, problem: &FwdProblem) -> Self {
         let tile = Self { split_keys: 0, shares: 0, fixed_parts: false, ..self.alone(&spec_of(problem)) };
-        let keys = if tile_list::serve(problem) { 0 } else { split::fixed_keys(problem, tile.block_n) };
+        let whole = tile_list::serve(problem) || problem.block_scales.is_some();
+        let keys = if whole { 0 } else { split::fixed_keys(problem, tile.block_n) };
         if keys == 0 {
             return tile;
         }
@@ -285,6 +322,23 @@ impl Sm100Tile {
     }
 }
 
+/// Words of four scales that a row of Q or K has, and tiles of 128 columns of V.
+const fn words_of_scales(spec: &FwdSpec) -> [i32; 2] {
+    [(sm90::padded_dim(spec.head_dim_qk) + 127) / 128, (sm90::padded_dim(spec.head_dim_v) + 127) / 128]
+}
+
+/// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, and scales that are an argument of
+/// their own. Any other problem is itself.
+fn as_stored(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
+    let Some(ElemType::Number(elem)) = problem.block_scales.map(|scales| scales.format.elem()) else {
+        return Cow::Borrowed(problem);
+    };
+    let mut stored = problem.clone();
+    stored.block_scales = None;
+    (stored.dtypes.qk, stored.dtypes.v) = (elem, elem);
+    Cow::Owned(stored)
+}
+
 const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
     round_up(rows * padded * dtype.size_bytes() as i32, 1024)
 }
@@ -296,7 +350,25 @@ const fn tile_bytes(rows: i32, padded: i32, dtype: DType) -> i32 {
 /// The first fact that it does not take.
 pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
-    sm90::takes(problem, NAME)?;
+    if let Some(scales) = problem.block_scales {
+        let format = scales.format;
+        if !matches!(format, BlockFormat::Mxfp8E4m3 | BlockFormat::Mxfp8E5m2) {
+            return refuse(format!("block_scales {format} is not one of MXFP8, whose elements have 8 bits"));
+        }
+        if !problem.masks.is_empty() {
+            return refuse(format!("masks as data beside block_scales {format} are not taken"));
+        }
+        if tile_list::serve(problem) {
+            return refuse(format!("a mask as code beside block_scales {format} is not taken"));
+        }
+        if problem.cache.tree_mask {
+            let queries = problem.dims.seqlen_q;
+            return refuse(format!(
+                "tree_mask of {queries} queries beside block_scales {format} is not taken"
+            ));
+        }
+    }
+    sm90::takes(&as_stored(problem), NAME)?;
     cache_update::takes(problem, NAME)?;
     if let Some(cache) = problem.cache.dtype {
         return refuse(format!(
@@ -317,7 +389,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     // are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
-    if problem.dtypes.qk == DType::Bf16
+    if as_stored(problem).dtypes.qk == DType::Bf16
         && is_subnormal
         && problem.score.softcap.is_none()
         && problem.score.bias == Bias::None
@@ -329,8 +401,9 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 
 /// The strides in bytes, with the tensor and the axis.
 fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    strides(problem).map(|(name, axis, stride)| {
-        let size = if name == "v" { problem.dtypes.v } else { problem.dtypes.qk }.size_bytes() as i64;
+    let dtypes = as_stored(problem).dtypes;
+    strides(problem).map(move |(name, axis, stride)| {
+        let size = if name == "v" { dtypes.v } else { dtypes.qk }.size_bytes() as i64;
         (name, axis, stride.saturating_mul(size))
     })
 }
@@ -344,7 +417,8 @@ fn tma_loads(problem: &FwdProblem, block_n: i32) -> bool {
 
 /// The most bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    let most = if keys_of_v_begin_anywhere(problem) { problem.dtypes.v.size_bytes() as i64 } else { 16 };
+    let size_of_v = as_stored(problem).dtypes.v.size_bytes() as i64;
+    let most = if keys_of_v_begin_anywhere(problem) { size_of_v } else { 16 };
     let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32
 }
@@ -388,6 +462,9 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
     let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
+    if problem.block_scales.is_some() {
+        tile = tile.with_scales(&spec);
+    }
     // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
     if arch == REDUCING_ARCH {
         tile.exp2_polynomial_pairs = 0;
@@ -428,7 +505,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
     }
     tile.place(problem);
     let has_lists = tile_list::serve(problem);
-    if !has_lists && (rows <= 128 || few::are_few(problem)) {
+    let walks_parts = !has_lists && problem.block_scales.is_none();
+    if walks_parts && (rows <= 128 || few::are_few(problem)) {
         tile = few::deal(problem, tile, num_sms);
     }
     if has_lists {
@@ -441,7 +519,7 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
 /// The spec of a problem.
 #[must_use]
 pub fn spec_of(problem: &FwdProblem) -> FwdSpec {
-    if tile_list::serve(problem) { tile_list::spec(problem) } else { FwdSpec::of(problem) }
+    if tile_list::serve(problem) { tile_list::spec(problem) } else { FwdSpec::of(&as_stored(problem)) }
 }
 
 /// The tile for long sequences of a spec.
@@ -481,6 +559,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm100Tile {
         page_keys: 0,
         shares: 0,
         fixed_parts: false,
+        scale_block: 0,
     };
     Sm100Tile { stages: most_stages(spec, &tile), ..tile }
 }
@@ -560,6 +639,23 @@ pub fn fwd_masked(spec: &FwdSpec, tile: &Sm100Tile, has_function: bool) -> Kerne
     crate::source(entry.render(), || {
         [schedule::header(), host_header(), fmha_core::masks::header(), tile_list::header()]
     })
+}
+
+/// The kernel over MXFP8. It takes [`BlockScaleParams`](scale_params::BlockScaleParams) behind its other arguments.
+#[must_use]
+pub fn fwd_scaled(spec: &FwdSpec, tile: &Sm100Tile) -> KernelSource {
+    let constants: [(&str, &dyn Literal); 2] = [("kSpec", spec), ("kTile", tile)];
+    let entry = Entry {
+        include: SCALED_HEADER,
+        constants: &constants,
+        bounds: BOUNDS,
+        params: &format!("{OPERANDS}, const __grid_constant__ BlockScaleParams scales"),
+        call: &format!(
+            "{}sm100::fwd_scaled<kSpec, kTile>(p, maps, schedule, scales);",
+            assert_smem(spec, tile)
+        ),
+    };
+    crate::source(entry.render(), || [schedule::header(), host_header(), scale_params::header()])
 }
 
 /// The kernel under a tree mask, of which it takes [`TreeMask`](crate::tree_mask::TreeMask) behind its other

@@ -14,8 +14,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, MaskAxes,
-    MaskKind, Merge, QLayout, SecondCache, VLayout,
+    BiasGrad, BlockFormat, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists,
+    KvLayout, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
@@ -410,6 +410,42 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels
 }
 
+/// Blackwell's forward over MXFP8: head dimensions with one and two query tiles, V by columns, pages, loads by copies.
+fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
+    type Change = fn(FwdProblem) -> FwdProblem;
+    let paged: Change = |mut problem| {
+        problem.layout.kv = KvLayout::Paged { page_size: 64 };
+        problem
+    };
+    let cases: [(&str, u32, u32, Change); 8] = [
+        ("64x64", 64, 64, |problem| problem),
+        ("128x128", 128, 128, |problem| problem),
+        ("192x128", 192, 128, |problem| problem),
+        ("256x256", 256, 256, |problem| problem),
+        ("128_v_columns", 128, 128, |problem| problem.v_layout(VLayout::ColMajor)),
+        ("128_dropout", 128, 128, |problem| problem.p_drop(0.25)),
+        ("100x100_copied", 100, 100, |problem| problem),
+        ("128_pages", 128, 128, paged),
+    ];
+    cases
+        .map(|(name, head_dim_qk, head_dim_v, change)| {
+            let dims = Dims {
+                batch: 1,
+                seqlen_q: 1024,
+                seqlen_k: 1024,
+                num_heads_q: 1,
+                num_heads_kv: 1,
+                head_dim_qk,
+                head_dim_v,
+            };
+            let problem = change(FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL));
+            let problem = problem.with_block_scales(BlockFormat::Mxfp8E4m3);
+            let tile = sm100::choose_tile(&problem, arch, 148);
+            (format!("sm100_{name}_mxfp8"), sm100::fwd_scaled(&sm100::spec_of(&problem), &tile))
+        })
+        .into()
+}
+
 /// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.
 fn blackwell_backward() -> Vec<(String, KernelSource)> {
     type Change = fn(&mut BwdSpec);
@@ -776,6 +812,21 @@ fn a_sample_of_kernels_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", "resources.txt", kernels(), SAMPLE);
     for arch in sm100::ARCHS {
         as_in_the_table(arch, "resources_sm100.txt", blackwell_kernels(arch), SAMPLE);
+    }
+}
+
+#[test]
+fn a_sample_of_kernels_over_mxfp8_compiles_in_the_registers_of_the_table_without_spills() {
+    for arch in sm100::ARCHS {
+        as_in_the_table(arch, "resources_mxfp8.txt", scaled_kernels(arch), SAMPLE);
+    }
+}
+
+#[test]
+#[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
+fn every_kernel_over_mxfp8_compiles_in_the_registers_of_the_table_without_spills() {
+    for arch in sm100::ARCHS {
+        as_in_the_table(arch, "resources_mxfp8.txt", scaled_kernels(arch), 1);
     }
 }
 

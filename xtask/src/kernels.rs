@@ -94,6 +94,9 @@ const AMPERE_CASES: &str = "^(edges/[^d]|heads/|rare/).*/b?f16/";
 /// Gradients of head dimensions beyond 128 that Blackwell's kernel takes.
 const WIDE_GRADIENTS: &str = "^backward/(wide|over_blocks|in_turns|hidden)/(.*/)?bf16/d(160|192x128|200|256)";
 
+/// Scales by blocks that Blackwell's kernel takes.
+const MXFP8: &str = "^scales/mxfp8_";
+
 /// Lists of keys, forward, in 16 bits.
 const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|appended|twice|repeated)/b?f16|\
     ^lists/(wide_fp8|fp8_cache)/";
@@ -905,6 +908,20 @@ pub(crate) const ROWS: &[Row] = &[
         in_test: Cases { filter: "^scales/[a-z0-9_]*/bf16/packed_queries$", deal: 1 },
         in_all: Cases { filter: "^scales/", deal: 1 },
         ..amd("gfx942", NONE)
+    },
+    // MXFP8 in Blackwell's matrix unit, every access ordered by vector clocks, and late asynchronous work.
+    Row {
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^scales/mxfp8_e4m3/bf16/descale_head/c/", deal: 1 },
+        in_all: Cases { filter: MXFP8, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::Late,
+        arch: "sm_103a",
+        in_test: Cases { filter: "^scales/mxfp8_e5m2/bf16/(paged/p32|keys/65/r)$", deal: 1 },
+        in_all: Cases { filter: MXFP8, deal: 1 },
+        ..BLACKWELL
     },
     // Masks as data on AMD's tile kernels: lists of tiles, walks over them, gradients; whole ones in `--all`.
     Row {

@@ -32,22 +32,42 @@ struct ScaledElems {
     return float_of(byte == 0xff ? 0x7fc00000u : byte == 0 ? 1u << 22 : byte << 23);
   }
 
+  // Where a row of Q or K begins, and its scales.
+  struct Row {
+    const View &elems, &scales;
+    int64_t at, scale_at;
+  };
+  // Query i of a head.
+  FMHA_DEVICE Row query_row(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head) const {
+    // Packed rows have no batch stride.
+    const int64_t row = (p.q.batch == 0 ? int64_t(span.q_row) : 0) + i;
+    return {p.q, s.q, query_offset(p, span, i, i_head), row_offset(s.q, span.i_batch, row, i_head)};
+  }
+  template <FwdSpec spec>
+  FMHA_DEVICE Row key_row(const FwdParams& p, const SeqSpan& span, int32_t j, int32_t i_head_kv) const {
+    const KvRow key = kv_row(p, spec.kv_layout, span, j);
+    return {p.k, s.k, row_offset(p.k, key, i_head_kv), row_offset(s.k, key, i_head_kv)};
+  }
+  // Element d of a row, times its scale.
+  FMHA_DEVICE float of_row(const Row& row, int32_t d) const {
+    const int32_t each = elems_per_byte();
+    return element(row.elems.data, row.at + d / each, d % each) *
+           scale(row.scales.data, row.scale_at + d / block() * row.scales.dim);
+  }
+
   template <FwdSpec spec>
   FMHA_DEVICE float product(const FwdParams& p, const SeqSpan& span, int32_t i, int32_t i_head, int32_t j,
                             int32_t i_head_kv) const {
-    // Packed rows have no batch stride.
-    const int64_t row = (p.q.batch == 0 ? int64_t(span.q_row) : 0) + i;
-    const int64_t q = query_offset(p, span, i, i_head), scale_q = row_offset(s.q, span.i_batch, row, i_head);
-    const KvRow key = kv_row(p, spec.kv_layout, span, j);
-    const int64_t k = row_offset(p.k, key, i_head_kv), scale_k = row_offset(s.k, key, i_head_kv);
+    const Row q = query_row(p, span, i, i_head), k = key_row<spec>(p, span, j, i_head_kv);
     const int32_t each = elems_per_byte();
     float dot = 0.f;
     for (int32_t first = 0; first < spec.head_dim_qk; first += block()) {
       const int64_t at = first / block();
-      const float of_q = scale(s.q.data, scale_q + at * s.q.dim), of_k = scale(s.k.data, scale_k + at * s.k.dim);
+      const float of_q = scale(s.q.data, q.scale_at + at * s.q.dim),
+                  of_k = scale(s.k.data, k.scale_at + at * s.k.dim);
       for (int32_t d = first; d < min(spec.head_dim_qk, first + block()); ++d) {
-        const float x = element(p.q.data, q + d / each, d % each) * of_q;
-        dot += x * (element(p.k.data, k + d / each, d % each) * of_k);
+        const float x = element(p.q.data, q.at + d / each, d % each) * of_q;
+        dot += x * (element(p.k.data, k.at + d / each, d % each) * of_k);
       }
     }
     return dot;

@@ -52,8 +52,9 @@ FMHA_DEVICE TileRow tile_row(const FwdParams& p, const Work& work, int32_t packe
 
 // Rows of this warp, one of a lane, that are not finite although their log-sum-exp is: a value of V that the mask
 // hides has come through, or the sum has left f32. Each is computed again by the whole warp.
-template <FwdSpec spec, auto tile, class Keys = EveryKey>
-FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, const Keys& seen = {}) {
+template <FwdSpec spec, auto tile, class Keys = EveryKey, class Elems = PlainElems>
+FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t row, bool suspect, const Keys& seen = {},
+                                const Elems& elems = {}) {
   const SeqSpan span = {work.i_batch, work.storage_batch, work.q_row, work.seqlen_q, work.k_row, work.seqlen_k};
   const uint32_t lanes = ptx::vote_ballot(suspect);
 #pragma unroll 1
@@ -62,8 +63,8 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
     const int32_t packed_row = ptx::shfl_idx(row, lane);
     const TileRow of_tile = tile_row<tile>(p, work, packed_row, seen);
     const OutputRow& to = of_tile.to;
-    RecomputedRow<spec, stored_type<spec, tile>(), Keys> again{
-        p, span, to.i_head, of_tile.i, to.batch, to.row, keys_of_work<tile>(p, work), seen};
+    RecomputedRow<spec, stored_type<spec, tile>(), Keys, Elems> again{
+        p, span, to.i_head, of_tile.i, to.batch, to.row, keys_of_work<tile>(p, work), seen, elems};
     again.run();
   }
 }

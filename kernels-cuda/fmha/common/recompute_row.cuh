@@ -23,11 +23,17 @@
 
 namespace fmha {
 
+// Elements that memory has as they are; ScaledElems (block_scales.h) are times scales.
+struct PlainElems {};
+
 // One row: query i of a head, over the keys of `among` that `keys` has too, or has at those places. K and V lie in
 // memory as `stored`: Q's type, or FP8 beside 16 bits.
-template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey>
+template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey, class Elems = PlainElems>
 struct RecomputedRow {
   static constexpr bool widens = stored != spec.dtype_qk;
+  static constexpr bool scaled = requires(const Elems& x, const FwdParams& p, const SeqSpan& span) {
+    x.query_row(p, span, 0, 0);
+  };
   static constexpr int32_t columns = ceil_div(spec.head_dim_v, 32);  // of O, to a lane
 
   const FwdParams& p;
@@ -36,6 +42,7 @@ struct RecomputedRow {
   const int32_t o_batch = span.storage_batch, o_row = span.q_row + i;  // where O lies
   const Range among = {0, span.seqlen_k};
   const Keys keys = {};
+  const Elems elems = {};
   const int32_t lane = threadIdx.x % 32;
   const int32_t i_head_kv = i_head / p.gqa_ratio;
   const float scale = is_fp8(spec.dtype_qk) ? p.softmax_scale * descale(p.descale_q) * descale(p.descale_k) : p.softmax_scale;
@@ -56,6 +63,7 @@ struct RecomputedRow {
 
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
+    if constexpr (scaled) return scaled_product(j);
     const int64_t q = query_offset(p, span, query_of_sequence(keys, i), i_head);
     const int64_t k = offset_of_key<size_bytes(stored)>(keys, p, p.k, spec.kv_layout, span, j, i_head_kv);
     float dot = 0.f;
@@ -71,6 +79,21 @@ struct RecomputedRow {
 #pragma unroll
     for (int32_t step = 16; step > 0; step /= 2) dot += ptx::shfl_xor(dot, step);
     return dot;
+  }
+
+  // The same of elements with scales.
+  FMHA_DEVICE float scaled_product(int32_t j) const {
+    if constexpr (scaled) {
+      const auto q = elems.query_row(p, span, i, i_head);
+      const auto k = elems.template key_row<spec>(p, span, j, i_head_kv);
+      float dot = 0.f;
+#pragma unroll 1
+      for (int32_t d = lane; d < spec.head_dim_qk; d += 32) dot += elems.of_row(q, d) * elems.of_row(k, d);
+#pragma unroll
+      for (int32_t step = 16; step > 0; step /= 2) dot += ptx::shfl_xor(dot, step);
+      return dot;
+    }
+    return 0.f;
   }
 
   FMHA_DEVICE float descale(const HeadScalars& x) const { return scalar_of(x, span.i_batch, i_head_kv, 1.f); }
@@ -104,6 +127,13 @@ struct RecomputedRow {
         weight = (j & 1 ? odd : even) < p.dropout_threshold ? weight : 0.f;
       }
       weight *= room;
+      if constexpr (scaled) {
+        const auto value = elems.template value<spec>(p, span, j, i_head_kv);
+#pragma unroll
+        for (int32_t c = 0; c < columns; ++c)
+          o[c] = o[c] * rescale + weight * value(min(c * 32 + lane, spec.head_dim_v - 1));
+        continue;
+      }
       constexpr int bytes = size_bytes(widens ? stored : spec.dtype_v);
       const int64_t v = offset_of_key<bytes>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
 #pragma unroll

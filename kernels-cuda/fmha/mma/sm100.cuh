@@ -38,6 +38,25 @@ struct Instruction {
   }
 };
 
+// Instruction descriptor of the same product of FP8 elements with a power of two for each 32 of a row: which byte of a
+// word in tensor memory has A's, and B's.
+FMHA_DEVICE constexpr uint32_t block_scaled(const Instruction& x, int byte) {
+  constexpr uint32_t e8m0 = 1 << 23, type_of_sums = 3 << 4, m = 31 << 24;
+  const uint32_t bytes = uint32_t(byte) << 4 | uint32_t(byte) << 29;
+  return (x.bits() & ~(type_of_sums | m)) | bytes | e8m0 | uint32_t(x.m / 128) << 27;
+}
+
+constexpr int kScaleColumns = 4;  // of tensor memory, for 128 rows
+constexpr int kScalesOfWord = 4;
+
+// Scales of 128 rows in shared memory, a word each: line l has those of rows l, l + 32, l + 64 and l + 96, as
+// tensor memory has them in lane l of four columns. PTX ISA: layout of the scale factor matrices.
+struct alignas(128) ScaleTile {
+  uint32_t words[32][kScaleColumns];
+
+  FMHA_DEVICE uint32_t line(int32_t l) const { return ptx::shared_address(&words[l]); }
+};
+
 // Descriptor of an operand's tile in shared memory. The low word alone holds the address, so a step within a tile is
 // one 32-bit addition, which never carries: shared memory ends below 2^18.
 struct Descriptor {
@@ -102,6 +121,43 @@ FMHA_DEVICE void start_product_tmem(uint32_t d, uint32_t a, const TileB& b, bool
   for (int step = first; step < end; ++step) {
     ptx::tcgen05_mma_ts<instruction.num_ctas(), kind_of(instruction.dtype)>(
         d, a + step * (kStepBytes / 4), b_steps.at(step), instruction.bits(), accumulate || step != 0);
+  }
+}
+
+// Copies a tile of scales to four columns of tensor memory. By one thread; starts, does not wait. Products that the
+// thread starts later see them.
+FMHA_DEVICE void start_copy(uint32_t to, const ScaleTile& tile) {
+  constexpr uint32_t eight_lines = 8 * 16, version = 1 << 14;
+  ptx::tcgen05_cp_32x128b_warpx4(to, Descriptor{tile.line(0) >> 4, eight_lines >> 4 | version}.bits());
+}
+
+// d = A B^T, both along their rows, 32 elements of which have a scale. The scales' words lie `kScaleColumns` apart.
+// By one thread; starts, does not wait.
+template <Instruction instruction, class TileA, class TileB>
+FMHA_DEVICE void start_scaled_product_abt(uint32_t d, const TileA& a, const TileB& b, uint32_t scales_a,
+                                          uint32_t scales_b) {
+  static_assert(TileA::dim == TileB::dim && TileB::rows <= 128, "one inner dimension; a word's scales in four columns");
+  const Operand<instruction.dtype, false, TileA> a_steps(a);
+  const Operand<instruction.dtype, false, TileB> b_steps(b);
+#pragma unroll
+  for (int step = 0; step < TileA::dim / depth_of(instruction.dtype); ++step) {
+    const uint32_t word = step / kScalesOfWord * kScaleColumns;
+    ptx::tcgen05_mma_block32_ss(d, a_steps.at(step), b_steps.at(step), block_scaled(instruction, step % kScalesOfWord),
+                                scales_a + word, scales_b + word, step != 0);
+  }
+}
+
+// d (+)= A B: A in tensor memory from column `a` on, of which the steps [first, end) are taken. Each step has a byte of
+// the scales' words. By one thread; starts, does not wait.
+template <Instruction instruction, int first, int end, class TileB>
+FMHA_DEVICE void start_scaled_product_tmem(uint32_t d, uint32_t a, const TileB& b, uint32_t scales_a, uint32_t scales_b,
+                                           bool accumulate) {
+  static_assert(end <= kScalesOfWord, "a word has the scales of a block");
+  const Operand<instruction.dtype, instruction.b_across_rows, TileB> b_steps(b);
+#pragma unroll
+  for (int step = first; step < end; ++step) {
+    ptx::tcgen05_mma_block32_ts(d, a + step * (kStepBytes / 4), b_steps.at(step), block_scaled(instruction, step),
+                                scales_a, scales_b, accumulate || step != 0);
   }
 }
 

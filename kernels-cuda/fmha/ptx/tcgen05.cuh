@@ -104,4 +104,33 @@ FMHA_DEVICE void tcgen05_mma_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t ins
   }
 }
 
+// needs: sm_100a. Copies 32 rows of 16 bytes of shared memory to four columns from `to` on, of each warp's part.
+// PTX ISA: tcgen05.cp, .32x128b.warpx4.
+FMHA_DEVICE void tcgen05_cp_32x128b_warpx4(uint32_t to, uint64_t from) {
+  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(to), "l"(from) : "memory");
+}
+
+// needs: sm_100f. D (+)= A B of FP8 elements, of which 32 along a row of A and down a column of B have a power of two
+// in tensor memory, at `scales_a` and `scales_b`: A by a shared-memory descriptor.
+// PTX ISA: tcgen05.mma, .block_scale.
+FMHA_DEVICE void tcgen05_mma_block32_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
+                                        uint32_t scales_b, bool accumulate) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32 [%0], %1, %2, %3, [%4], [%5], p; }" ::"r"(d),
+      "l"(a), "l"(b), "r"(instruction), "r"(scales_a), "r"(scales_b), "r"(int(accumulate))
+      : "memory");
+}
+
+// needs: sm_100f. The same with A in tensor memory, packed along the columns.
+// PTX ISA: tcgen05.mma, .block_scale.
+FMHA_DEVICE void tcgen05_mma_block32_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
+                                        uint32_t scales_b, bool accumulate) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.block32 [%0], [%1], %2, %3, [%4], [%5], p; }" ::"r"(d),
+      "r"(a), "l"(b), "r"(instruction), "r"(scales_a), "r"(scales_b), "r"(int(accumulate))
+      : "memory");
+}
+
 }  // namespace fmha::ptx

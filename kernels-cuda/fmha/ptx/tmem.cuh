@@ -99,6 +99,14 @@ FMHA_DEVICE void tcgen05_ld_max(uint32_t (&r)[32], float& largest, uint32_t addr
       : "r"(address));
 }
 
+// needs: sm_100a. 4 columns from `address` on. Done after tcgen05_wait_st.
+// PTX ISA: tcgen05.st, .32x32b.x4.
+FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("tcgen05.st.sync.aligned.32x32b.x4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // needs: sm_100a. 8 columns from `address` on. Done after tcgen05_wait_st.
 // PTX ISA: tcgen05.st, .32x32b.x8.
 FMHA_DEVICE void tcgen05_st(uint32_t address, const uint32_t (&r)[8]) {

@@ -82,6 +82,12 @@ impl Sm100Tile {
                 self.cluster, spec.head_dim_v, spec.dtype_v
             ));
         }
+        if self.scale_block > 0 && (self.cluster > 1 || self.split_keys > 0 || self.shares > 0) {
+            return refuse(format!(
+                "cluster={} split_keys={} shares={} beside scales by blocks: a CTA by itself sees all keys",
+                self.cluster, self.split_keys, self.shares
+            ));
+        }
         if self.split_keys % self.block_n != 0 {
             return refuse(format!(
                 "split_keys={} is not a multiple of block_n={}",

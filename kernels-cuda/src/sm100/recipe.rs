@@ -6,7 +6,7 @@ use fmha_core::abi::{FwdParams, View};
 use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::masks::mask_data_params;
-use fmha_core::spec::FwdSpec;
+use fmha_core::scale_params::block_scale_params;
 use fmha_core::tune::TileOptions;
 use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd, Workspace};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
@@ -45,6 +45,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             computes_code: true,
             reads_masks: true,
             computes_code_beside_masks: true,
+            reads_block_scales: true,
             ..About::new(sm100::NAME)
         }
     }
@@ -103,6 +104,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
                     tile_list::behind(list, problem, source)
                 }
                 None if problem.cache.tree_mask => sm100::fwd_tree(&own_spec, &tile),
+                None if tile.scale_block > 0 => sm100::fwd_scaled(&own_spec, &tile),
                 None => sm100::fwd(&own_spec, &tile),
             },
             grid,
@@ -170,6 +172,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         let tree = tree_mask::bind(call.problem, call.args);
         let turned = call.problem.cache.rotary.map(|_| whole.q);
         let masks = mask_data_params(call.problem, &call.args.masks);
+        let scales = block_scale_params(call.problem, &call.args.score);
         let (list, masks) = match list {
             None => (None, masks),
             Some(plan) => {
@@ -187,24 +190,28 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
         };
         let main = |params: &mut FwdParams, (first, count)| {
             let mut rows = schedule.of_blocks(first, count);
-            let (mut masks, mut of_tiles, mut tree) = (masks, list, tree);
+            let (mut masks, mut of_tiles, mut tree, mut scales) = (masks, list, tree, scales);
             let list: *mut c_void =
                 of_tiles.as_mut().map_or(std::ptr::null_mut(), |list| (&raw mut *list).cast());
             let mut arguments = [
                 (&raw mut *params).cast(),
                 (&raw const maps).cast_mut().cast(),
                 (&raw mut rows).cast(),
-                if call.problem.cache.tree_mask { (&raw mut tree).cast() } else { (&raw mut masks).cast() },
+                match &mut scales {
+                    Some(scales) => (&raw mut *scales).cast(),
+                    None if call.problem.cache.tree_mask => (&raw mut tree).cast(),
+                    None => (&raw mut masks).cast(),
+                },
                 list,
             ];
-            let count = match call.problem.cache.tree_mask {
+            let count = match call.problem.cache.tree_mask || scales.is_some() {
                 true => 4,
                 false if list.is_null() => 3,
                 false => 5,
             };
-            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, under a tree mask TreeMask, and under masks
-            // MaskDataParams and TileList; `check_fwd` saw that the memory covers the problem, and the maps were made
-            // for the same extents.
+            // SAFETY: the kernel takes FwdParams, Maps and TileSchedule, under a tree mask TreeMask, over MXFP8
+            // BlockScaleParams, and under masks MaskDataParams and TileList; `check_fwd` saw that the memory covers the
+            // problem, and the maps were made for the same extents.
             unsafe { fwd.launch(&mut arguments[..count], call.stream) }
         };
         let in_parts = (tile.cut(call.problem), tile.rows_at_once(call.problem));
@@ -303,7 +310,7 @@ fn list_of(
 
 /// Boxes that TMA loads; of Q where it lies `turned`, if it is.
 pub(crate) fn boxes(problem: &ValidFwd, tile: &Sm100Tile, turned_q: Option<View>) -> Boxes {
-    let spec = FwdSpec::of(problem);
+    let spec = sm100::spec_of(problem);
     Boxes {
         q: tile.q_box(&spec, problem.gqa_ratio() as i32),
         k: tile.k_box(&spec),
@@ -330,6 +337,7 @@ fn schedule_words(tile: &Sm100Tile, problem: &ValidFwd) -> String {
     words.extend((tile.cluster > 1).then(|| "pairs of CTAs".to_owned()));
     words.extend(tile.pack_gqa.then(|| "query heads packed".to_owned()));
     words.extend(tile.whole_groups.then(|| format!("{} rows of whole groups", tile.rows_of_tile(problem))));
+    words.extend((tile.scale_block > 0).then(|| format!("scales of {} elements", tile.scale_block)));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));
     words.join(", ")
 }

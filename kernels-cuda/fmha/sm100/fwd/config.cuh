@@ -27,6 +27,10 @@ FMHA_DEVICE consteval bool is_pair(const Sm100Tile& tile) { return tile.cluster 
 // Whether TMA brings blocks of keys from pages (common/pages_of_block.cuh).
 FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page_keys > 0; }
 
+// MXFP8: FP8 elements with a power of two for each 32 (scales.cuh).
+FMHA_DEVICE consteval bool is_scaled(const Sm100Tile& tile) { return tile.scale_block > 0; }
+constexpr int kScaleBlock = 32;
+
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.
 template <Sm100Tile tile>
@@ -57,7 +61,7 @@ struct Regs {
 };
 FMHA_DEVICE consteval Regs regs(const Sm100Tile& tile) {
   if (num_q_tiles(tile) == 1) return {232, 160, 112};
-  return tile.copy_bytes > 0 ? Regs{176, 80, 80} : Regs{184, 88, 56};
+  return tile.copy_bytes > 0 || is_scaled(tile) ? Regs{176, 80, 80} : Regs{184, 88, 56};
 }
 
 // Threads that load by copies: the warps of the load and zero roles, which copy zeros where otherwise the zero role
@@ -65,7 +69,16 @@ FMHA_DEVICE consteval Regs regs(const Sm100Tile& tile) {
 template <Sm100Tile tile>
 using CopyThreads = CopyWarps<num_q_tiles(tile) + 1, 0b1010>;
 template <Sm100Tile tile>
-FMHA_DEVICE constexpr int num_load_arrivals() { return tile.copy_bytes > 0 ? CopyThreads<tile>::count : 1; }
+FMHA_DEVICE constexpr int num_load_arrivals() {
+  if (tile.copy_bytes > 0) return CopyThreads<tile>::count;
+  return is_scaled(tile) ? 2 : 1;  // one of TMA's bytes, one of their scales
+}
+// Whether the zero role brings scales, beside TMA.
+FMHA_DEVICE consteval bool has_scale_role(const Sm100Tile& tile) { return is_scaled(tile) && tile.copy_bytes == 0; }
+// Warps that walk a tile's blocks to load them.
+FMHA_DEVICE consteval int num_load_warps(const Sm100Tile& tile) {
+  return tile.copy_bytes > 0 || is_scaled(tile) ? 2 : 1;
+}
 
 // A head dimension as the tiles have it: TMA fills with zeros what the tensor lacks.
 FMHA_DEVICE constexpr int padded_dim(int dim) { return dim <= 64 ? 64 : round_up(dim, 32); }
@@ -75,8 +88,16 @@ struct Maps {
   TensorMap q, k, v;
 };
 
+// Tiles of scales: those of 128 queries or of a block's keys have a word for 128 elements of a row; a block of V has
+// one word for each element of its rows.
+template <FwdSpec spec>
+struct ScaleTiles {
+  static constexpr int qk = ceil_div(padded_dim(spec.head_dim_qk), 128), v = ceil_div(padded_dim(spec.head_dim_v), 128);
+};
+
 // Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the
-// softmax has read by then. O after them.
+// softmax has read by then. O after them. With scales: those of Q; of a block of K and of V two buffers each, which
+// blocks take alternately; and P's, which are 1.
 template <FwdSpec spec, Sm100Tile tile>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -87,9 +108,20 @@ struct TmemPlan {
   FMHA_DEVICE static constexpr int p(int slot) { return s(slot) + tile.block_n - p_columns; }
   FMHA_DEVICE static constexpr int o(int q_tile) { return 2 * tile.block_n + q_tile * dim_v; }
 
+  using Tiles = ScaleTiles<spec>;
+  static constexpr int tile_columns = is_scaled(tile) ? mma::sm100::kScaleColumns : 0;
+  FMHA_DEVICE static constexpr int q_scales(int q_tile) {
+    return o(num_q_tiles(tile)) + q_tile * Tiles::qk * tile_columns;
+  }
+  FMHA_DEVICE static constexpr int k_scales(int buffer) {
+    return q_scales(num_q_tiles(tile)) + buffer * Tiles::qk * tile_columns;
+  }
+  FMHA_DEVICE static constexpr int v_scales(int buffer) { return k_scales(2) + buffer * Tiles::v * tile_columns; }
+  FMHA_DEVICE static constexpr int p_scales(int q_tile) { return v_scales(2) + q_tile * tile_columns; }
+
   static_assert(p_columns <= tile.block_n, "P fits its S");
   static_assert(s(1) >= s(0) + tile.block_n && o(0) >= s(1) + tile.block_n, "score slots and O lie apart");
-  static_assert(o(num_q_tiles(tile) - 1) + dim_v <= columns, "tensor memory holds S and O");
+  static_assert(p_scales(num_q_tiles(tile)) <= columns, "tensor memory holds S, O and scales");
 };
 
 // A score slot, and the parity of its barriers. Two query tiles have a slot each; a lone one takes them in turn, so
@@ -109,8 +141,18 @@ struct ScoreSlot {
   }
 };
 
+// Scales in shared memory, of the query tiles and of each slot of the ring.
+template <FwdSpec spec, Sm100Tile tile, bool has_any = is_scaled(tile)>
+struct ScaleSlots {};
 template <FwdSpec spec, Sm100Tile tile>
-struct Smem {
+struct ScaleSlots<spec, tile, true> {
+  using Tiles = ScaleTiles<spec>;
+  mma::sm100::ScaleTile q_scales[num_q_tiles(tile)][Tiles::qk];
+  mma::sm100::ScaleTile kv_scales[tile.stages][max(Tiles::qk, Tiles::v)];
+};
+
+template <FwdSpec spec, Sm100Tile tile>
+struct Smem : ScaleSlots<spec, tile> {
   static constexpr int q_tiles = num_q_tiles(tile);
   static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
@@ -134,6 +176,7 @@ struct Smem {
   // A pair uses the leader's q_full, kv_full, p_full and p_last, at which both CTAs arrive.
   Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of the threads that copied them
   Barrier q_empty[q_tiles];        // the tile's last scores are computed
+                                   // with scales also the arrival of the warp that brings them
   Barrier kv_full[tile.stages];    // the same of a block, or the zero role's arrival
   Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed

@@ -14,7 +14,7 @@
 
 namespace fmha::sm100 {
 
-template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales>
 struct CorrectRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec, tile>;
@@ -23,6 +23,7 @@ struct CorrectRole {
   const FwdParams& p;
   Shared& smem;
   const SeenKeys& seen;
+  const Scales& scales;
   const uint32_t tmem;  // at the warp's lanes
   const int32_t row_in_tile = threadIdx.x % kRows;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
@@ -90,7 +91,7 @@ struct CorrectRole {
     wait_output(q);
     const Work& work = smem.work[work_slot.index];
     const int32_t row = first_row_of<tile>(work, q) + row_in_tile;
-    store_row<spec, tile>(p, work, row, row_sum, row_max, tmem + Tmem::o(q), seen);
+    store_row<spec, tile>(p, work, row, row_sum, row_max, tmem + Tmem::o(q), seen, scales);
   }
 
   FMHA_DEVICE void run() {
@@ -128,10 +129,11 @@ struct CorrectRole {
   }
 };
 
-template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
-FMHA_DEVICE void correct(const FwdParams& p, Smem<spec, tile>& smem, const SeenKeys& seen, uint32_t tmem) {
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales>
+FMHA_DEVICE void correct(const FwdParams& p, Smem<spec, tile>& smem, const SeenKeys& seen, const Scales& scales,
+                         uint32_t tmem) {
   ptx::setmaxnreg_dec<regs(tile).correct>();
-  CorrectRole<spec, tile, SeenKeys> role{p, smem, seen, tmem};
+  CorrectRole<spec, tile, SeenKeys, Scales> role{p, smem, seen, scales, tmem};
   role.run();
 }
 

@@ -6,6 +6,7 @@
 //   correct   rescales O, stores it                                correct.cuh, output.cuh
 //   schedule  plans tiles                                          common/scheduler.cuh
 //   zero      zeroes what is not the sequence's                    load.cuh
+//             brings scales, where elements have some             scales.cuh
 //
 // Two CTAs may compute as one, of which the first issues every product: pair.cuh.
 //
@@ -43,7 +44,7 @@ FMHA_DEVICE void init_barriers(Smem<spec, tile>& smem) {
   const int issuers = is_leader<tile>() ? 1 : 0;
   for (int i = 0; i < kWorkSlots; ++i) {
     ptx::mbarrier_init(smem.work_full[i], 1);
-    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + (tile.copy_bytes > 0 ? 2 : 1) + issuers);
+    ptx::mbarrier_init(smem.work_empty[i], (q_tiles + 1) * warps + num_load_warps(tile) + issuers);
   }
   ptx::mbarrier_init(smem.o_read, ctas * warps);
   if constexpr (is_pair(tile)) {
@@ -62,9 +63,11 @@ FMHA_DEVICE void leave() {
   if constexpr (is_pair(tile)) ptx::exit_thread();
 }
 
-// `seen`: which keys queries see (fwd_masked.cuh has those under masks).
-template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey>
-FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const SeenKeys& seen = {}) {
+// `seen`: which keys queries see (fwd_masked.cuh has those under masks). `scales`: scales of elements
+// (fwd_scaled.cuh).
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys = EveryKey, class Scales = NoScales>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& schedule, const SeenKeys& seen = {},
+                     const Scales& scales = {}) {
   using Tmem = TmemPlan<spec, tile>;
   static_assert(num_q_tiles(tile) * regs(tile).softmax + regs(tile).correct + regs(tile).others <=
                     (num_q_tiles(tile) + 2) * (65536 / num_threads(tile) / 8 * 8),
@@ -77,6 +80,8 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
                 "sm100: pages by TMA, of a CTA by itself");
   static_assert(spec.kv_layout != KvKind::Paged || loads_pages(tile) || tile.copy_bytes > 0,
                 "sm100: pages come by boxes of their own, or by copies");
+  static_assert(!is_scaled(tile) || (!is_pair(tile) && tile.split_keys == 0 && spec.dtype_qk == spec.dtype_v),
+                "sm100: scales are of one FP8 type, a CTA's by itself, which sees all keys");
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<spec, tile>& smem = *reinterpret_cast<Smem<spec, tile>*>(raw);
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
@@ -109,7 +114,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
   if (role == Role::Softmax) {
     softmax<spec, tile>(p, smem, seen, lanes, warp / 4);
   } else if (role == Role::Correct) {
-    correct<spec, tile>(p, smem, seen, lanes);
+    correct<spec, tile>(p, smem, seen, scales, lanes);
   } else {
     ptx::setmaxnreg_dec<regs(tile).others>();
     if (role == Role::Issue) {
@@ -123,7 +128,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       ptx::tcgen05_dealloc<tile.cluster>(tmem, Tmem::columns);
     } else if (role == Role::Load || (role == Role::Zero && tile.copy_bytes > 0)) {
       if (threadIdx.x % 32 == 0 || tile.copy_bytes > 0 || loads_pages(tile)) {
-        Loader<spec, tile, SeenKeys> loader{p, maps, smem, seen, role == Role::Load};
+        Loader<spec, tile, SeenKeys, Scales> loader{p, maps, smem, seen, scales, role == Role::Load};
         loader.run();
       } else {
         leave<tile>();
@@ -136,6 +141,10 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const TileSchedule& s
       } else {
         leave<tile>();
       }
+    } else if constexpr (has_scale_role(tile)) {
+      constexpr int blocks_ahead = Issuer<spec, tile, SeenKeys>::blocks_ahead;
+      ScaleRole<spec, tile, SeenKeys, blocks_ahead> bringer{smem, {p, scales.of, seen}};
+      bringer.run();
     } else if constexpr (tile.copy_bytes == 0) {
       zero_values<spec, tile>(smem);
     }

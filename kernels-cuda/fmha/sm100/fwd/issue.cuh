@@ -10,6 +10,9 @@
 // by the product issued before, and no barrier has to announce that a score slot is free.
 //
 // In a pair of CTAs the leader issues all products, for the query tiles of both.
+//
+// Scales come to tensor memory by copies before the first product that reads them. A buffer is written again two blocks
+// later, behind a wait for a score slot that was announced after the products which read it.
 #pragma once
 #include <fmha/ptx/elect.cuh>
 #include <fmha/ptx/tcgen05.cuh>
@@ -49,6 +52,9 @@ struct Issuer {
   uint32_t q_phase = 1;
   ScoreSlot<q_tiles> output_slot[q_tiles] = {};
   int32_t scores_slot = 0;  // of a lone query tile
+  // Buffers of scales in tensor memory, and whether the block of V has its own there.
+  int32_t k_buffer = 0, v_buffer = 0;
+  bool has_v_scales = false;
 
   // The next tile's blocks; false: there is none.
   FMHA_DEVICE bool begin_tile(Blocks& blocks) const {
@@ -76,12 +82,24 @@ struct Issuer {
   // S of query tile `q`, K in ring slot `k`.
   FMHA_DEVICE void start_scores(int q, const Slot<tile.stages>& k) {
     const bool last_tile = q == q_tiles - 1;
-    if (q == 0) wait_for_pair<tile>(smem.kv_full[k.index], k.phase);
+    if (q == 0) {
+      wait_for_pair<tile>(smem.kv_full[k.index], k.phase);
+      if constexpr (is_scaled(tile)) {
+        if (issues) start_copies<Tmem::Tiles::qk>(tmem + Tmem::k_scales(k_buffer), smem.kv_scales[k.index]);
+      }
+    }
     if (scores.of[q].has(scores.next)) {
       if (scores.is_first(q)) wait_for_pair<tile>(smem.q_full[q], q_phase);
       const int32_t slot = q_tiles == 2 ? q : scores_slot;
       if (issues) {
-        mma::sm100::start_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q], smem.kv[k.index].k());
+        if constexpr (is_scaled(tile)) {
+          const uint32_t of_q = tmem + Tmem::q_scales(q), of_k = tmem + Tmem::k_scales(k_buffer);
+          if (scores.is_first(q)) start_copies<Tmem::Tiles::qk>(of_q, smem.q_scales[q]);
+          mma::sm100::start_scaled_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q],
+                                                                   smem.kv[k.index].k(), of_q, of_k);
+        } else {
+          mma::sm100::start_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q], smem.kv[k.index].k());
+        }
         commit<tile>(smem.s_full[slot]);
         if (scores.is_last(q)) commit<tile>(smem.q_empty[q]);
       }
@@ -89,7 +107,26 @@ struct Issuer {
     if (last_tile) {
       if (issues) commit<tile>(smem.kv_empty[k.index]);
       scores_slot ^= 1;
+      k_buffer ^= 1;
       ++scores.next;
+    }
+  }
+
+  // Brings tiles of scales to tensor memory.
+  template <int tiles, class Slots>
+  FMHA_DEVICE void start_copies(uint32_t to, const Slots& from) const {
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) mma::sm100::start_copy(to + i * Tmem::tile_columns, from[i]);
+  }
+
+  // The steps [first, end) of a block's product with V.
+  template <int first, int end, class Values>
+  FMHA_DEVICE void start_output_steps(int q, uint32_t d, uint32_t a, const Values& values, bool accumulate) const {
+    if constexpr (is_scaled(tile)) {
+      mma::sm100::start_scaled_product_tmem<output_instruction, first, end>(
+          d, a, values, tmem + Tmem::p_scales(q), tmem + Tmem::v_scales(v_buffer), accumulate);
+    } else {
+      mma::sm100::start_product_tmem<output_instruction, first, end>(d, a, values, accumulate);
     }
   }
 
@@ -106,12 +143,20 @@ struct Issuer {
       wait_for_pair<tile>(smem.p_full[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
       if (issues) {
-        mma::sm100::start_product_tmem<output_instruction, 0, first_steps>(d, a, values, !output.is_first(q));
+        if constexpr (is_scaled(tile)) {
+          if (!has_v_scales) start_copies<Tmem::Tiles::v>(tmem + Tmem::v_scales(v_buffer), smem.kv_scales[v.index]);
+        }
+        start_output_steps<0, first_steps>(q, d, a, values, !output.is_first(q));
       }
+      has_v_scales = true;
       wait_for_pair<tile>(smem.p_last[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
-      if (issues) mma::sm100::start_product_tmem<output_instruction, first_steps, steps>(d, a, values, true);
+      if (issues) start_output_steps<first_steps, steps>(q, d, a, values, true);
       at.advance();
+    }
+    if (last_tile) {
+      v_buffer ^= 1;
+      has_v_scales = false;
     }
     if (issues) {
       if (last_tile) commit<tile>(smem.kv_empty[v.index]);

@@ -8,57 +8,32 @@
 #include <fmha/common/pages_of_block.cuh>
 #include <fmha/common/scheduler.cuh>
 #include <fmha/common/zero_rows.cuh>
+#include <fmha/sm100/fwd/block_keys.cuh>
 #include <fmha/sm100/fwd/issue.cuh>
 #include <fmha/sm100/fwd/pair.cuh>
 
 namespace fmha::sm100 {
 
+// Loads without scales; with them: scales.cuh.
+struct NoScales {};
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
+struct ScaleReader;
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys, int blocks_ahead>
+struct ScaleRole;
+
+// `Scales`: scales of Q, K and V in memory, or `NoScales`.
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales = NoScales>
 struct Loader {
   using Shared = Smem<spec, tile>;
   static constexpr int q_tiles = Shared::q_tiles, blocks_ahead = Issuer<spec, tile, SeenKeys>::blocks_ahead;
 
-  // Places of a tile's key blocks, in registers, so that a load follows its slot's release at once.
-  struct Keys {
-    int32_t i_head_kv, i_batch, k_row, seqlen_k, last_block, num_band_blocks, last_sink_block, first_dirty;
-    int32_t part;       // row of the tile's list
-    int32_t next, end;  // blocks of the tile
-
-    FMHA_DEVICE void begin(const Work& work) {
-      i_head_kv = work.i_head_kv;
-      i_batch = work.i_batch;
-      k_row = work.k_row;
-      seqlen_k = work.seqlen_k;
-      last_block = work.last_block;
-      num_band_blocks = work.num_band_blocks;
-      last_sink_block = work.last_sink_block;
-      first_dirty = work.first_dirty;
-      part = work.part;
-      next = 0;
-      end = work.num_blocks;
-    }
-    FMHA_DEVICE int32_t block(const SeenKeys& seen) const {
-      if constexpr (SeenKeys::has_tile_list) return seen.entry(part, num_band_blocks, next);
-      return spec.sink_columns && next >= num_band_blocks ? last_sink_block - (next - num_band_blocks)
-                                                          : last_block - next;
-    }
-    FMHA_DEVICE int32_t row(const SeenKeys& seen) const {
-      const int32_t block = this->block(seen);
-      // A tile without keys has block -1: rows before the tensor, zeros.
-      return block < 0 ? -tile.block_n : k_row + block * tile.block_n;
-    }
-    // The batch coordinate of the maps: packed keys have one batch.
-    FMHA_DEVICE int32_t batch() const { return spec.kv_layout == KvKind::Packed ? 0 : i_batch; }
-    // Place of key j, of a copy.
-    FMHA_DEVICE KvRow place(const FwdParams& p, int32_t j) const {
-      return kv_row(p, spec.kv_layout, {i_batch, i_batch, 0, 0, k_row, seqlen_k}, j);
-    }
-  };
+  using Keys = BlockKeys<spec, tile, SeenKeys>;
 
   const FwdParams& p;
   const Maps& maps;
   Shared& smem;
   const SeenKeys& seen;
+  const Scales& scales;
   const bool asks;  // the warp that asks the scheduler
   Slot<tile.stages> ring;
   Slot<kWorkSlots> k_work, v_work;
@@ -87,6 +62,16 @@ struct Loader {
     ptx::barrier_arrive<kWorkWanted, 64>();
   }
 
+  using Reader = ScaleReader<spec, tile, SeenKeys>;
+  // Copies scales to a tile's place, `line_of(tile, l)` a line.
+  template <int tiles, class Slots, class LineOf>
+  FMHA_DEVICE void copy_scales(const Slots& to, LineOf line_of) const {
+#pragma unroll 1
+    for (int32_t at = CopyThreads<tile>::rank(); at < tiles * 32; at += CopyThreads<tile>::count)
+      line_of(at / 32, at % 32).store(to[at / 32], at % 32);
+  }
+  FMHA_DEVICE Reader reader() const { return {p, scales.of, seen}; }
+
   FMHA_DEVICE void copy_q(const Work& work, int q) {
     using Elem = typename Shared::QTile::Elem;
     const Elem* data = static_cast<const Elem*>(p.q.data);
@@ -95,10 +80,14 @@ struct Loader {
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + query_offset(p, span_of(work), i, i_head) : nullptr;
     });
+    if constexpr (is_scaled(tile)) {
+      copy_scales<ScaleTiles<spec>::qk>(
+          smem.q_scales[q], [&](int32_t word, int32_t l) { return reader().of_queries(work, q, word, l); });
+    }
     copier.finish(smem.q_full[q]);
   }
   // `columns`: the keys of a row lie side by side, [dim, keys].
-  template <bool columns, class Tile>
+  template <bool columns, bool values, class Tile>
   FMHA_DEVICE void copy_block(const Tile& to, const View& view, int32_t dim, Barrier& full, const Keys& keys) {
     using Elem = typename Tile::Elem;
     wait(smem.kv_empty[ring.index], ring.phase ^ 1);
@@ -125,6 +114,12 @@ struct Loader {
         if (j < 0 || j >= end) return nullptr;
         if constexpr (spec.kv_layout == KvKind::Paged) return data + row_offset(view, keys.place(p, j), keys.i_head_kv);
         else return head + j * view.row;
+      });
+    }
+    if constexpr (is_scaled(tile)) {
+      constexpr int tiles = values ? ScaleTiles<spec>::v : ScaleTiles<spec>::qk;
+      copy_scales<tiles>(smem.kv_scales[ring.index], [&](int32_t at, int32_t l) {
+        return values ? reader().of_values(keys, at, l) : reader().of_keys(keys, at, l);
       });
     }
     copier.finish(full);
@@ -202,7 +197,7 @@ struct Loader {
     if (k.next == k.end && more) begin_k();
     if (!more) return;
     if constexpr (copies) {
-      copy_block<false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+      copy_block<false, false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
     } else {
       const Pages pages = pages_of(k);
       ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
@@ -222,7 +217,7 @@ struct Loader {
   FMHA_DEVICE void load_v() {
     const int32_t slot = ring.index;
     if constexpr (copies) {
-      copy_block<Shared::v_columns>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
+      copy_block<Shared::v_columns, true>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
     } else {
       const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
       const int32_t row = v.row(seen), dim = half() * Shared::own_dim_v;
@@ -240,6 +235,8 @@ struct Loader {
     ++v.next;
   }
   FMHA_DEVICE void tell_zero_role(int32_t slot, int32_t first_row) {
+    // It walks the blocks itself.
+    if constexpr (has_scale_role(tile)) return;
     ptx::mbarrier_wait_parity(smem.zero_empty, zero_phase);
     zero_phase ^= 1;
     // A lane that is late must not find the phase after its own.

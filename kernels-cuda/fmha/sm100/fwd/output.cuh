@@ -11,10 +11,11 @@
 namespace fmha::sm100 {
 
 // Row `row` of the sequence and head, whose O is at `o` in tensor memory. By a whole warp. `seen`: keys that queries
-// see, as a tile asks them.
-template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
+// see, as a tile asks them. `scales`: scales of elements, of which O may leave f32 as of bf16.
+template <FwdSpec spec, Sm100Tile tile, class SeenKeys, class Scales>
 FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, float row_sum, float row_max,
-                           uint32_t o, const SeenKeys& seen) {
+                           uint32_t o, const SeenKeys& seen, const Scales& scales) {
+  constexpr bool may_be_non_finite = is_scaled(tile) || fmha::may_be_non_finite(spec);
   constexpr int dim = spec.head_dim_v, chunk = 32;
   const TileRow of_tile = tile_row<tile>(p, work, row, EveryKey{});
   const bool stored = of_tile.stored;
@@ -38,17 +39,19 @@ FMHA_DEVICE void store_row(const FwdParams& p, const Work& work, int32_t row, fl
 #pragma unroll
     for (int e = 0; e < chunk; ++e) {
       x[e] = float_of(words[e]) * result.factor;
-      if constexpr (may_be_non_finite(spec)) zero = fmaf(x[e], 0.f, zero);
+      if constexpr (may_be_non_finite) zero = fmaf(x[e], 0.f, zero);
     }
     store_columns<spec.dtype_o, tile.vector_store>(p.o.data, at + c, x, dim - c, stored);
   }
   if constexpr (spec.write_lse) ptx::st_global_f32_if(of_tile.to.lse(p), result.lse, stored);
-  if constexpr (may_be_non_finite(spec)) {
+  if constexpr (may_be_non_finite) {
     // A row without a key is to be 0, and is none if hidden values have reached it.
     const bool suspect = stored && is_nan(zero) && result.lse < infinity();
     __syncwarp();
     if (!__any_sync(ptx::kAllLanes, suspect)) return;
-    if constexpr (SeenKeys::has_tile_list) {
+    if constexpr (is_scaled(tile)) {
+      recompute_rows<spec, tile>(p, work, row, suspect, seen, scales.elems());
+    } else if constexpr (SeenKeys::has_tile_list) {
       recompute_rows<spec, tile>(p, work, row, suspect, seen.pairs);
     } else {
       recompute_rows<spec, tile>(p, work, row, suspect, seen);

@@ -307,6 +307,12 @@ struct SoftmaxRole {
   }
 
   FMHA_DEVICE void run() {
+    if constexpr (is_scaled(tile)) {
+      // P's scales are 1 of the type of powers of two; the first hand-over of P announces them.
+      constexpr uint32_t one = 0x7f7f7f7f;
+      const uint32_t ones[] = {one, one, one, one};
+      ptx::tcgen05_st(tmem + Tmem::p_scales(q_tile), ones);
+    }
     while (true) {
       ptx::mbarrier_wait_parity(smem.work_full[work_slot.index], work_slot.phase);
       const int32_t num_blocks = ptx::uniform(work().num_blocks);

@@ -87,7 +87,13 @@ pub(super) fn word_function(raw: &RawInst, ty: Ty) -> Result<Wf, Fault> {
         ("div", true) => Wf::FDiv,
         ("min" | "max", true) if raw.has("xorsign") => return Err(unknown(raw)),
         ("min", true) if three && !nan => Wf::FMin3,
-        ("max", true) if three => if nan { Wf::FMax3Nan } else { Wf::FMax3 },
+        ("max", true) if three => {
+            if nan {
+                Wf::FMax3Nan
+            } else {
+                Wf::FMax3
+            }
+        }
         ("min" | "max", true) if three => return Err(unknown(raw)),
         ("min", true) if nan => Wf::FMinNan,
         ("max", true) if nan => Wf::FMaxNan,

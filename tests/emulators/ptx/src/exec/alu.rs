@@ -223,7 +223,11 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
         Wf::FMin3 => floats!(|a, b, c| fmin(fmin(a, b), c)),
         Wf::FMax3 => floats!(|a, b, c| fmax(fmax(a, b), c)),
         Wf::FMax3Nan => {
-            floats!(|a, b, c| if a.is_nan() || b.is_nan() || c.is_nan() { fp::NAN } else { fmax(fmax(a, b), c) })
+            floats!(|a, b, c| if a.is_nan() || b.is_nan() || c.is_nan() {
+                fp::NAN
+            } else {
+                fmax(fmax(a, b), c)
+            })
         }
         Wf::FMinNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmin(a, b) }),
         Wf::FMaxNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmax(a, b) }),
