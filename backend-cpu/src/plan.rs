@@ -65,6 +65,8 @@ fn takes_equal_rows(problem: &FwdProblem, kernel: &'static str) -> Result<()> {
         "lists of keys"
     } else if problem.second.is_some() {
         "keys of two caches"
+    } else if problem.walks_lists() {
+        "keys in rows of bytes"
     } else if !problem.masks.is_empty() {
         "masks as data"
     } else if problem.code.mask.is_some() {
@@ -86,11 +88,6 @@ pub(crate) fn forward<E: Kernels + Send + Sync + 'static>(
 ) -> Result<Planned<ValidFwd>> {
     if options.row_invariant {
         takes_equal_rows(problem, "cpu-fwd")?;
-    }
-    if !problem.walks_lists() {
-        // Rows of bytes are read where keys are walked one by one.
-        let refused = problem.refuse_cache_rows("cpu-fwd");
-        refused.map_err(|refusal| unsupported("cpu", vec![refusal]))?;
     }
     if problem.walks_lists() {
         return Ok(ready(backend, engine, of_lists(backend, "cpu-fwd", problem, options)?));

@@ -140,7 +140,7 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.takes_second) {
                 fwd.refuse_second(kernel.name())?;
             }
-            if let Some(fwd) = problem.forward() {
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_cache_rows) {
                 fwd.refuse_cache_rows(kernel.name())?;
             }
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
@@ -465,6 +465,10 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn takes_lists(&self) -> bool {
+        true
+    }
+
+    fn takes_cache_rows(&self) -> bool {
         true
     }
 

@@ -284,6 +284,8 @@ pub struct About<P> {
     pub takes_lists: bool,
     /// Whether the kernel computes attention over two caches in one softmax.
     pub takes_second: bool,
+    /// Whether the kernel reads caches of rows of bytes, or refuses their formats by number.
+    pub reads_cache_rows: bool,
     /// Whether the kernel reads masks as data.
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
@@ -307,6 +309,7 @@ impl<P> About<P> {
             waits_for_keys: false,
             takes_lists: false,
             takes_second: false,
+            reads_cache_rows: false,
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,

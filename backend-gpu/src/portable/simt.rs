@@ -32,6 +32,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
             is_fallback: true,
             takes_lists: true,
             takes_second: true,
+            reads_cache_rows: true,
             reads_masks: true,
             reads_block_scales: true,
             ..About::new(NAME)
@@ -61,7 +62,7 @@ impl<V: Vendor> Kernel<ValidFwd, V> for Simt {
         let rows = u64::from(dims.batch) * u64::from(dims.num_heads_q) * u64::from(dims.seqlen_q);
         let spec = FwdSpec::of(problem);
         let kernel = match (problem.lists.is_some(), problem.masks.is_empty()) {
-            _ if problem.second.is_some() => RowKernel::SimtTwoCaches,
+            _ if problem.walks_caches() => RowKernel::SimtTwoCaches,
             (true, _) => RowKernel::SimtLists,
             (_, false) => RowKernel::MaskedSimt,
             _ if problem.block_scales.is_some() => RowKernel::ScaledSimt,

@@ -2,6 +2,7 @@
 // infinite beyond it. Scales of whole tensors come with the score and with O, as those of FP8 do.
 #pragma once
 #include <fmha/block_scale_params.h>
+#include <fmha/e8m0.h>
 #include <fmha/num.h>
 #include <fmha/seq.h>
 
@@ -29,7 +30,7 @@ struct ScaledElems {
     const uint32_t byte = static_cast<const uint8_t*>(data)[at];
     // The sign bit is not read.
     if (s.format == kNvfp4) return decode(format_of(DType::E4m3Fn), byte & 0x7f);
-    return float_of(byte == 0xff ? 0x7fc00000u : byte == 0 ? 1u << 22 : byte << 23);
+    return e8m0(byte);
   }
 
   // Where a row of Q or K begins, and its scales.

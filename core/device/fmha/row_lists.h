@@ -19,9 +19,30 @@ struct ListRow : FwdRow<spec, Lanes> {
                       const Keys& keys)
       : Row{p, span, i_head, i}, lists(lists), list(keys) {}
 
+  // Calls `visit` with a function that gives the elements of a row of bytes.
+  template <class Visit>
+  FMHA_DEVICE void for_row_of_bytes(int32_t at, Visit visit) const {
+    const KvRow place = list.place(spec.kv_layout, at);
+    if (lists.row_bytes == 656) {
+      const BytesOfRow row = list.template bytes_of<656>(place);
+      visit([row](int32_t d) { return element_of_row<656>(row, d); });
+    } else {
+      const BytesOfRow row = list.template bytes_of<584>(place);
+      visit([row](int32_t d) { return element_of_row<584>(row, d); });
+    }
+  }
+
   // Q[i] . K, as stored, of the key that stands there.
   FMHA_DEVICE float product(int32_t at) const {
     const int64_t q = query_offset(this->p, this->span, this->i, this->i_head);
+    if (lists.row_bytes != 0) {
+      float dot = 0.f;
+      for_row_of_bytes(at, [&](auto element) {
+        for (int32_t d = 0; d < spec.head_dim_qk; ++d)
+          dot += load_elem<spec.dtype_qk>(this->p.q.data, q + d) * element(d);
+      });
+      return dot;
+    }
     const int64_t k =
         list.template offset<size_bytes(spec.dtype_qk)>(this->p.k, list.place(spec.kv_layout, at), this->i_head_kv);
     float dot = 0.f;
@@ -31,6 +52,15 @@ struct ListRow : FwdRow<spec, Lanes> {
   }
 
   FMHA_DEVICE void add_value(int32_t at, float weight) {
+    if (lists.row_bytes != 0) {
+      return for_row_of_bytes(at, [&](auto element) {
+#pragma unroll
+        for (int32_t c = 0; c < Row::columns; ++c) {
+          const int32_t d = c * Lanes::count + this->lane;
+          if (d < spec.head_dim_v) this->o[c] += weight * element(d);
+        }
+      });
+    }
     const int64_t v =
         list.template offset<size_bytes(spec.dtype_v)>(this->p.v, list.place(spec.kv_layout, at), this->i_head_kv);
 #pragma unroll

@@ -1,5 +1,6 @@
 // The list of keys of one query token and kv head: how many entries it has, which keys they name, where these lie.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/lists.h>
 #include <fmha/mask.h>
 #include <fmha/seq.h>
@@ -62,6 +63,10 @@ struct TokenList {
   FMHA_DEVICE int64_t offset(const View& view, KvRow at, int32_t head) const {
     return row_offset(view, at, head);
   }
+
+  // A place's row in a cache of rows of bytes.
+  template <int bytes>
+  FMHA_DEVICE BytesOfRow bytes_of(KvRow at) const { return bytes_of_row<bytes>(p.k, p.page_size, at); }
 };
 
 }  // namespace fmha

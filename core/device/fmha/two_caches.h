@@ -96,6 +96,13 @@ struct TwoCaches {
     const int64_t apart = (reinterpret_cast<int64_t>(other.data) - reinterpret_cast<int64_t>(view.data)) / bytes;
     return apart + row_offset(other, KvRow{at.batch, ~at.row}, head);
   }
+
+  // A place's row in caches of rows of bytes.
+  template <int bytes>
+  FMHA_DEVICE BytesOfRow bytes_of(KvRow at) const {
+    if (at.row >= 0) return first.list.template bytes_of<bytes>(at);
+    return second.list.template bytes_of<bytes>({at.batch, ~at.row});
+  }
 };
 
 }  // namespace fmha

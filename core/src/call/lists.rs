@@ -72,6 +72,8 @@ abi_struct! {
         pub row: i64,
         /// Stride from kv head to kv head.
         pub head: i64,
+        /// Bytes of a key's row where the cache has rows of bytes, else 0.
+        pub row_bytes: i64,
         /// Entries of a list.
         pub topk: i32,
         /// Keys that an entry stands for.
@@ -104,6 +106,7 @@ pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> ListParams {
         batch: if is_packed { 0 } else { lists.strides.batch },
         row: lists.strides.seq,
         head: lists.strides.head,
+        row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().into()),
         topk: lists.topk.cast_signed(),
         block: block.cast_signed(),
         addresses: (lists.entries == ListEntries::Addresses).into(),

@@ -7,7 +7,7 @@ use crate::bind::input_params;
 use crate::error::{Error, ProblemError};
 use crate::lists::{ListParams, list_params};
 use crate::masks::{MaskDataParams, mask_data_params};
-use crate::problem::FwdProblem;
+use crate::problem::{FwdProblem, SecondCache};
 use crate::seq::{SeqSpan, checked_spans, spans};
 use crate::source::Header;
 
@@ -36,6 +36,13 @@ impl<'a> SecondCall<'a> {
         let args =
             *args.ok_or_else(|| ProblemError::new("second", "second is missing: its problem has one"))?;
         Ok(Some(Self { problem: second.alone(problem), seq: args.seq_beside(first), args }))
+    }
+
+    /// The second cache that stands for none: of no keys, in the first's memory.
+    fn empty(problem: &FwdProblem, args: &'a FwdArgs<'_>) -> Self {
+        let second = SecondCache::new(problem, problem.layout.kv, 0);
+        let seq = SeqArgs { seqused_q: args.seq.seqused_q, ..SeqArgs::default() };
+        Self { problem: second.alone(problem), args: SecondArgs::new(args.k_slice(), None), seq }
     }
 
     /// The sequences, whose keys are the second cache's.
@@ -104,10 +111,15 @@ abi_struct! {
     }
 }
 
-/// Both caches of a call as a kernel has them; its arguments have passed their check. `None` for a call of one cache.
+/// Both caches of a call as a kernel has them; its arguments have passed their check. `None` for a call whose kernels
+/// take one cache ([`FwdProblem::walks_caches`]).
 #[must_use]
 pub fn two_caches_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> Option<TwoCachesParams> {
-    let call = SecondCall::of(problem, args.second, &args.seq).ok()??;
+    let call = match SecondCall::of(problem, args.second, &args.seq).ok()? {
+        Some(call) => call,
+        None if problem.walks_caches() => SecondCall::empty(problem, args),
+        None => return None,
+    };
     let tensors = [args.q, call.args.k, call.args.v.unwrap_or(call.args.k)];
     Some(TwoCachesParams {
         lists: list_params(problem, &args.seq),

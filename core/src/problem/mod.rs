@@ -406,7 +406,8 @@ impl FwdProblem {
             return Err(ProblemError::new(name, text));
         }
         if let (Some(name), Some(_)) = (self.outputs.first(), self.second) {
-            let text = format!("{name} is wanted beside a second cache, where none is written");
+            let beside = if self.second.is_some() { "a second cache" } else { "cache_rows" };
+            let text = format!("{name} is wanted beside {beside}, where none is written");
             return Err(ProblemError::new(name, text));
         }
         Ok(())

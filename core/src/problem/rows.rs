@@ -41,6 +41,15 @@ impl CacheRows {
         }
     }
 
+    /// Bytes from a row's first to the next row's of its page.
+    #[must_use]
+    pub const fn stride(self) -> u32 {
+        match self {
+            Self::Bytes656 => 656,
+            Self::Bytes584 => 576,
+        }
+    }
+
     /// Values that share a scale.
     #[must_use]
     pub const fn group(self) -> u32 {
@@ -170,7 +179,10 @@ impl FwdProblem {
             "cache_rows",
             "cache_rows of {bytes} bytes take no append yet: new keys are not quantised"
         );
-        Ok(())
+        match self.walks_caches() {
+            true => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
+            false => Ok(()),
+        }
     }
 
     /// Refuses a problem for kernels that read no rows of bytes.
@@ -189,6 +201,7 @@ impl FwdProblem {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 mod tests {
     use super::*;
 
@@ -223,5 +236,41 @@ mod tests {
         }
         assert_eq!(CacheRows::Bytes656.head_dim_qk(), 576);
         assert_eq!(CacheRows::Bytes584.head_dim_qk(), 512);
+    }
+
+    #[test]
+    fn rows_of_bytes_without_lists_are_walked_one_by_one_and_refuse_what_a_walk_lacks() {
+        let rows = CacheRows::Bytes656;
+        let dims = Dims {
+            batch: 2,
+            seqlen_q: 3,
+            seqlen_k: 100,
+            num_heads_q: 4,
+            num_heads_kv: 1,
+            head_dim_qk: rows.head_dim_qk(),
+            head_dim_v: CacheRows::HEAD_DIM_V,
+        };
+        let layout = KvLayout::Paged { page_size: 16 };
+        let plain = || {
+            let mut problem = FwdProblem::new(crate::QLayout::Batch, layout, DType::Bf16, dims);
+            problem = problem.v_in_k(true).cache_rows(rows);
+            problem.strides.k = crate::Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            problem
+        };
+        let walked = plain().validate().unwrap();
+        assert!(walked.walks_lists() && walked.walks_caches());
+        let lists = crate::problem::KeyLists::new(&plain(), 3);
+        let listed = plain().p_drop(0.5).lists(lists);
+        assert!(listed.walks_lists() && !listed.walks_caches());
+        listed.validate().unwrap();
+        for (problem, field, text) in [
+            (plain().p_drop(0.5), "p_drop", "p_drop 0.5 beside cache_rows of 656 bytes without indices"),
+            (plain().row_max(true), "row_max", "row_max is wanted beside cache_rows"),
+        ] {
+            let error = problem.validate().unwrap_err();
+            assert_eq!(error.field, field, "{error}");
+            assert!(error.text.contains(text), "{error}");
+        }
     }
 }

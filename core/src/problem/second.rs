@@ -90,10 +90,18 @@ impl SecondCache {
 }
 
 impl FwdProblem {
-    /// Whether a query's keys are walked one by one, as lists of keys name them or beside a second cache.
+    /// Whether a query's keys are walked one by one: as lists of keys name them, beside a second cache, or in rows of
+    /// bytes.
     #[must_use]
     pub fn walks_lists(&self) -> bool {
-        self.lists.is_some() || self.second.is_some()
+        self.lists.is_some() || self.walks_caches()
+    }
+
+    /// Whether kernels take a query's keys as those of two caches: where there is a second one, and where rows of bytes
+    /// have no list, as if beside an empty second cache.
+    #[must_use]
+    pub fn walks_caches(&self) -> bool {
+        self.second.is_some() || self.cache.rows.is_some() && self.lists.is_none()
     }
 
     /// Whether LSE is that of the keys alone, where there is a sink.
@@ -115,20 +123,18 @@ impl FwdProblem {
     fn most_keys_of_band(&self) -> u32 {
         let (bounds, seqlen_k) = (self.mask.bounds(), self.dims.seqlen_k);
         match (bounds.lo, bounds.hi) {
-            (Some(lo), Some(hi)) if self.second.is_some() && self.mask.sink_columns == 0 => {
+            (Some(lo), Some(hi)) if self.walks_caches() && self.mask.sink_columns == 0 => {
                 (hi - lo + 1).clamp(0, i64::from(seqlen_k)) as u32
             }
             _ => seqlen_k,
         }
     }
 
-    /// # Errors
-    /// A second cache that contradicts itself, or is beside what does not go with it, by its name.
-    pub(crate) fn check_second(&self) -> Result<(), ProblemError> {
-        let Some(second) = &self.second else { return Ok(()) };
-        let named = |error: ProblemError| ProblemError::new("second", format!("second.{}", error.text));
+    /// Refuses options that have no meaning where a query's keys are walked one by one without a list: beside a second
+    /// cache, and in rows of bytes.
+    pub(crate) fn check_beside_walk(&self, beside: &str) -> Result<(), ProblemError> {
         let refused = |field: &'static str, what: String| {
-            Err(ProblemError::new(field, format!("{field}: {what} beside a second cache is not defined")))
+            Err(ProblemError::new(field, format!("{field}: {what} beside {beside} is not defined")))
         };
         if self.score.bias != Bias::None {
             return refused("bias", format!("bias {:?}", self.score.bias));
@@ -164,6 +170,35 @@ impl FwdProblem {
         if self.masks.block_lists.is_some() {
             return refused("block_lists", "lists of blocks".to_owned());
         }
+        self.check_interval_heads("intervals", self.masks.intervals, beside)
+    }
+
+    /// Refuses intervals that differ within a group of query heads.
+    fn check_interval_heads(
+        &self,
+        name: &str,
+        intervals: Option<Intervals>,
+        beside: &str,
+    ) -> Result<(), ProblemError> {
+        let Some(intervals) = intervals else { return Ok(()) };
+        let (heads, kv) = (intervals.axes.heads, self.dims.num_heads_kv);
+        ensure!(
+            heads == 1 || heads == kv,
+            "intervals",
+            "{name} has {heads} heads beside {beside}, not 1 or num_heads_kv {kv}: a group sees the same keys"
+        );
+        Ok(())
+    }
+
+    /// # Errors
+    /// A second cache that contradicts itself, or is beside what does not go with it, by its name.
+    pub(crate) fn check_second(&self) -> Result<(), ProblemError> {
+        let Some(second) = &self.second else { return Ok(()) };
+        let named = |error: ProblemError| ProblemError::new("second", format!("second.{}", error.text));
+        self.check_beside_walk("a second cache")?;
+        let refused = |field: &'static str, what: String| {
+            Err(ProblemError::new(field, format!("{field}: {what} beside a second cache is not defined")))
+        };
         if let Some(cache) = self.cache.dtype {
             return refused("dtype_cache", format!("dtype_cache {cache}"));
         }
@@ -173,16 +208,7 @@ impl FwdProblem {
         if self.layout.v == VLayout::ColMajor {
             return refused("v_layout", "v_layout col-major".to_owned());
         }
-        for (name, intervals) in [("intervals", self.masks.intervals), ("second.intervals", second.intervals)]
-        {
-            let Some(intervals) = intervals else { continue };
-            let (heads, kv) = (intervals.axes.heads, self.dims.num_heads_kv);
-            ensure!(
-                heads == 1 || heads == kv,
-                "intervals",
-                "{name} has {heads} heads beside a second cache, not 1 or num_heads_kv {kv}: a group sees the same keys"
-            );
-        }
+        self.check_interval_heads("second.intervals", second.intervals, "a second cache")?;
         ensure!(
             second.lists.is_none() || second.intervals.is_none(),
             "second",
