@@ -52,6 +52,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if fields.contains(&("kernel", "sm90_mla")) {
             let mut tile = Sm90MlaTile {
                 two_caches: false,
+                row_bytes: 0,
                 by_tma: true,
                 cluster: 1,
                 lazy_rescale_log2: 8,

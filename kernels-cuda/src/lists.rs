@@ -11,6 +11,7 @@ use fmha_core::spec::FwdSpec;
 pub(crate) use fmha_gpu::lists::{of_tokens, takes_places};
 
 use crate::nvidia::FwdCall;
+use crate::operands::strides;
 use crate::schedule::{MAX_TILES, TileSchedule};
 
 /// Last parameter of an entry over lists.
@@ -18,6 +19,26 @@ pub(crate) const PARAM: &str = ", const __grid_constant__ ListParams lists";
 
 /// Last parameter of an entry over two caches.
 pub(crate) const TWO_PARAM: &str = ", const __grid_constant__ TwoCachesParams caches";
+
+/// Bytes of a key's row where caches have rows of bytes, else 0.
+pub(crate) fn row_bytes(problem: &FwdProblem) -> i32 {
+    problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed())
+}
+
+/// Whether copies of 16 bytes take rows of bytes.
+///
+/// # Errors
+/// The distance of pages that they do not take.
+pub(crate) fn takes_row_strides(problem: &FwdProblem) -> Result<(), String> {
+    let Some(rows) = problem.cache.rows else { return Ok(()) };
+    match strides(problem).find(|(name, _, stride)| *name == "k" && stride % 16 != 0) {
+        None => Ok(()),
+        Some((_, axis, stride)) => Err(format!(
+            "k.{axis} stride {stride} is not a multiple of 16 bytes, as copies of cache_rows of {} bytes need",
+            rows.row_bytes()
+        )),
+    }
+}
 
 /// Last argument of a kernel over tokens' keys.
 #[derive(Clone, Copy)]

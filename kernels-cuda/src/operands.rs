@@ -9,15 +9,20 @@ pub(crate) const ALIGN: u64 = 16;
 
 /// The strides that are used, but those of 1 between the elements of a row: tensor, axis, elements.
 pub(crate) fn strides(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
+    // Rows of bytes lie as their format says, whatever the number of their bytes.
+    let apart = |strides: Strides| match problem.cache.rows {
+        Some(rows) => Strides { seq: rows.stride().into(), ..strides },
+        None => strides,
+    };
     let operands = [
         ("q", problem.strides.q, problem.shape_q(), true),
-        ("k", problem.strides.k, problem.shape_k(), true),
-        ("v", problem.strides.v, problem.shape_v(), problem.layout.v == VLayout::RowMajor),
+        ("k", apart(problem.strides.k), problem.shape_k(), true),
+        ("v", apart(problem.strides.v), problem.shape_v(), problem.layout.v == VLayout::RowMajor),
     ];
     // A second cache is of the first's types.
     let second = problem.second.map(|second| {
         let alone = second.alone(problem);
-        [("k", second.k, alone.shape_k(), true), ("v", second.v, alone.shape_v(), true)]
+        [("k", apart(second.k), alone.shape_k(), true), ("v", apart(second.v), alone.shape_v(), true)]
     });
     operands.into_iter().chain(second.into_iter().flatten()).flat_map(|(name, strides, shape, rows)| {
         let inner = if rows { ("seq", strides.seq, shape.seq) } else { ("dim", strides.dim, shape.dim) };

@@ -106,6 +106,9 @@ abi_spec! {
         pub tma: bool = Takes::all(),
         /// V is the first columns of K's rows, and a block of K is V's, too: it is loaded once.
         pub v_in_k: bool = Takes::nothing(),
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes, which are copied as they lie and
+        /// widened in shared memory; 0: rows are of `stored`.
+        pub row_bytes: i32 = Takes::nothing(),
     }
 }
 
@@ -153,6 +156,16 @@ abi_functions! {
             self.widens_cache(spec) && self.copy_bytes >= 4
         }
 
+        /// Whether rings hold blocks of an FP8 cache as they lie in memory.
+        const fn has_raw_blocks(&self, spec: &FwdSpec) -> bool {
+            self.widens_blocks(spec) && self.row_bytes == 0
+        }
+
+        /// Whether rings hold blocks of K and V in the products' types.
+        const fn has_own_blocks(&self, spec: &FwdSpec) -> bool {
+            !self.widens_blocks(spec) && self.row_bytes == 0
+        }
+
         /// Whether the products read FP8 blocks as they lie (`fp8_product.cuh`): one warp has all rows, and a lane
         /// reads whole words. A warp's registers then hold 32 * 128 elements of O at most.
         pub(crate) const fn reads_raw_blocks(&self, spec: &FwdSpec) -> bool {
@@ -180,19 +193,22 @@ abi_memory! {
         /// One arrival per consumer warp: the block of V has been read.
         v_empty: "ptx::Barrier" [self.stages] if self.tma => Size::BARRIER;
         q: "QTile<spec, tile>" => self.qk_size(spec, self.block_m);
-        /// The block of an FP8 cache that is widened for the products.
-        wide: "WideBlock<spec, tile>" if self.widens_blocks(spec) && !self.reads_raw_blocks(spec)
+        /// Ring of rows of bytes as they lie in memory, scales among them.
+        rows: "BytesTile<tile.block_n, tile.row_bytes>" [self.stages] if self.row_bytes > 0
+            => Size::of(self.block_n * round_up(self.row_bytes, 16), 16);
+        /// The block of an FP8 cache, or of rows of bytes, that is widened for the products.
+        wide: "WideBlock<spec, tile>" if self.row_bytes > 0 || (self.widens_blocks(spec) && !self.reads_raw_blocks(spec))
             => self.qk_size(spec, self.block_n).or(self.v_size(spec));
         /// Ring of blocks of K of an FP8 cache as they lie in memory.
-        raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.widens_blocks(spec)
+        raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_qk, spec.dtype_qk), 16);
         /// Ring of V's.
-        raw_v: "RawBlock<spec, tile, spec.head_dim_v>" [self.stages] if self.widens_blocks(spec)
+        raw_v: "RawBlock<spec, tile, spec.head_dim_v>" [self.stages] if self.has_raw_blocks(spec)
             => Size::of(self.block_n * self.tile_dim(spec.head_dim_v, spec.dtype_qk), 16);
         /// Ring of blocks of K, which are those of V too where V is the first columns of K's rows.
-        k: "KTile<spec, tile>" [self.stages] if !self.widens_blocks(spec) => self.qk_size(spec, self.block_n);
+        k: "KTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) => self.qk_size(spec, self.block_n);
         /// Ring of blocks of V.
-        v: "VTile<spec, tile>" [self.stages] if !self.widens_blocks(spec) && !self.v_in_k => self.v_size(spec);
+        v: "VTile<spec, tile>" [self.stages] if self.has_own_blocks(spec) && !self.v_in_k => self.v_size(spec);
     }
 }
 
@@ -321,6 +337,7 @@ impl Sm80Tile {
 
     /// Sets the fields that depend on where a problem's keys lie.
     pub fn place_blocks(&mut self, problem: &FwdProblem) {
+        self.row_bytes = lists::row_bytes(problem);
         self.block_in_page = blocks_in_pages(problem, self.block_n);
         self.stored = problem.stored_k();
     }
@@ -424,6 +441,7 @@ pub fn accepts(problem: &FwdProblem, converts_fp8: bool) -> Result<(), Refusal> 
         problem.refuse_cache_beside_masks(NAME)?;
     }
     lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
+    lists::takes_row_strides(problem).map_err(|reason| Refusal::new(NAME, reason))?;
     if let Some(cache) = problem.cache.dtype {
         if !matches!(cache, DType::E4m3Fn | DType::E5m2) {
             return refuse(format!("dtype_cache {cache} is not one of the 2 OCP types"));
@@ -612,6 +630,8 @@ fn host_header() -> Header {
 fn stored(problem: &FwdProblem, name: &str) -> DType {
     match name {
         "q" => problem.dtypes.qk,
+        // Strides are in bytes.
+        _ if problem.cache.rows.is_some() => DType::E4m3Fn,
         "k" => problem.stored_k(),
         _ => problem.cache.dtype.unwrap_or(problem.dtypes.v),
     }

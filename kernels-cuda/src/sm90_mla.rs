@@ -60,6 +60,8 @@ abi_spec! {
         pub listed: bool = Takes::nothing(),
         /// Keys are those of two caches: the first's of a token, then the second's.
         pub two_caches: bool = Takes::nothing(),
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
+        pub row_bytes: i32 = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
     }
@@ -147,7 +149,9 @@ impl Sm90MlaTile {
         } else {
             2 * k + 1
         };
-        (k + blocks) * CHUNK_BYTES + 2048
+        // Scales of two blocks' rows, 16 bytes a row.
+        let scales = if self.row_bytes > 0 { 2 * 16 * KEYS as i32 } else { 0 };
+        (k + blocks) * CHUNK_BYTES + 2048 + scales
     }
 
     /// Workspace: the parts of a split.
@@ -207,7 +211,11 @@ fn units(problem: &FwdProblem, cluster: i32) -> (u64, u64) {
 
 /// Type of K and V in memory.
 fn stored(problem: &FwdProblem) -> DType {
-    problem.cache.dtype.unwrap_or(problem.dtypes.qk)
+    if problem.cache.rows.is_some() {
+        DType::E4m3Fn
+    } else {
+        problem.cache.dtype.unwrap_or(problem.dtypes.qk)
+    }
 }
 
 /// Rows of a page, where they are no whole boxes of TMA.
@@ -259,7 +267,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         return refuse(format!("tree_mask of {seqlen_q} queries"));
     }
     lists::takes_places(problem, NAME).map_err(|reason| Refusal::new(NAME, reason))?;
-    if problem.second.is_none() {
+    if !problem.walks_caches() {
         problem.masks.refuse(NAME)?;
     }
     refuse_faint_alibi(problem, NAME)?;
@@ -273,7 +281,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         ));
     }
     refuse_long_sequences(problem, NAME)?;
-    let multiple = |name: &str| if name != "q" && problem.cache.dtype.is_some() { 16 } else { 8 };
+    let multiple = |name: &str| if name != "q" && stored(problem).is_fp8() { 16 } else { 8 };
     let odd = |&(name, _, stride): &(&str, &str, i64)| stride % multiple(name) != 0 || stride >= 1 << 39;
     if let Some((name, axis, stride)) = strides(problem).find(odd) {
         return refuse(format!(
@@ -314,7 +322,8 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         lazy_rescale_log2: 8,
         v_in_k: problem.cache.v_in_k && shares_rows(problem.dims, listed),
         listed,
-        two_caches: problem.second.is_some(),
+        two_caches: problem.walks_caches(),
+        row_bytes: lists::row_bytes(problem),
         vector_store: stores_vectors(problem),
         split_keys,
     }
@@ -428,7 +437,7 @@ fn host_header() -> Header {
 
 #[cfg(test)]
 mod tests {
-    use fmha_core::Append;
+    use fmha_core::{Append, CacheRows, QLayout, Strides};
 
     use super::*;
 
@@ -546,6 +555,36 @@ mod tests {
             let refusal = accepts(&problem).unwrap_err().to_string();
             assert!(refusal.contains(words) && refusal.contains(NAME), "{words}: {refusal}");
         }
+    }
+
+    #[test]
+    fn rows_of_bytes_are_taken_where_pages_begin_on_copies() {
+        let problem = |rows: CacheRows, page_size| {
+            let dims = Dims { head_dim_qk: rows.head_dim_qk(), ..latent(2, 128, 65536).dims };
+            let layout = KvLayout::Paged { page_size };
+            let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::Bf16, dims);
+            problem = problem.v_in_k(true).cache_rows(rows);
+            problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            problem
+        };
+        for rows in [CacheRows::Bytes656, CacheRows::Bytes584] {
+            let every = problem(rows, 64);
+            let lists = fmha_core::KeyLists::new(&every, 2048);
+            for (problem, two_caches) in [(every.clone().lists(lists), false), (every.clone(), true)] {
+                let problem = problem.validate().unwrap();
+                accepts(&problem).unwrap();
+                let tile = choose_tile(&problem, 132);
+                assert_eq!((tile.listed, tile.two_caches, tile.v_in_k), (true, two_caches, true), "{tile:?}");
+                assert_eq!(tile.row_bytes.unsigned_abs(), rows.row_bytes());
+                assert!(tile.smem_bytes(&FwdSpec::of(&problem)) <= 227 << 10);
+            }
+        }
+        accepts(&problem(CacheRows::Bytes656, 5)).unwrap();
+        let refusal = accepts(&problem(CacheRows::Bytes584, 5)).unwrap_err().to_string();
+        assert!(refusal.contains("k.batch stride 2920 is not a multiple of 16"), "{refusal}");
+        let refusal = crate::sm80::accepts(&problem(CacheRows::Bytes584, 5), true).unwrap_err().to_string();
+        assert!(refusal.contains("k.batch stride 2920 is not a multiple of 16 bytes"), "{refusal}");
     }
 
     #[test]

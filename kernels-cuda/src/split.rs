@@ -413,6 +413,8 @@ const MOST_WARPS: u32 = 8;
 pub struct Merging {
     /// K and V as they lie in memory, from which a row of very large scores is computed again.
     pub stored: DType,
+    /// Bytes of a key's row where caches have rows of bytes, else 0.
+    pub row_bytes: u32,
     /// Warps that share a row: 1, 2, 4 or 8.
     pub warps: u32,
     /// The grid is launched to start while that of the parts ends (programmatic dependent launch, from sm_90 on).
@@ -431,9 +433,10 @@ impl Merging {
     #[must_use]
     pub fn new(problem: &FwdProblem, cut: Cut, stored: DType, dependent: bool) -> Self {
         let rows = rows_of(problem, problem.dims.seqlen_q, 1);
+        let row_bytes = lists::row_bytes(problem).unsigned_abs();
         if cut.fixed && !problem.walks_lists() {
             let warps = if rows.saturating_mul(4) <= WARPS_AT_ONCE { 4 } else { 1 };
-            return Self { stored, warps, dependent, in_shares: false, folds: true };
+            return Self { stored, row_bytes, warps, dependent, in_shares: false, folds: true };
         }
         let parts = match cut.shares {
             Some(shares) => shares.most_parts(problem, cut.block_n.unsigned_abs()),
@@ -444,7 +447,7 @@ impl Merging {
         while cut.shares.is_some() && warps > 1 && rows.saturating_mul(warps.into()) > WARPS_AT_ONCE {
             warps /= 2;
         }
-        Self { stored, warps, dependent, in_shares: cut.shares.is_some(), folds: false }
+        Self { stored, row_bytes, warps, dependent, in_shares: cut.shares.is_some(), folds: false }
     }
 
     /// CTAs of the merging kernel, for so many `queries` of every sequence and head.
@@ -495,7 +498,7 @@ enum KeysOfRows {
 }
 
 fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelSource {
-    let Merging { stored, warps, dependent, in_shares, folds } = merging;
+    let Merging { stored, row_bytes, warps, dependent, in_shares, folds } = merging;
     let threads = merging.threads();
     let (include, last_param, function, arguments) = match keys {
         KeysOfRows::Band if folds => ("fmha/common/fold_parts.cuh", "", "fold", "p, parts"),
@@ -522,7 +525,11 @@ fn merging_kernel(spec: &FwdSpec, merging: Merging, keys: KeysOfRows) -> KernelS
         ),
         call: &format!(
             "split::{function}<kSpec, kStored, {threads}, {warps}, {dependent}{}>({arguments});",
-            if folds { String::new() } else { format!(", {in_shares}") }
+            match row_bytes {
+                _ if folds => String::new(),
+                0 => format!(", {in_shares}"),
+                bytes => format!(", {in_shares}, {bytes}"),
+            }
         ),
     };
     crate::source(entry.render(), || {

@@ -14,7 +14,7 @@ use fmha_core::source::KernelSource;
 use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BlockFormat, BwdProblem, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists,
+    BiasGrad, BlockFormat, BwdProblem, CacheRows, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists,
     KvLayout, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
 };
 use fmha_gpu::RowKernel;
@@ -172,8 +172,14 @@ fn kernels() -> Vec<(String, KernelSource)> {
     }
     for (name, warps) in [("sm90_fold_128", 1), ("sm90_fold_128_columns", 4)] {
         let upper = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);
-        let merging =
-            split::Merging { stored: DType::Bf16, warps, dependent: true, in_shares: false, folds: true };
+        let merging = split::Merging {
+            stored: DType::Bf16,
+            row_bytes: 0,
+            warps,
+            dependent: true,
+            in_shares: false,
+            folds: true,
+        };
         kernels.push((name.to_owned(), split::merge(&upper, merging)));
     }
     // Lists of tiles under masks as data, and the launch that makes them.
@@ -403,8 +409,14 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         let whole = Sm100Tile { page_keys: 64, ..alone };
         kernels.push((format!("sm100_{name}_pages_whole"), sm100::fwd(&paged, &whole)));
     }
-    let merging =
-        split::Merging { stored: upper.dtype_qk, warps: 8, dependent: true, in_shares: false, folds: false };
+    let merging = split::Merging {
+        stored: upper.dtype_qk,
+        row_bytes: 0,
+        warps: 8,
+        dependent: true,
+        in_shares: false,
+        folds: false,
+    };
     kernels.push(("sm100_merge_128".to_owned(), split::merge(&upper, merging)));
     kernels.extend(blackwell_backward());
     kernels
@@ -739,6 +751,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         stored: DType::Bf16,
         listed: false,
         two_caches: false,
+        row_bytes: 0,
         split_keys: 0,
     };
     let narrow = Sm90MlaTile { by_tma: false, stored: DType::E4m3Fn, ..tile };
@@ -955,6 +968,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         stored: DType::Bf16,
         listed: true,
         two_caches: false,
+        row_bytes: 0,
         split_keys: 0,
     };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
@@ -1022,6 +1036,53 @@ fn two_cache_kernels(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)>
         kernels.push((format!("fwd_{name}"), sm80::fwd_two_caches(&spec, &tile)));
         let part = Sm80Tile { split_keys: 512, fixed_parts: true, ..tile };
         kernels.push((format!("part_{name}"), sm80::fwd_two_caches(&split::part_spec(&spec), &part)));
+    }
+    kernels
+}
+
+/// Kernels over caches of rows of bytes: by lists of one cache and of two, whole and in parts.
+fn kernels_of_rows_of_bytes(room: Room, is_hopper: bool) -> Vec<(String, KernelSource)> {
+    let mut kernels = Vec::new();
+    for (rows, heads, two) in [
+        (CacheRows::Bytes656, 128, false),
+        (CacheRows::Bytes584, 64, true),
+        (CacheRows::Bytes584, 128, false),
+        (CacheRows::Bytes656, 16, true),
+    ] {
+        let dims = Dims {
+            batch: 1,
+            seqlen_q: 4096,
+            seqlen_k: 65536,
+            num_heads_q: heads,
+            num_heads_kv: 1,
+            head_dim_qk: rows.head_dim_qk(),
+            head_dim_v: CacheRows::HEAD_DIM_V,
+        };
+        let layout = KvLayout::Paged { page_size: 64 };
+        let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::Bf16, dims).sink(true);
+        problem = problem.v_in_k(true).cache_rows(rows);
+        let lists = KeyLists::new(&problem, 2048);
+        problem = problem.lists(lists);
+        if two {
+            let second = SecondCache::new(&problem, layout, 16384);
+            let lists = KeyLists::new(&second.alone(&problem), 512);
+            problem = problem.second(second.lists(lists));
+        }
+        let name = format!("b{}_h{heads}{}", rows.row_bytes(), if two { "_two" } else { "" });
+        let spec = FwdSpec::of(&problem);
+        let part = split::part_spec(&spec);
+        if is_hopper {
+            let tile = sm90_mla::choose_tile(&problem, room.num_sms);
+            kernels.push((format!("mla_{name}"), sm90_mla::fwd(&spec, &tile)));
+            let tile = Sm90MlaTile { split_keys: 64, vector_store: true, ..tile };
+            kernels.push((format!("mla_part_{name}"), sm90_mla::fwd(&part, &tile)));
+        }
+        let source = if two { sm80::fwd_two_caches } else { sm80::fwd_lists };
+        let mut tile = sm80::choose_tile(&problem, room);
+        tile.place_blocks(&problem);
+        kernels.push((format!("fwd_{name}"), source(&spec, &tile)));
+        let tile = Sm80Tile { split_keys: 512, fixed_parts: true, ..tile };
+        kernels.push((format!("part_{name}"), source(&part, &tile)));
     }
     kernels
 }
@@ -1278,4 +1339,10 @@ fn a_sample_of_blackwell_s_kernels_under_masks_compiles_without_spills() {
 #[ignore = "sixty kernels are compiled: cargo xtask test --all"]
 fn every_blackwell_kernel_under_masks_compiles_without_spills() {
     under_masks_blackwell_does_not_spill(1);
+}
+
+#[test]
+fn kernels_over_rows_of_bytes_compile_without_spills() {
+    lists_do_not_spill("sm_80", kernels_of_rows_of_bytes(LISTS_A100, false), 1);
+    lists_do_not_spill("sm_90a", kernels_of_rows_of_bytes(LISTS_H200, true), 1);
 }

@@ -9,6 +9,7 @@
 // Every branch is uniform over the warp in a way that ptxas can tell: else it would keep the calling kernel's
 // slot indices in per-lane registers from here on, which the descriptors of the products cannot use.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/mask.h>
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/seen_keys.cuh>
@@ -30,6 +31,7 @@ struct PlainElems {};
 // memory as `stored`: Q's type, or FP8 beside 16 bits.
 template <FwdSpec spec, DType stored = spec.dtype_qk, class Keys = EveryKey, class Elems = PlainElems>
 struct RecomputedRow {
+  static constexpr int row_bytes = row_bytes_of<Keys>();
   static constexpr bool widens = stored != spec.dtype_qk;
   static constexpr bool scaled = requires(const Elems& x, const FwdParams& p, const SeqSpan& span) {
     x.query_row(p, span, 0, 0);
@@ -61,17 +63,26 @@ struct RecomputedRow {
     return round_to<spec.dtype_qk>(load_elem<stored>(view.data, at) * descale(descales));
   }
 
+  // Key j's row of bytes.
+  FMHA_DEVICE BytesOfRow bytes_of(int32_t j) const {
+    return keys.list.template bytes_of<row_bytes>(keys.list.place(spec.kv_layout, j));
+  }
+
   // Q[i] . K[j], the dimension dealt out to the lanes.
   FMHA_DEVICE float product(int32_t j) const {
     if constexpr (scaled) return scaled_product(j);
     const int64_t q = query_offset(p, span, query_of_sequence(keys, i), i_head);
-    const int64_t k = offset_of_key<size_bytes(stored)>(keys, p, p.k, spec.kv_layout, span, j, i_head_kv);
+    int64_t k = 0;
+    BytesOfRow bytes = {};
+    if constexpr (row_bytes > 0) bytes = bytes_of(j);
+    else k = offset_of_key<size_bytes(stored)>(keys, p, p.k, spec.kv_layout, span, j, i_head_kv);
     float dot = 0.f;
 #pragma unroll
     for (int32_t c = 0; c < ceil_div(spec.head_dim_qk, 32); ++c) {
       const int32_t d = c * 32 + lane, there = min(d, spec.head_dim_qk - 1);
       float key;
-      if constexpr (widens) key = of_cache(p.k, k + there, p.descale_k);
+      if constexpr (row_bytes > 0) key = element_of_row<row_bytes>(bytes, there);
+      else if constexpr (widens) key = of_cache(p.k, k + there, p.descale_k);
       else key = load_elem<spec.dtype_qk>(p.k.data, k + there);
       const float term = load_elem<spec.dtype_qk>(p.q.data, q + there) * key;
       dot += d < spec.head_dim_qk ? term : 0.f;
@@ -135,13 +146,17 @@ struct RecomputedRow {
         continue;
       }
       constexpr int bytes = size_bytes(widens ? stored : spec.dtype_v);
-      const int64_t v = offset_of_key<bytes>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
+      int64_t v = 0;
+      BytesOfRow of_row = {};
+      if constexpr (row_bytes > 0) of_row = bytes_of(j);
+      else v = offset_of_key<bytes>(keys, p, p.v, spec.kv_layout, span, j, i_head_kv);
 #pragma unroll
       for (int32_t c = 0; c < columns; ++c) {
         const int32_t d = min(c * 32 + lane, spec.head_dim_v - 1);
         const int64_t at = spec.v_layout == VLayout::ColMajor ? v + d * p.v.dim : v + d;
         float value;
-        if constexpr (widens) value = of_cache(p.v, at, p.descale_v);
+        if constexpr (row_bytes > 0) value = element_of_row<row_bytes>(of_row, d);
+        else if constexpr (widens) value = of_cache(p.v, at, p.descale_v);
         else value = load_elem<spec.dtype_v>(p.v.data, at);
         o[c] = o[c] * rescale + weight * value;
       }

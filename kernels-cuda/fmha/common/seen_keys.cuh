@@ -25,6 +25,13 @@ FMHA_DEVICE constexpr bool are_of_token() {
   else return false;
 }
 
+// Bytes of a key's row where a cache has rows of bytes (cache_rows.h), else 0.
+template <class Keys>
+FMHA_DEVICE constexpr int row_bytes_of() {
+  if constexpr (requires { Keys::row_bytes; }) return Keys::row_bytes;
+  else return 0;
+}
+
 // The sequence's query that a tile's query i is.
 template <class Keys>
 FMHA_DEVICE int32_t query_of_sequence(const Keys& keys, int32_t i) {

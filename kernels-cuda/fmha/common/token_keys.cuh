@@ -9,9 +9,11 @@
 
 namespace fmha {
 
-template <class List>
+// `bytes`: of a row, where caches have rows of bytes.
+template <class List, int bytes = 0>
 struct KeysOfToken {
   static constexpr bool all = false, has_classes = true, of_token = true;
+  static constexpr int row_bytes = bytes;
   List list;
 
   // Whether key n is there. Places at and past the list's end, which other tests hide, are asked for, too.

@@ -20,6 +20,22 @@ FMHA_DEVICE void ld_shared_v2_b32(uint32_t (&v)[2], uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address) : "memory");
 }
 
+// needs: sm_70.
+// PTX ISA: ld.
+FMHA_DEVICE uint32_t ld_shared_u8(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// needs: sm_70. `address` is a multiple of 4.
+// PTX ISA: ld.
+FMHA_DEVICE uint32_t ld_shared_b32(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // needs: sm_70. `address` is a multiple of 2.
 // PTX ISA: ld.
 FMHA_DEVICE uint32_t ld_shared_u16(uint32_t address) {

@@ -45,6 +45,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             computes_code_beside_masks: true,
             takes_lists: true,
             takes_second: true,
+            reads_cache_rows: true,
             ..About::new(sm80::NAME)
         }
     }
@@ -107,7 +108,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let own_spec = if is_split { split::part_spec(&spec) } else { spec };
         let tree = problem.cache.tree_mask;
         let source = match (tree, problem.masks.is_empty()) {
-            _ if problem.second.is_some() => sm80::fwd_two_caches(&own_spec, &tile),
+            _ if problem.walks_caches() => sm80::fwd_two_caches(&own_spec, &tile),
             _ if problem.lists.is_some() => sm80::fwd_lists(&own_spec, &tile),
             (true, _) => sm80::fwd_tree(&own_spec, &tile),
             (false, false) => sm80::fwd_masked(&own_spec, &tile),
@@ -173,6 +174,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         match operand {
             // Turned queries lie in the workspace.
             Operand::Q if problem.cache.rotary.is_none() => loads("q"),
+            Operand::K | Operand::SecondK | Operand::SecondV if tile.row_bytes > 0 && has_keys => 16,
             Operand::K if has_keys => loads("k"),
             Operand::V if has_keys => loads("v"),
             Operand::SecondK => loads("k"),
@@ -250,7 +252,8 @@ fn fitted(
 ) -> Result<Sm80Tile, String> {
     fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
     tile.place_blocks(problem);
-    tile.converts_fp8 = facts.instructions.converts_fp8 && problem.cache.dtype.is_some();
+    tile.converts_fp8 =
+        facts.instructions.converts_fp8 && (problem.cache.dtype.is_some() || tile.row_bytes > 0);
     tile.launches_merge = tile.split_keys > 0 && facts.instructions.tma;
     tile.check()?;
     tile.check_loads(problem)?;
@@ -339,6 +342,9 @@ fn order_words(problem: &ValidFwd, schedule: &TileSchedule) -> String {
             format!("a CTA a tile, tiles of a token side by side, walks {keys} keys of two caches")
         }
         Some(lists) => format!("a CTA a tile, tiles of a token side by side, gathers {} entries", lists.topk),
+        None if problem.walks_lists() => {
+            format!("a CTA a tile, tiles of a token side by side, walks {} keys", problem.most_walked_keys())
+        }
         None => format!("a CTA a tile, L2 groups of {} heads", schedule.heads_per_l2_group),
     }
 }
@@ -351,6 +357,9 @@ fn schedule_words(tile: &Sm80Tile, widens: bool) -> String {
     words.extend(tile.tma.then(|| "loads by TMA".to_owned()));
     words.extend((tile.copy_bytes < 16).then(|| format!("loads by copies of {} bytes", tile.copy_bytes)));
     words.extend(widens.then(|| format!("K and V widened from {}", tile.stored)));
+    words.extend(
+        (tile.row_bytes > 0).then(|| format!("K and V widened from rows of {} bytes", tile.row_bytes)),
+    );
     words.extend(parts::words(tile.cut()));
     words.join(", ")
 }

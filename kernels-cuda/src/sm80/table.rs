@@ -79,7 +79,7 @@ fn shares_blocks(problem: &FwdProblem) -> bool {
 fn tile_of_rows(problem: &FwdProblem, room: Room) -> Sm80Tile {
     let spec = FwdSpec::of(problem);
     let dims = problem.dims;
-    let mut tile = table_tile(&spec, room, shares_blocks(problem));
+    let mut tile = table_tile(&spec, room, shares_blocks(problem), lists::row_bytes(problem));
     if !problem.masks.is_empty() {
         // Whole sequences, and rows of one head: what masks show of a block is asked for a warp's rows.
         return Sm80Tile { stored: problem.stored_k(), ..tile };
@@ -175,11 +175,12 @@ fn has_broken_spans(spec: &FwdSpec, tile: &Sm80Tile) -> bool {
 /// A100's multiprocessor).
 #[must_use]
 pub fn default_tile(spec: &FwdSpec, room: Room) -> Sm80Tile {
-    table_tile(spec, room, false)
+    table_tile(spec, room, false, 0)
 }
 
-/// The tile for long sequences of a spec. `v_in_k`: a block of K is V's.
-fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool) -> Sm80Tile {
+/// The tile for long sequences of a spec. `v_in_k`: a block of K is V's. `row_bytes`: bytes of a key's row, where the
+/// cache has rows of bytes, else 0.
+fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool, row_bytes: i32) -> Sm80Tile {
     let widest = padded_dim(spec.head_dim_qk).max(padded_dim(spec.head_dim_v));
     let modifies = spec.softcap || spec.bias != BiasKind::None || spec.dropout || spec.code != CodeKind::None;
     // Rows, keys and warps, best first. What modifies scores takes registers.
@@ -226,8 +227,10 @@ fn table_tile(spec: &FwdSpec, room: Room, v_in_k: bool) -> Sm80Tile {
         launches_merge: false,
         tma: false,
         v_in_k,
+        row_bytes,
     };
-    let least_stages = if v_in_k { 2 } else { 1 };
+    // Rows of bytes are widened to a block of their own, so that one of them may be under way beside it.
+    let least_stages = if v_in_k && row_bytes == 0 { 2 } else { 1 };
     let fits = |tile: &Sm80Tile| {
         Sm80Tile { stages: least_stages, ..*tile }.smem_bytes(spec) <= room.smem_bytes
             && is_whole_steps(tile.block_n, spec.dtype_v)

@@ -37,6 +37,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
             tiles: Some(tiles),
             takes_lists: true,
             takes_second: true,
+            reads_cache_rows: true,
             reads_masks: true,
             ..About::new(text::NAME)
         }
@@ -226,6 +227,9 @@ fn order_words(problem: &ValidFwd, walks: bool) -> String {
         }
         Some(lists) => {
             format!("{walk}, those of a token side by side, gathers {} entries", lists.topk)
+        }
+        None if problem.walks_lists() => {
+            format!("{walk}, those of a token side by side, walks {} keys", problem.most_walked_keys())
         }
         None => "a CTA a tile, row blocks of a part side by side".to_owned(),
     }

@@ -27,7 +27,7 @@ pub(crate) fn merge(
     let spec = FwdSpec { write_keep_mask: false, ..FwdSpec::of(problem) };
     let source = if problem.cache.tree_mask {
         split::merge_tree(&spec, merging)
-    } else if problem.second.is_some() {
+    } else if problem.walks_caches() {
         split::merge_two_caches(&spec, merging)
     } else if problem.lists.is_some() {
         split::merge_lists(&spec, merging)

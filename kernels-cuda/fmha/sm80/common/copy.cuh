@@ -5,6 +5,7 @@
 // by side: no bank is written twice. A span of the swizzle, 32 to 128 bytes, is also what they read side by side of a
 // row.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/common/widen.cuh>
 #include <fmha/mma/smem_tile.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -139,6 +140,77 @@ struct alignas(16) RawTile {
     return ptx::shared_address(this) + row * row_bytes + (word ^ (row & exchanged)) * 16;
   }
 };
+
+// Rows of bytes of a latent cache in shared memory: each row's bytes, then its scales. Neighbouring rows are an odd
+// number of sixteen bytes apart, so that their words lie in different banks.
+template <int num_rows, int num_bytes>
+struct alignas(16) BytesTile {
+  using Format = RowFormat<num_bytes>;
+  static constexpr int rows = num_rows, row_bytes = num_bytes, pitch = round_up(num_bytes, 16);
+  static constexpr int scales = Format::in_page_tail ? Format::stride : Format::values;  // their offset in a row
+  static_assert(pitch / 16 % 2 == 1, "neighbouring rows begin in different banks");
+  uint8_t bytes[num_rows][pitch];
+  FMHA_DEVICE uint32_t address(int32_t row) const { return ptx::shared_address(this) + row * pitch; }
+};
+
+// Starts copies of rows of bytes, a warp a row, and does not wait. `row_of(row)` gives a row's addresses, the same in
+// all lanes (null: zeros).
+template <int threads, class Rows, class RowOf>
+FMHA_DEVICE void copy_rows_of_bytes(const Rows& rows, const void* any, RowOf row_of) {
+  using Format = typename Rows::Format;
+  constexpr int words = Format::stride / 16;
+  const int32_t lane = threadIdx.x % 32;
+  // Unrolled over all rows, the copies of a block push other code from the instruction cache.
+#pragma unroll 4
+  for (int32_t row = threadIdx.x / 32; row < Rows::rows; row += threads / 32) {
+    const BytesOfRow from = row_of(row);
+    const bool there = from.row != nullptr;
+    const uint32_t to = rows.address(row);
+#pragma unroll
+    for (int first = 0; first < words; first += 32) {
+      const int32_t word = first + lane;
+      if (word < words) ptx::cp_async<16>(to + 16 * word, there ? from.row + 16 * word : any, there ? 16 : 0);
+    }
+    if constexpr (Format::in_page_tail) {
+      // Lanes behind the row's last word.
+      if (lane == 31) ptx::cp_async<8>(to + Format::stride, there ? from.scales : any, there ? 8 : 0);
+    }
+  }
+}
+
+// Widens rows of bytes to bf16, a warp a row.
+template <bool converts, int threads, class Tile, class Rows>
+FMHA_DEVICE void widen_rows_of_bytes(const Tile& to, const Rows& rows) {
+  using Format = typename Rows::Format;
+  constexpr int words = (Format::values + (Format::stride - Format::rotary) / 2) / 8;
+  static_assert(Tile::dim == 8 * words, "a row is whole words");
+  const int32_t lane = threadIdx.x % 32;
+#pragma unroll 2
+  for (int32_t row = threadIdx.x / 32; row < Rows::rows; row += threads / 32) {
+    const uint32_t from = rows.address(row);
+#pragma unroll
+    for (int first = 0; first < words; first += 32) {
+      const int32_t word = first + lane;
+      if (word >= words) continue;
+      uint32_t packed[4];
+      if (8 * word < Format::values) {
+        uint32_t eight[2];
+        ptx::ld_shared_v2_b32(eight, from + 8 * word);
+        const uint32_t group = 8 * word / Format::group;
+        float scale;
+        if constexpr (Format::in_page_tail) {
+          scale = e8m0(ptx::ld_shared_u8(from + Rows::scales + group));
+        } else {
+          scale = float_of(ptx::ld_shared_b32(from + Rows::scales + 4 * group));
+        }
+        widen_word<DType::E4m3Fn, DType::Bf16, converts>(eight, scale, packed);
+      } else {
+        ptx::ld_shared_v4_b32(packed, from + Format::rotary + 2 * (8 * word - Format::values));
+      }
+      ptx::st_shared_v4(to.address() + fmha::mma::word_offset<Tile>(row, 8 * word), packed);
+    }
+  }
+}
 
 // Starts copies of `bytes` each to a raw tile, and does not wait. `row_of(base, within, step)` gives the address of a
 // row's `dim` elements (null: zeros).

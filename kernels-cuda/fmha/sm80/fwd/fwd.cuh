@@ -233,12 +233,50 @@ FMHA_DEVICE void walk_sharing(const Loader<spec, tile, Keys>& loader, Consumer<s
   }
 }
 
+// Walks blocks of rows of bytes, of which one at a time is widened, for K and V. A slot is free as soon as its block is
+// widened, so loads fill all slots but the current one. Steps of block i, each behind a barrier:
+//
+//   its bytes are there, the wide block is read    widen
+//   the wide block is there, its slot is free      load i + s, S = Q K^T, softmax, O += P V
+template <FwdSpec spec, Sm80Tile tile, class Keys>
+FMHA_DEVICE void walk_bytes(const Loader<spec, tile, Keys>& loader, Consumer<spec, tile, Keys>& consumer,
+                            const Work& work) {
+  using VTile = typename Smem<spec, tile>::VTile;
+  auto& wide = loader.smem.wide.k;
+  loader.load_q();
+#pragma unroll
+  for (int i = 0; i < tile.stages; ++i) {
+    const auto keys = loader.look_up(i);
+    if (i < work.num_blocks) loader.load_bytes(i, keys);
+    ptx::cp_async_commit_group();
+  }
+  consumer.begin();
+#pragma unroll 1
+  for (int32_t i = 0; i < work.num_blocks; ++i) {
+    const int32_t block = block_at(work, i);
+    const bool computes = !consumer.is_hidden(block);
+    const auto keys = loader.look_up(i + tile.stages);
+    ptx::cp_async_wait_group<tile.stages - 1>();
+    __syncthreads();
+    loader.widen_bytes(i);
+    __syncthreads();
+    if (i + tile.stages < work.num_blocks) loader.load_bytes(i + tile.stages, keys);
+    ptx::cp_async_commit_group();
+    if (computes) {
+      consumer.score(wide, block);
+      consumer.accumulate(reinterpret_cast<const VTile&>(wide));
+    }
+  }
+}
+
 // O and LSE of a tile's rows, of the keys that its work is on.
 template <FwdSpec spec, Sm80Tile tile, class Keys>
 FMHA_DEVICE void attend(const FwdParams& p, const Work& work, Smem<spec, tile>& smem, const Keys& keys) {
   const Loader<spec, tile, Keys> loader{p, work, smem, keys};
   Consumer<spec, tile, Keys> consumer{p, work, smem, keys};
-  if constexpr (reads_raw_blocks(spec, tile)) {
+  if constexpr (row_bytes_of<Keys>() > 0) {
+    walk_bytes(loader, consumer, work);
+  } else if constexpr (reads_raw_blocks(spec, tile)) {
     if (consumer.descale_k == 1.f && consumer.descale_v == 1.f) walk_raw<true>(loader, consumer, work);
     else walk_raw<false>(loader, consumer, work);
   } else if constexpr (widens_blocks(spec, tile)) {
@@ -257,6 +295,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const TileSchedule& schedule, const Key
   static_assert(size_bytes(spec.dtype_qk) <= 2 && size_bytes(spec.dtype_v) <= 2, "sm80: mma.sync takes 8 and 16 bits");
   static_assert(!is_fp8(spec.dtype_v) || tile.block_n % mma::kDepth<uint8_t> == 0, "sm80: blocks are whole steps of P V");
   static_assert(!is_fp8(spec.dtype_v) || tile.value_parts == 1, "sm80: a warp has all of O's columns beside an FP8 V");
+  static_assert(tile.row_bytes == row_bytes_of<Keys>(), "sm80: lists say where rows of bytes lie");
   static_assert(!spec.write_keep_mask, "sm80: it does not write the keep mask");
   static_assert(tile.block_m * tile.value_parts % (mma::kRows * tile.warps) == 0, "sm80: a warp has whole sixteens of rows");
   static_assert(tile.value_parts == 1 || spec.head_dim_v % (64 * tile.value_parts) == 0, "sm80: parts of O are whole spans");

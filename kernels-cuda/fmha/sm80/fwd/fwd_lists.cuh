@@ -62,7 +62,8 @@ FMHA_DEVICE void fwd_of_tokens(const FwdParams& p, const TileSchedule& schedule,
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void fwd_lists(const FwdParams& p, const TileSchedule& schedule, const ListParams& lists) {
   fwd_of_tokens<spec, tile>(p, schedule, [&](const SeqSpan& span, int32_t i, int32_t i_head_kv) {
-    return TokenKeys{{p, lists, span, resolve_band(p.mask, span.seqlen_q, span.seqlen_k), i, i_head_kv}};
+    const MaskBand band = resolve_band(p.mask, span.seqlen_q, span.seqlen_k);
+    return KeysOfToken<TokenList, tile.row_bytes>{{p, lists, span, band, i, i_head_kv}};
   });
 }
 

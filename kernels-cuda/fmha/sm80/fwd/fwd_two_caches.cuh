@@ -9,7 +9,7 @@ namespace fmha::sm80 {
 template <FwdSpec spec, Sm80Tile tile>
 FMHA_DEVICE void fwd_two_caches(const FwdParams& p, const TileSchedule& schedule, const TwoCachesParams& caches) {
   fwd_of_tokens<spec, tile>(p, schedule, [&](const SeqSpan& span, int32_t i, int32_t i_head_kv) {
-    return TwoCacheKeys{TwoCaches::of(p, caches, spec.q_layout, span, i, i_head_kv)};
+    return KeysOfToken<TwoCaches, tile.row_bytes>{TwoCaches::of(p, caches, spec.q_layout, span, i, i_head_kv)};
   });
 }
 

@@ -183,6 +183,26 @@ struct Loader {
       load_rows<spec.head_dim_qk, spec.dtype_qk>(smem.k[i % tile.stages], p.k, p.descale_k, i, keys);
     }
   }
+  // Rows of bytes of a block, as they lie in memory, and widened.
+  FMHA_DEVICE void load_bytes(int32_t i, const KeyRows& keys) const {
+    constexpr int row_bytes = row_bytes_of<Keys>();
+    const int32_t first_key = block_at(work, i) * tile.block_n, end = end_of_keys(i, first_key);
+    copy_rows_of_bytes<threads>(smem.rows[i % tile.stages], p.k.data, [&](int32_t row) -> BytesOfRow {
+      const int32_t j = first_key + row;
+      KvRow at = {};
+#pragma unroll
+      for (int s = 0; s < KeyRows::count; ++s) {
+        if (row / 32 != s) continue;
+        at = {ptx::shfl_idx(keys.rows[s].batch, row % 32), ptx::shfl_idx(keys.rows[s].row, row % 32)};
+      }
+      if (j < 0 || j >= end || at.batch == kAbsent) return {};
+      return keys_of_row.list.template bytes_of<row_bytes>(at);
+    });
+  }
+  FMHA_DEVICE void widen_bytes(int32_t i) const {
+    widen_rows_of_bytes<tile.converts_fp8, threads>(smem.wide.k, smem.rows[i % tile.stages]);
+  }
+
   FMHA_DEVICE void load_v(int32_t i, const KeyRows& keys) const {
     static_assert(!shares_blocks(spec, tile), "sm80: V lies in K's block");
     if constexpr (widens_blocks(spec, tile)) {

@@ -1,5 +1,6 @@
 // The derived numbers, the roles and the shared memory of the kernel of wide heads.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/common/score_modifiers.cuh>
 #include <fmha/common/softmax.cuh>
 #include <fmha/mma/sm90.cuh>
@@ -129,6 +130,14 @@ struct PresentKeys<true> {
   uint32_t turns;
 };
 
+// Scales of rows of bytes, of a block in either slot, as they lie in memory.
+template <int row_bytes>
+struct ScalesOfRows {
+  alignas(16) uint8_t of_row[2][kKeys][RowFormat<row_bytes>::scale_bytes];
+};
+template <>
+struct ScalesOfRows<0> {};
+
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 * Plan<spec, tile>::chunks_half,
                           Plan<spec, tile>::has_tail> {
@@ -143,6 +152,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 
   Barrier full[P::parts];   // one arrival per thread of the load role, and TMA's bytes
   Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
   PresentKeys<tile.listed> list;
+  ScalesOfRows<tile.row_bytes> scales;
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {

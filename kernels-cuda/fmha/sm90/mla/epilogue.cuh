@@ -55,7 +55,7 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
   // bits, where it is not far from K's; else rows are computed again.
   float to_descale_v = 1.f;
   bool is_far = false;
-  if constexpr (is_fp8(tile.stored) && tile.v_in_k) {
+  if constexpr (is_fp8(tile.stored) && tile.v_in_k && tile.row_bytes == 0) {
     const float of_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
     const float of_v = scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
     if (of_k != of_v) to_descale_v = of_v / of_k;

@@ -85,11 +85,11 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
 // Keys of a tile's token.
 template <Sm90MlaTile tile, bool two = tile.two_caches>
 struct KeysOfTileType {
-  using Type = TokenKeys;
+  using Type = KeysOfToken<TokenList, tile.row_bytes>;
 };
 template <Sm90MlaTile tile>
 struct KeysOfTileType<tile, true> {
-  using Type = TwoCacheKeys;
+  using Type = KeysOfToken<TwoCaches, tile.row_bytes>;
 };
 template <Sm90MlaTile tile>
 using KeysOfTile = typename KeysOfTileType<tile>::Type;
@@ -99,7 +99,8 @@ template <FwdSpec spec, Sm90MlaTile tile, class Lists>
 FMHA_DEVICE int32_t load_tile(const FwdParams& p, const Maps& maps, const Lists& lists, Smem<spec, tile>& smem,
                               const Work& work, int32_t index) {
   using Keys = KeysOfTile<tile>;
-  Loader<spec, tile, Keys> loader{p, maps, work, smem, ptx::CacheHint::EvictFirst, keys_of_token<spec>(p, lists, work)};
+  Loader<spec, tile, Keys> loader{p, maps, work, smem, ptx::CacheHint::EvictFirst,
+                                  keys_of_token<spec, tile.row_bytes>(p, lists, work)};
   loader.run(index);
   return loader.work.num_blocks;
 }
@@ -129,7 +130,7 @@ template <FwdSpec spec, Sm90MlaTile tile, int group, class Lists>
 FMHA_DEVICE void consume_tile(const FwdParams& p, const Lists& lists, const Work& work, Smem<spec, tile>& smem) {
   Consumer<spec, tile, group> consumer{p, work, smem};
   consumer.run();
-  store(consumer, keys_of_token<spec>(p, lists, work));
+  store(consumer, keys_of_token<spec, tile.row_bytes>(p, lists, work));
 }
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Lists>
 FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, const Lists& lists,
@@ -155,7 +156,9 @@ FMHA_DEVICE void consume_lists(const FwdParams& p, const MlaSchedule& schedule, 
 // results of one are stored.
 template <FwdSpec spec, Sm90MlaTile tile, class Lists>
 FMHA_DEVICE void fwd_lists(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule, const Lists& lists) {
-  static_assert(!tile.two_caches || !is_fp8(tile.stored), "sm90_mla: two caches are of 16 bits");
+  static_assert(!tile.two_caches || !is_fp8(tile.stored) || tile.row_bytes > 0,
+                "sm90_mla: two caches are of 16 bits or of rows of bytes");
+  static_assert(tile.row_bytes == 0 || tile.v_in_k, "sm90_mla: V lies in rows of bytes");
   static_assert(tile.listed && !tile.by_tma && tile.cluster == 1, "sm90_mla: rows of a list are gathered one by one");
   static_assert(spec.mask == MaskKind::Full, "sm90_mla: lists hide keys by their places");
   static_assert(spec.bias == BiasKind::None, "sm90_mla: a place in a list is not a position");

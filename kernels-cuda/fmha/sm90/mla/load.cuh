@@ -35,9 +35,19 @@ template <class Keys>
 struct LoaderWork {
   using Type = const Work&;
 };
-template <class List>
-struct LoaderWork<KeysOfToken<List>> {
+template <class List, int bytes>
+struct LoaderWork<KeysOfToken<List, bytes>> {
   using Type = Work;
+};
+
+// Address of a row in FP8, and of its scales where it has some.
+template <bool scaled>
+struct NarrowRowOf {
+  using Type = const uint8_t*;
+};
+template <>
+struct NarrowRowOf<true> {
+  using Type = BytesOfRow;
 };
 
 template <FwdSpec spec, Sm90MlaTile tile, class Keys = EveryKey>
@@ -56,7 +66,7 @@ struct Loader {
   static constexpr bool widens = is_fp8(tile.stored);
 
   using Row = const uint16_t*;
-  using NarrowRow = const uint8_t*;
+  using NarrowRow = typename NarrowRowOf<(tile.row_bytes > 0)>::Type;
 
   // Whether the halves of V have no more chunks than its rows.
   static constexpr bool kWholeV = spec.head_dim_v % (2 * kSpan) == 0;
@@ -204,7 +214,9 @@ struct Loader {
   FMHA_DEVICE void find_rows(const View& view, int32_t first_key, const Ahead& ahead, NarrowRow (&rows)[2]) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
-      if constexpr (are_of_token<Keys>()) {
+      if constexpr (tile.row_bytes > 0) {
+        rows[word] = listed_bytes(ahead.keys[word], ahead.pages[word], first_key + lane_row + 8 * word);
+      } else if constexpr (are_of_token<Keys>()) {
         rows[word] = listed_row<NarrowRow>(view, ahead.keys[word], ahead.pages[word], first_key + lane_row + 8 * word);
       } else {
         rows[word] = row_of<NarrowRow>(view, first_key + lane_row + 8 * word, ahead.pages[word]);
@@ -234,22 +246,109 @@ struct Loader {
     if (part.tail != 0) copy(count, 2 * P::chunks_half);
     ptx::cp_async_commit_group();
   }
+  // Tells the consumers that the thread's elements of a part are there.
+  FMHA_DEVICE void arrive_wide(const Part& part) const {
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
+  }
+
+  // Copies a part of rows of bytes. Chunks of values lie as above, in the upper half of their memory; a chunk of bf16
+  // comes to its own place. Each row's scales of the part come with it.
+  using Format = RowFormat<(tile.row_bytes > 0 ? tile.row_bytes : 656)>;
+  static constexpr int kScaleBytes = Format::scale_bytes / 2;  // of a row and part
+  // Chunks of values of a part.
+  FMHA_DEVICE static int32_t narrow_chunks(const Part& part) {
+    return min(Format::values / kSpan - part.first, P::chunks_half);
+  }
+  FMHA_DEVICE static uint32_t narrow_bytes_at(const Part& part, int32_t at, uint32_t of_lane) {
+    const int32_t half = narrow_chunks(part) + at;
+    return part.address + half / 2 * Chunk::tile_bytes + (of_lane ^ half % 2 * 64);
+  }
+  FMHA_DEVICE uint32_t scales_at(const Part& part, int32_t slot, int word) const {
+    const auto& of_row = smem.scales.of_row[slot][lane_row + 8 * word];
+    return ptx::shared_address(&of_row) + (part.first > 0 ? kScaleBytes : 0);
+  }
+  FMHA_DEVICE void copy_bytes(const Part& part, int32_t slot, const BytesOfRow (&rows)[2]) const {
+    const int32_t count = narrow_chunks(part);
+    const auto copy = [&](uint32_t to, int32_t offset) {
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        const bool there = rows[word].row != nullptr;
+        ptx::cp_async<16>(to + word * kLaneRowsApart, there ? rows[word].row + offset : p.k.data, there ? 16 : 0);
+      }
+    };
+#pragma unroll
+    for (int at = 0; at < P::chunks_half; ++at) {
+      if (at < count) copy(narrow_bytes_at(part, at, bytes_of_lane), (part.first + at) * kSpan + lane % 4 * 16);
+    }
+    // The chunk of bf16: the tail, or the part's last.
+    const bool ends = count < P::chunks_half;
+    if (part.tail != 0 || ends) {
+      const uint32_t to = (ends ? part.address + count * Chunk::tile_bytes : part.tail) + wide_of_lane;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) copy(to ^ 16 * k, Format::rotary + lane % 4 * 32 + 16 * k);
+    }
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+      const bool there = rows[word].row != nullptr;
+      const uint8_t* from = rows[word].scales + (part.first > 0 ? kScaleBytes : 0);
+      if (lane % 4 != word) continue;
+      ptx::cp_async<kScaleBytes>(scales_at(part, slot, word), there ? from : p.k.data, there ? kScaleBytes : 0);
+    }
+    ptx::cp_async_commit_group();
+  }
+  // Widens a part of rows of bytes.
+  FMHA_DEVICE void widen_bytes(const Part& part, int32_t slot) const {
+    const int32_t count = narrow_chunks(part);
+    Narrow narrow[P::chunks_half];
+    uint32_t scales[2][kScaleBytes / 4];
+    // Other lanes' copies of the rows' scales have landed.
+    __syncwarp();
+#pragma unroll
+    for (int at = 0; at < P::chunks_half; ++at) {
+      if (at >= count) continue;
+#pragma unroll
+      for (int word = 0; word < 2; ++word)
+        ptx::ld_shared_v4_b32(narrow[at].bytes[word], narrow_bytes_at(part, at, bytes_of_lane) + word * kLaneRowsApart);
+    }
+#pragma unroll
+    for (int word = 0; word < 2; ++word) {
+#pragma unroll
+      for (int k = 0; k < kScaleBytes / 4; ++k)
+        scales[word][k] = ptx::ld_shared_b32(scales_at(part, slot, word) + 4 * k);
+    }
+    // Every lane has read what is overwritten.
+    __syncwarp();
+#pragma unroll
+    for (int at = 0; at < P::chunks_half; ++at) {
+      if (at >= count) continue;
+      float of_row[2];
+#pragma unroll
+      for (int word = 0; word < 2; ++word) {
+        if constexpr (Format::in_page_tail) of_row[word] = e8m0(scales[word][0] >> 8 * at & 0xff);
+        else of_row[word] = float_of(scales[word][at * kSpan / Format::group]);
+      }
+      store_wide<true>(part.address + at * Chunk::tile_bytes + wide_of_lane, narrow[at], of_row);
+    }
+    arrive_wide(part);
+  }
   // Widens the lane's elements of a chunk to their places in 16 bits; a factor of 1 is left out.
   template <bool scales>
-  FMHA_DEVICE void store_wide(uint32_t to, const Narrow& narrow, float descale) const {
+  FMHA_DEVICE void store_wide(uint32_t to, const Narrow& narrow, const float (&descale)[2]) const {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const uint32_t eight[2] = {narrow.bytes[word][2 * k], narrow.bytes[word][2 * k + 1]};
         uint32_t packed[4];
-        widen_word<tile.stored, spec.dtype_qk, true>(eight, scales ? descale : 1.f, packed);
+        widen_word<tile.stored, spec.dtype_qk, true>(eight, scales ? descale[word] : 1.f, packed);
         ptx::st_shared_v4((to ^ 16 * k) + word * kLaneRowsApart, packed);
       }
     }
   }
   template <int count, bool scales>
-  FMHA_DEVICE void widen_chunks(const Part& part, float descale) const {
+  FMHA_DEVICE void widen_chunks(const Part& part, float of_all) const {
+    const float descale[2] = {of_all, of_all};
     const auto read = [&](int32_t at, Narrow& narrow) {
       const uint32_t from = bytes_at<count>(part, at);
 #pragma unroll
@@ -291,8 +390,7 @@ struct Loader {
     } else {
       widen_chunks<count, true>(part, descale);
     }
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive_if(smem.full[part.barrier], true);
+    arrive_wide(part);
   }
   // Widens all parts of all blocks. Parts whose places are free are under way while one is widened. Only the next
   // part is waited for, since the warps that free the places of later parts may themselves wait for it; and, for a V
@@ -323,7 +421,9 @@ struct Loader {
         const bool waits = copied == done || (P::v_in_k && copied % kPartsOfBlock == 1);
         if (!waits && !ptx::uniform(ptx::mbarrier_test_parity(empty, part.phase ^ 1))) break;
         ptx::mbarrier_wait_parity(empty, part.phase ^ 1);
-        if (part.of_v) {
+        if constexpr (tile.row_bytes > 0) {
+          copy_bytes(part, P::slot_of(copied / kPartsOfBlock), rows);
+        } else if (part.of_v) {
           copy_narrow<spec.head_dim_v, P::chunks_half, kWholeV>(part, rows);
         } else {
           copy_narrow<spec.head_dim_qk, kChunksOfK>(part, rows);
@@ -355,7 +455,9 @@ struct Loader {
       // Q's copies were begun before.
       if (done == 0) copier.arrive_at_pending();
       const Part part = part_of(done);
-      if (part.of_v) {
+      if constexpr (tile.row_bytes > 0) {
+        widen_bytes(part, P::slot_of(done / kPartsOfBlock));
+      } else if (part.of_v) {
         widen_part<P::chunks_half>(part, descale_v);
       } else {
         widen_part<kChunksOfK>(part, descale_k);
@@ -515,6 +617,23 @@ struct Loader {
       at = kv_row(p, spec.kv_layout, work.span, key);
     }
     return static_cast<Pointer>(view.data) + row_offset(view, at, work.i_head_kv);
+  }
+  // Addresses of the row of bytes of a key at a place; null: zeros.
+  FMHA_DEVICE BytesOfRow listed_bytes(int32_t key, int32_t page, int32_t place) const {
+    static_assert(spec.kv_layout == KvKind::Paged, "sm90_mla: rows of bytes lie in pages");
+    if (key < 0) return {};
+    if constexpr (tile.two_caches) {
+      if (keys.list.is_second(place)) return bytes_in(keys.list.second.list, key, page);
+      return bytes_in(keys.list.first.list, key, page);
+    } else {
+      return bytes_in(keys.list, key, page);
+    }
+  }
+  FMHA_DEVICE static BytesOfRow bytes_in(const TokenList& list, int32_t key, int32_t page) {
+    const FwdParams& of = list.p;
+    const int32_t of_address = key / of.page_size;
+    const int32_t i_page = list.lists.addresses ? of_address : clamp(page, 0, of.num_pages - 1);
+    return list.template bytes_of<tile.row_bytes>({i_page, key - of_address * of.page_size});
   }
   // Leaves out the last blocks two by two as long as no key is there, as at the end of a list that is not full.
   FMHA_DEVICE void leave_out_absent() {

@@ -93,12 +93,14 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
 }
 
 // The keys of the token whose heads are a CTA's rows.
-template <FwdSpec spec>
-FMHA_DEVICE TokenKeys keys_of_token(const FwdParams& p, const ListParams& lists, const Work& work) {
+template <FwdSpec spec, int row_bytes>
+FMHA_DEVICE KeysOfToken<TokenList, row_bytes> keys_of_token(const FwdParams& p, const ListParams& lists,
+                                                            const Work& work) {
   return {{p, lists, work.span, work.band, work.end_query - 1, work.i_head_kv}};
 }
-template <FwdSpec spec>
-FMHA_DEVICE TwoCacheKeys keys_of_token(const FwdParams& p, const TwoCachesParams& caches, const Work& work) {
+template <FwdSpec spec, int row_bytes>
+FMHA_DEVICE KeysOfToken<TwoCaches, row_bytes> keys_of_token(const FwdParams& p, const TwoCachesParams& caches,
+                                                            const Work& work) {
   return {TwoCaches::of(p, caches, spec.q_layout, work.span, work.end_query - 1, work.i_head_kv)};
 }
 
@@ -120,7 +122,7 @@ FMHA_DEVICE Work resolve_token(const FwdParams& p, const MlaSchedule& schedule, 
   work.has_rows = i < work.span.seqlen_q;
   if (!work.has_rows) return work;
   work.band = resolve_band(p.mask, work.span.seqlen_q, work.span.seqlen_k);
-  const int32_t count = keys_of_token<spec>(p, lists, work).list.count();
+  const int32_t count = keys_of_token<spec, tile.row_bytes>(p, lists, work).list.count();
   work.part_keys = {0, count};
   if constexpr (tile.split_keys > 0) {
     const int32_t part_keys = keys_of_a_part(schedule.most_keys, schedule.num_parts, kKeys);
