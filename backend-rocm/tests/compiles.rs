@@ -5,8 +5,8 @@
 
 use fmha_core::expr::draw::{self, Kind};
 use fmha_core::{
-    Bias, BiasBroadcast, BwdProblem, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem, Intervals,
-    KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, Strides, VLayout,
+    Bias, BiasBroadcast, BwdProblem, CacheRows, DType, Descale, Dims, ElementwiseBias, Error, FwdProblem,
+    Intervals, KeyLists, KvLayout, ListEntries, MaskAxes, PlanOptions, QLayout, Strides, VLayout,
 };
 use fmha_rocm::{Arch, Resources};
 
@@ -206,6 +206,43 @@ fn decode_problems(fp8: DType) -> Vec<(String, FwdProblem)> {
         all.push((format!("lists of addresses/d{qk}x{v}"), problem.softcap(20.0).lists(addresses)));
     }
     all
+}
+
+/// Problems over lists of rows of bytes.
+fn rows_of_bytes() -> Vec<(String, FwdProblem)> {
+    let mut all = Vec::new();
+    for rows in [CacheRows::Bytes656, CacheRows::Bytes584] {
+        let (head_dim_qk, head_dim_v) = (rows.head_dim_qk(), CacheRows::HEAD_DIM_V);
+        let dims = Dims { num_heads_kv: 1, head_dim_qk, head_dim_v, ..DIMS };
+        let layout = KvLayout::Paged { page_size: 64 };
+        let mut problem = FwdProblem::new(QLayout::Batch, layout, DType::Bf16, dims);
+        problem = problem.v_in_k(true).cache_rows(rows);
+        problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+        problem.strides.v = problem.strides.k;
+        let lists = KeyLists::new(&problem, 2048);
+        let name = format!("rows of {} bytes", rows.row_bytes());
+        all.push((name.clone(), problem.clone().lists(lists)));
+        let addresses = lists.entries(ListEntries::Addresses);
+        all.push((format!("addresses of {name}"), problem.softcap(20.0).lists(addresses)));
+    }
+    all
+}
+
+#[test]
+fn decode_kernels_over_rows_of_bytes_do_not_spill() {
+    if !support::clang_is_there() {
+        return;
+    }
+    for arch in [Arch::Gfx90a, Arch::Gfx942, Arch::Gfx950] {
+        let backend = fmha_rocm::pretend(arch.name()).unwrap();
+        for (name, problem) in rows_of_bytes() {
+            let options = PlanOptions::default().kernel("cdna_decode");
+            let code = support::code_object(&backend, &problem.validate().unwrap(), &options);
+            let found = Resources::of(&code).unwrap();
+            println!("{arch:?} {name}: {found:?}");
+            assert_eq!((found.vgpr_spills, found.sgpr_spills), (0, 0), "{arch:?} {name}: {found:?}");
+        }
+    }
 }
 
 fn no_decode_spills(compiles: fn(usize, usize) -> bool) {

@@ -9,7 +9,9 @@ use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::lists::ListParams;
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::{Bias, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct};
+use fmha_core::{
+    Bias, CacheRows, DType, FwdArgs, FwdProblem, PlanOptions, Refusal, VLayout, abi_spec, abi_struct,
+};
 
 use crate::CDNA;
 use crate::arch::Arch;
@@ -18,7 +20,7 @@ use crate::decode::{
     Cut, MOST_SHARES, Parts, Room, cache_details, entry_argument, entry_params, leaves_to_forward,
     row_blocks, shares_rows, strides_are_dwords, takes, walked,
 };
-use crate::device::{Device, needs_mfma};
+use crate::device::{Device, needs_mfma, refuse};
 use crate::forward::CdnaParams;
 use crate::paths::LoadPath;
 
@@ -72,6 +74,8 @@ abi_spec! {
         pub load: LoadPath,
         /// Whether keys are those that a list of each token names.
         pub listed: bool,
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; 0: rows are of `stored`.
+        pub row_bytes: i32,
     }
 }
 
@@ -181,6 +185,7 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         modifies: problem.score.softcap.is_some() || problem.score.bias != Bias::None,
         load,
         listed: problem.lists.is_some(),
+        row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed()),
     }
 }
 
@@ -190,7 +195,8 @@ fn loads_wide(problem: &FwdProblem, columns: u32) -> bool {
     problem.layout.v == VLayout::RowMajor
         && problem.dims.head_dim_qk.is_multiple_of(elems_of_chunk)
         && problem.dims.head_dim_v.is_multiple_of(columns)
-        && strides_are_dwords(problem, problem.stored_k().size_bytes())
+        // Rows of bytes have strides in bytes.
+        && strides_are_dwords(problem, if problem.cache.rows.is_some() { 1 } else { problem.stored_k().size_bytes() })
 }
 
 impl CdnaDecode {
@@ -207,6 +213,19 @@ impl CdnaDecode {
     }
 }
 
+/// Whether rows of bytes are a list's, and begin on dwords.
+fn takes_rows_of_bytes(problem: &FwdProblem) -> Result<(), Refusal> {
+    let Some(bytes) = problem.cache.rows.map(CacheRows::row_bytes) else { return Ok(()) };
+    if problem.lists.is_none() {
+        refuse!(NAME, "cache_rows of {bytes} bytes without indices");
+    }
+    if !spec(problem).v_in_k {
+        let pages = problem.strides.k.batch;
+        refuse!(NAME, "cache_rows of {bytes} bytes beside k.batch stride {pages}: rows begin on no dwords");
+    }
+    Ok(())
+}
+
 impl Split for CdnaDecode {
     const NAME: &'static str = NAME;
     const MERGE: &'static str = MERGE;
@@ -219,6 +238,7 @@ impl Split for CdnaDecode {
         needs_mfma(device.arch, NAME)?;
         takes(NAME, problem)?;
         leaves_to_forward(NAME, problem, device, options)?;
+        takes_rows_of_bytes(problem)?;
         let walked = walked(problem);
         let blocks = row_blocks(&walked, EDGE);
         let (of_a_unit, of_a_group, least) = if shares_rows(problem) {
@@ -287,6 +307,10 @@ impl Split for CdnaDecode {
     }
 
     fn for_any_address(&self) -> Option<Self> {
+        // Rows of bytes are not read by elements.
+        if self.spec.row_bytes > 0 {
+            return None;
+        }
         let spec = CdnaDecodeSpec { load: LoadPath::Element, v_in_k: false, ..self.spec };
         (spec != self.spec).then_some(Self { spec, ..*self })
     }

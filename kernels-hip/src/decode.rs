@@ -300,6 +300,11 @@ pub(crate) fn cache_details(problem: &FwdProblem) -> Vec<(&'static str, String)>
     if problem.stored_k() != problem.dtypes.qk {
         details.push(("cache", format!("{} widened to {} on load", problem.stored_k(), problem.dtypes.qk)));
     }
+    if let Some(rows) = problem.cache.rows {
+        let words =
+            format!("rows of {} bytes, widened to {} in registers", rows.row_bytes(), problem.dtypes.qk);
+        details.push(("cache", words));
+    }
     if cache_update::is_wanted(problem) {
         details.push(("before", format!("{} writes new keys and values", crate::rows::UPDATE)));
     }

@@ -80,7 +80,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
 
     fn about() -> About<ValidFwd> {
         let tiles = Tiles::of_forward::<K::Tile>(K::NAME, const { &[K::HEADER] });
-        About { tiles: Some(tiles), takes_lists: true, ..About::new(K::NAME) }
+        About { tiles: Some(tiles), takes_lists: true, reads_cache_rows: !K::IS_RDNA, ..About::new(K::NAME) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -154,6 +154,10 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         facts: &DeviceFacts,
         options: &PlanOptions,
     ) -> AnyAddress<ValidFwd, V> {
+        // The slow kernel alone reads rows of bytes one by one.
+        if problem.cache.rows.is_some() {
+            return AnyAddress::Fallback;
+        }
         AnyAddress::by_element::<Self>(self.0.for_any_address(), problem, facts, options)
     }
 

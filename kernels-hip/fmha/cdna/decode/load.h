@@ -4,6 +4,7 @@
 // columns in each lane; eight keys of a column make an operand, put together by byte permutes. Column n of lane m's
 // run is then column m of the n-th block of O: the blocks interleave, and a lane ends with adjacent columns of O.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/cdna/decode/config.h>
 #include <fmha/isa/num.h>
 #include <fmha/isa/widen.h>
@@ -98,7 +99,14 @@ struct KTile {
   // Loads the columns from step `latent_steps` on; those before come with V.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& k = params.call.fwd.k;
-    const uint8_t* row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
+    const uint8_t* row;
+    if constexpr (spec.row_bytes > 0) {
+        // The columns behind V's are the elements in bf16.
+        using Format = RowFormat<spec.row_bytes>;
+        row = bytes_of_row<spec.row_bytes>(k, params.call.fwd.page_size, at).row + Format::rotary - 2 * Format::values;
+    } else {
+        row = static_cast<const uint8_t*>(k.data) + row_offset(k, at, job.i_head_kv) * C::stored_bytes;
+    }
     const int half = lane_half(), i_wave = column_wave<spec>();
 #pragma unroll
     for (int c = C::latent_steps; c < loads; ++c) {
@@ -125,11 +133,23 @@ template <CdnaDecodeSpec spec>
 struct VTile {
   using C = Config<spec>;
   uint32_t words[C::pv_steps][8][C::v_words];
+  int scale = 0;  // of rows of bytes: the scales of the wave's columns, of the key that the lane's number is
 
   // `at`: of the key that the lane's number is, in both halves of the wave.
   FMHA_DEVICE void issue(const CdnaDecodeParams& params, const Job& job, KvRow at) {
     const View& v = params.call.fwd.v;
-    const int64_t offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
+    int64_t offset;
+    if constexpr (spec.row_bytes > 0) {
+      static_assert(spec.v_in_k && spec.listed && C::columns == 4, "rows of bytes are latent, and a list's");
+      const BytesOfRow own = bytes_of_row<spec.row_bytes>(params.call.fwd.k, params.call.fwd.page_size, at);
+      const int i_wave = column_wave<spec>();
+      // A wave's columns have one scale in f32, or two in E8M0.
+      if constexpr (Format::in_page_tail) scale = int(load_code<2>(own.scales + 2 * i_wave));
+      else scale = int(load_global<uint32_t>(own.scales + 4 * i_wave));
+      offset = own.row - static_cast<const uint8_t*>(v.data);
+    } else {
+      offset = row_offset(v, at, job.i_head_kv) * C::stored_bytes;
+    }
     const float low = float_of(uint32_t(offset)), high = float_of(uint32_t(offset >> 32));  // bits
     const int half = lane_half(), first = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
 #pragma unroll
@@ -138,11 +158,38 @@ struct VTile {
       for (int j = 0; j < 8; ++j) {
         const int from = key_of(s, j, 0) + half * kRun;
         const uint64_t there = uint64_t(bits_of(ds_bpermute_b32(from, high))) << 32 | bits_of(ds_bpermute_b32(from, low));
-        load(words[s][j], static_cast<const uint8_t*>(v.data) + int64_t(there), first, params.call.head_dim_v, v.dim);
+        const uint8_t* row = static_cast<const uint8_t*>(v.data) + int64_t(there);
+        if constexpr (spec.row_bytes > 0) load_bytes(words[s][j], row, first);
+        else load(words[s][j], row, first, params.call.head_dim_v, v.dim);
       }
       // The barrier keeps the addresses of both halves from being live together: rows of 512 leave no registers for
       // that.
       if constexpr (C::column_waves > 1) sched_barrier();
+    }
+  }
+
+  // Widens a tile of rows of bytes to bf16, in place: a lane has four values of a key in its first word, or four
+  // elements of bf16 in both.
+  FMHA_DEVICE void widen() {
+    if constexpr (spec.row_bytes > 0) {
+      const int half = lane_half(), column = column_wave<spec>() * C::wave_columns + lane_col() * C::columns;
+      const bool is_wide = column >= Format::values;
+      const int shift = column / Format::group % 2 * 8;
+#pragma unroll
+      for (int s = 0; s < C::pv_steps; ++s) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const uint32_t code = uint32_t(ds_bpermute_b32(key_of(s, j, 0) + half * kRun, scale));
+          float of_row;
+          if constexpr (Format::in_page_tail) of_row = e8m0(code >> shift & 0xff);
+          else of_row = float_of(code);
+          const uint32_t word = words[s][j][0];
+          words[s][j][0] = is_wide ? word : scaled_pair<0>(word, of_row);
+          words[s][j][1] = is_wide ? words[s][j][1] : scaled_pair<2>(word, of_row);
+        }
+        // The barrier keeps one step's codes from being live beside the other's.
+        sched_barrier();
+      }
     }
   }
 
@@ -178,6 +225,29 @@ struct VTile {
   }
 
  private:
+  using Format = RowFormat<(spec.row_bytes > 0 ? spec.row_bytes : 656)>;
+
+  // Values `at` and `at + 1` of a word, times their scale.
+  template <int at>
+  static FMHA_DEVICE uint32_t scaled_pair(uint32_t word, float scale) {
+    const float a = widened<DType::E4m3Fn, at>(word) * scale, b = widened<DType::E4m3Fn, at + 1>(word) * scale;
+    return __builtin_bit_cast(uint32_t, Vec<bf16, 2>{bf16(a), bf16(b)});
+  }
+
+  // Four columns of a row of bytes. Where a row's last columns are V's too, values have bytes behind them that are not
+  // read further.
+  static FMHA_DEVICE void load_bytes(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t column) {
+    if constexpr (Format::in_page_tail) {
+      const int32_t wide = Format::rotary + 2 * (column - Format::values);
+      const auto words = load_global<Words<2>>(row + (column < Format::values ? column : wide));
+      to[0] = words[0];
+      to[1] = words[1];
+    } else {
+      to[0] = load_global<uint32_t>(row + column);
+      to[1] = 0;
+    }
+  }
+
   // Columns behind the row's end are others' once more: their sums are not stored.
   static FMHA_DEVICE void load(uint32_t (&to)[C::v_words], const uint8_t* row, int32_t first, int32_t dim, int64_t step) {
     constexpr int bytes = C::stored_bytes;

@@ -254,6 +254,7 @@ FMHA_DEVICE void compute(const Job& job, Columns columns) {
       const int32_t first_key = tiles.first_key(n);
       const uint32_t shown = places.shown();
       const bool is_partly_masked = spec.listed ? shown != ~0u : wave.is_partly_masked(again(), first_key);
+      v.widen();
       columns.put_latent(v);
       Acc s = wave.scores(k, columns);
       sched_barrier();
