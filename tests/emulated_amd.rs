@@ -311,10 +311,8 @@ fn the_fallback_takes_every_spec() {
     let plan = PlanOptions::default().kernel("simt");
     let options =
         Options { plan, repro_words: "--emulate gfx942 --kernel simt".to_owned(), ..Options::default() };
-    // FP8 caches and tree masks are the decode kernel's, rows of bytes the CPU's.
-    let updates = |case: &Case| {
-        case.problem().is_some_and(|p| p.cache.dtype.is_some() || p.cache.tree_mask || p.cache.rows.is_some())
-    };
+    // FP8 caches and tree masks are the decode kernel's.
+    let updates = |case: &Case| case.problem().is_some_and(|p| p.cache.dtype.is_some() || p.cache.tree_mask);
     let forward = |case: &&Case| {
         !case.name.starts_with(FOR_A_WHOLE_DEVICE)
             && !matches!(case.body, Body::Backward(_))

@@ -64,10 +64,29 @@ pub const DECLARED: &[Declared] = &[
         applies: |_, problem| problem.is_some_and(|p| p.block_scales.is_some()),
     },
     Declared {
-        backends: &["cuda", "rocm"],
+        backends: &["rocm"],
         kernels: &[],
+        slowly: true,
+        what: "rows of bytes without lists, of two caches and on RDNA are the slow kernel's",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &[],
+        slowly: true,
+        what: "rows of bytes in pages that are no whole 16 bytes apart are the slow kernel's",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let second = p.second.map_or(0, |second| second.k.batch);
+                p.cache.rows.is_some() && (p.strides.k.batch % 16 != 0 || second % 16 != 0)
+            })
+        },
+    },
+    Declared {
+        backends: &["cuda"],
+        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "simt_widened"],
         slowly: false,
-        what: "rows of bytes of a latent cache are the CPU backend's",
+        what: "rows of bytes of a latent cache are sm80's and sm90_mla's",
         applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
     },
     Declared {

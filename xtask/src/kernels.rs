@@ -776,6 +776,48 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^lists/two/b?f16/latent/", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Rows of bytes: by lists of one cache and of two, and without one; whole tiles and parts.
+    Row {
+        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/two/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        tile: Some("split_keys=0"),
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        in_test: Cases { filter: "^lists/rows/b(656/one/h7|584/two/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        kernel: Some("sm90_mla"),
+        tile: Some("split_keys=0"),
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/one/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        ..lists_on("cdna_decode", "gfx942")
+    },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        ..lists_on("cdna_decode", "gfx950")
+    },
+    Row { in_test: NONE, in_all: Cases { filter: "^lists/rows/", deal: 1 }, kernel: Some("simt"), ..AMPERE },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^lists/rows/", deal: 1 },
+        kernel: Some("simt"),
+        ..amd("gfx1100", NONE)
+    },
     // AMD's lists: gathers, absent entries, parts, addresses and pages, latent rows with V in K's, sinks in the merge.
     Row {
         in_test: Cases {

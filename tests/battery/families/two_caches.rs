@@ -339,13 +339,23 @@ fn rows_of_bytes(cases: &mut Vec<Case>) {
             let problem = masked(DType::Bf16, sized(heads, keys), mask).v_in_k(true).cache_rows(rows);
             problem.sink(heads == 4)
         };
-        for (heads, pages) in [(4, [(5, 70), (64, 90)]), (20, [(64, 30), (3, 8)])] {
+        // Pages of 2 and 64 rows lie whole 16 bytes apart in either format.
+        for (heads, pages) in [(4, [(5, 70), (64, 90)]), (20, [(64, 30), (3, 8)]), (7, [(64, 200), (2, 150)])]
+        {
             let name = format!("lists/rows/{word}/two/h{heads}");
             let (problem, lengths) = addressed(plain(heads, 0, "0"), pages, data(&name).seed);
             push(cases, name, modified(problem, if heads == 4 { "sink_apart" } else { "" }), lengths);
             let name = format!("lists/rows/{word}/one/h{heads}");
             let (problem, lengths) = addressed(plain(heads, 0, "0"), pages, data(&name).seed);
             push(cases, name, problem.second(None), Lengths { second: None, ..lengths });
+        }
+        for (mask, keys) in [("b", 90), ("b:30,0", 150)] {
+            let name = format!("lists/rows/{word}/every/{mask}");
+            let (mut problem, lengths) =
+                super::decode::in_pages(plain(4, keys, mask), 16, Lengths::default(), &name);
+            problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            push(cases, name, problem, lengths);
         }
         for mask in ["b", "b:30,0"] {
             let name = format!("lists/rows/{word}/table/{mask}");
