@@ -3,8 +3,9 @@
 ``flash_mla_sparse_fwd`` and ``flash_mla_with_kvcache(indices=...)`` take what FlashMLA's functions of these names
 take and give what they give, LSE too: natural, without the sink, and ``+inf`` for a row that has no key. Caches are of
 16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax, where it lies.
-Rows of bytes are read where they lie under queries in bf16 on the CPU. Elsewhere they are gathered into a tensor of
-their own first, which costs more. ``indexer_topk`` is refused by name.
+Rows of bytes are read where they lie under queries in bf16, on the CPU, and on NVIDIA's GPUs where pages begin on whole
+16 bytes. Elsewhere they are gathered into a tensor of their own first, which costs more. ``indexer_topk`` is refused by
+name.
 """
 
 from __future__ import annotations
@@ -82,11 +83,20 @@ _ROWS = {656: (512, 128), 584: (448, 64)}
 _ROTARY = 64
 
 
+def _begins_on_copies(cache: torch.Tensor) -> bool:
+    """Whether pages begin on whole 16 bytes, as copies of NVIDIA's kernels take them."""
+    return cache.data_ptr() % 16 == 0 and cache.stride(0) * cache.element_size() % 16 == 0
+
+
 def _bytes_in_place(q: torch.Tensor, head_dim_v: int, caches: Sequence[Optional[torch.Tensor]]) -> bool:
     """Whether rows of bytes are read where they lie: a kernel does so, and all have one format."""
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or q.dim() != 4 or head_dim_v != 512:
+    if q.dtype != torch.bfloat16 or q.dim() != 4 or head_dim_v != 512:
         return False
     given = [cache for cache in caches if cache is not None]
+    if q.device.type != "cpu" and not (
+        q.device.type == "cuda" and torch.version.hip is None and all(_begins_on_copies(cache) for cache in given)
+    ):
+        return False
     width = given[0].shape[-1]
     return (
         width in _ROWS

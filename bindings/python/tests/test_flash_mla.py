@@ -132,9 +132,11 @@ def test_rows_of_bytes_and_a_second_cache_are_read(dim: int) -> None:
             torch.testing.assert_close(lse[b, :, i].double(), exact, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="kernels of GPUs have rows of bytes gathered for them")
+@pytest.mark.skipif(
+    DEVICE != "cpu" and torch.version.hip is not None, reason="rows of bytes are gathered for AMD's kernels"
+)
 @pytest.mark.parametrize("dim", [576, 512])
-def test_rows_of_bytes_are_read_where_they_lie_on_the_cpu(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_bytes_are_read_where_they_lie(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     cache, _ = packed(torch.randn(64, dim), 16)
     extra, _ = packed(torch.randn(12, dim), 4)
@@ -293,3 +295,9 @@ def test_greatest_scores_of_several_heads_are_the_definition(gathered: int, monk
         torch.testing.assert_close(logits[row, heads].double(), wanted.double())
     empty = flash_mla_sparse_fwd(q, kv[:0], indices, 0.3, 8)[1]
     assert (empty == -torch.inf).all()
+
+
+def test_pages_that_begin_on_no_copies_have_their_rows_gathered_on_gpus() -> None:
+    whole, odd = (torch.zeros(3, page_size, 1, 584, dtype=torch.uint8) for page_size in (2, 5))
+    assert flash_mla._begins_on_copies(whole)
+    assert not flash_mla._begins_on_copies(odd)
