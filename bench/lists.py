@@ -59,6 +59,7 @@ class Row:
     page_size: int = 0  # entries are then addresses
     every: bool = False  # lists that hold every key, in order
     dense: bool = False  # no lists at all, for comparison
+    row_bytes: int = 0  # FlashMLA's rows of 656 and 584 bytes, in pages
     backward: bool = False
 
     @property
@@ -76,6 +77,8 @@ class Row:
 
     @property
     def bytes(self) -> float:
+        if self.row_bytes:
+            return 1.0 * self.listed * self.row_bytes
         return 2.0 * self.listed * self.heads_kv * (self.dim_qk + (0 if self.latent else self.dim_v))
 
 
@@ -85,6 +88,13 @@ ROWS = (
     Row("decode 576/512 H128 B128 T1 top 2048", 128, 1, 32768, 128, 1, 576, 512, 2048, page_size=64),
     Row("decode 576/512 H64 B128 T2 top 2048", 128, 2, 32768, 64, 1, 576, 512, 2048, page_size=64),
     Row("decode 576/512 H128 B1 T1 top 2048", 1, 1, 131072, 128, 1, 576, 512, 2048, page_size=64),
+    Row("decode 656 bytes H128 B64 T1 top 2048", 64, 1, 32768, 128, 1, 576, 512, 2048, page_size=64, row_bytes=656),
+    Row("decode 656 bytes H128 B128 T1 top 2048", 128, 1, 32768, 128, 1, 576, 512, 2048, page_size=64, row_bytes=656),
+    Row("decode 656 bytes H128 B128 T2 top 2048", 128, 2, 32768, 128, 1, 576, 512, 2048, page_size=64, row_bytes=656),
+    Row("decode 656 bytes H128 B1 T1 top 2048", 1, 1, 131072, 128, 1, 576, 512, 2048, page_size=64, row_bytes=656),
+    Row("decode 584 bytes H64 B128 T1 top 512", 128, 1, 32768, 64, 1, 512, 512, 512, page_size=64, row_bytes=584),
+    Row("prefill 656 bytes H128 top 2048", 1, 4096, 131072, 128, 1, 576, 512, 2048, page_size=64, row_bytes=656),
+    Row("prefill 584 bytes H64 top 512", 1, 4096, 131072, 64, 1, 512, 512, 512, page_size=64, row_bytes=584),
     Row("decode 576/512 H128 B66 every key", 66, 1, 8192, 128, 1, 576, 512, 8192, every=True),
     Row("decode 576/512 H128 B66 dense", 66, 1, 8192, 128, 1, 576, 512, 0, dense=True),
     Row("decode 576/512 H128 B16 dense of 16384", 16, 1, 16384, 128, 1, 576, 512, 0, dense=True),
@@ -117,6 +127,30 @@ def lists_of(row: Row, draw: torch.Generator | None) -> torch.Tensor:
     return found.to(torch.int32)
 
 
+def rows_of_bytes(row: Row, k: torch.Tensor) -> torch.Tensor:
+    """FlashMLA's rows of bytes `[pages, page_size, 1, row_bytes]` of K, which becomes what they stand for."""
+    group, values = (128, 512) if row.row_bytes == 656 else (64, 448)
+    pages = row.batch * row.keys // row.page_size
+    found = torch.empty(pages, row.page_size * row.row_bytes, dtype=torch.uint8, device=k.device)
+    if not k.is_meta:
+        of_pages = k.view(pages, row.page_size, row.dim_qk)
+        for first in range(0, pages, 4096):  # bounds what lies beside the cache
+            page = of_pages[first : first + 4096]
+            wide = page[..., :values].float().unflatten(-1, (values // group, group))
+            exponents = (wide.abs().amax(-1) / 448).clamp_min(2.0**-20).log2().ceil()
+            scales = exponents.exp2()
+            narrow = (wide / scales[..., None]).to(torch.float8_e4m3fn)
+            page[..., :values] = (narrow.float() * scales[..., None]).flatten(-2).to(page.dtype)
+            codes, rotary = narrow.flatten(-2).view(torch.uint8), page[..., values:].contiguous().view(torch.uint8)
+            if row.row_bytes == 656:
+                rows = torch.cat((codes, scales.contiguous().view(torch.uint8), rotary), -1).flatten(1)
+            else:
+                spare = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1), value=255)
+                rows = torch.cat((torch.cat((codes, rotary), -1).flatten(1), spare.flatten(1)), -1)
+            found[first : first + 4096] = rows
+    return found.view(pages, row.page_size, 1, row.row_bytes)
+
+
 def inputs_of(row: Row, draw: torch.Generator | None) -> tuple:
     """Q, K, V, dO and lists; without a generator they have no memory, as for a plan alone."""
 
@@ -127,6 +161,8 @@ def inputs_of(row: Row, draw: torch.Generator | None) -> tuple:
 
     q = normal(row.batch, row.tokens, row.heads, row.dim_qk)
     k = normal(row.batch, row.keys, row.heads_kv, row.dim_qk)
+    if row.row_bytes:
+        k.in_bytes = rows_of_bytes(row, k)
     v = k[..., : row.dim_v] if row.latent else normal(row.batch, row.keys, row.heads_kv, row.dim_v)
     dout = normal(row.batch, row.tokens, row.heads, row.dim_v) if row.backward else None
     return q, k, v, dout, None if row.dense else lists_of(row, draw)
@@ -146,12 +182,14 @@ def made(row: Row, q, k, v, dout, indices):
     )  # fmt: skip
     call.args.lse = ours._address(lse)
     if row.page_size:
-        k = k.view(-1, row.page_size, row.heads_kv, row.dim_qk)
+        k = k.in_bytes if row.row_bytes else k.view(-1, row.page_size, row.heads_kv, row.dim_qk)
         call.problem.page_size, call.args.num_pages, call.problem.seqlen_k = row.page_size, k.shape[0], 0
     call.tensors(q=q, k=k, o=o)
     if row.latent:
         call.problem.v = ours._strides(k)
-        call.problem.cache = pointer(ours.FmhaCache(struct_bytes=sizeof(ours.FmhaCache), v_in_k=1))
+        call.problem.cache = pointer(
+            ours.FmhaCache(struct_bytes=sizeof(ours.FmhaCache), v_in_k=1, cache_rows=row.row_bytes)
+        )
     else:
         call.tensors(v=v)
     if indices is not None:
