@@ -14,8 +14,8 @@ use fmha_core::source::KernelSource;
 use fmha_core::sparse::Indexer;
 use fmha_core::spec::{BiasKind, BwdSpec, CombineSpec, FwdSpec, KvKind};
 use fmha_core::{
-    BiasGrad, BlockFormat, BwdProblem, CacheRows, CapturedTensor, DType, Dims, FwdProblem, Intervals, KeyLists,
-    KvLayout, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
+    BiasGrad, BlockFormat, BwdProblem, CacheRows, CapturedTensor, DType, Dims, FwdProblem, Intervals,
+    KeyLists, KvLayout, MaskAxes, MaskKind, MaskSpec, Merge, QLayout, SecondCache, VLayout,
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
