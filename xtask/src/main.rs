@@ -7,6 +7,7 @@
 #[path = "../../bindings/c/install.rs"]
 mod c_install;
 mod coverage;
+mod doc_tests;
 mod evidence;
 mod kernels;
 mod mutation;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
         ["mutation-amd"] => ended(mutation_amd::run()),
         ["mutation"] => ended(mutation::run(None)),
         ["mutation", page] => ended(mutation::run(Some(page))),
+        [doc_tests::WORD, program, ref words @ ..] => doc_tests::run(program, words),
         _ => {
             eprintln!("{USAGE}");
             ExitCode::from(2)

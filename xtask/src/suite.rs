@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use crate::doc_tests;
 use crate::kernels::{QUICK, ROWS, Row};
 use crate::platforms;
 use crate::python;
@@ -210,28 +211,6 @@ fn program(line: &str) -> Option<Program> {
 /// The part of the CPU's battery in a quick run: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
-/// The library's examples as on a machine with a GPU, emulated: `auto` opens it.
-fn doc_tests_on_devices(environment: &[(String, String)], tally: &mut Tally) -> Vec<Step> {
-    let mut steps = Vec::new();
-    for arch in ["sm_90a", "sm_100a", "gfx942"] {
-        let compiler_is_there = match arch.starts_with("sm_") {
-            true => environment.iter().any(|(name, _)| name == "FMHA_NVRTC"),
-            false => setup::clang_is_there(),
-        };
-        let name = format!("doc tests on {arch}");
-        if !compiler_is_there {
-            tally.say(&format!("absent: {name}: no compiler for its kernels"));
-            continue;
-        }
-        // The package alone would have other features of what it depends on, and build all of that again, the
-        // CPU backend too: a minute and a half. So all packages, less the examples of those in folders.
-        let words = ["test", "--release", "--workspace", "--doc", "--quiet", "--", "--skip", "/src/"];
-        let step = Step::cargo(&name, &words).at_least(1);
-        steps.push(step.with(vec![("FMHA_EMULATE".to_owned(), arch.to_owned())]));
-    }
-    steps
-}
-
 /// A kernel of each family by other NVRTCs: the newest, of which each is new once, and in a whole run the oldest.
 fn by_other_compilers(all: bool, words: &[String], folder: &Path, tally: &mut Tally) -> Vec<Step> {
     let mut steps = Vec::new();
@@ -275,8 +254,7 @@ fn steps(
         tally.say("absent: all but a slice of the tests: cargo xtask test");
         QUICK
     } else {
-        steps.push(Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]));
-        steps.extend(doc_tests_on_devices(environment, tally));
+        steps.push(doc_tests::step(environment, tally));
         steps.extend(platforms::steps(all, tally));
         ROWS
     };
