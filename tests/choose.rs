@@ -219,7 +219,7 @@ impl Case {
         (scores, lists)
     }
 
-    /// What the plan of its lists is told.
+    /// Options for the plan of the case's lists.
     fn options(&self) -> PlanOptions {
         let groups = [("parts", self.parts), ("cluster", self.cluster)].into_iter();
         PlanOptions::default()

@@ -151,7 +151,7 @@ pub(crate) fn lists_by_clusters(
     };
     let groups = rows * u64::from(choice.ctas.unsigned_abs());
     let groups = i32::try_from(groups).map_err(|_| format!("{groups} CTAs are more than a grid has"))?;
-    // It starts while the scores' grid ends, and waits for it.
+    // The grid of lists starts while the scores' grid ends, and waits for it.
     let grid = Grid { dependent: true, ..Grid::new(groups.unsigned_abs(), CHOOSING_THREADS) };
     let words = format!("clusters of {} CTAs to a row, {} scores of each thread", choice.ctas, choice.held);
     Ok(Some((row_launch(at, cluster_choice(&choice), grid, facts), words)))

@@ -492,7 +492,8 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses a full list of blocks beside a mask as code: its blocks ask no function, and the kernel asks it of every pair.
+/// Refuses a full list of blocks beside a mask as code: full blocks ask no function, and the kernel asks it of every
+/// pair.
 ///
 /// # Errors
 /// The list, and the mask.

@@ -173,7 +173,7 @@ pub struct Choose<S> {
     scores: PhantomData<S>,
 }
 
-/// What a caller wants of a choice.
+/// Wishes of a caller for the launch that chooses.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// Groups of threads to a row's list; `None`: as many as serve.

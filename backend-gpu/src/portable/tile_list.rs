@@ -289,8 +289,8 @@ impl TileListPlan {
         Ok(())
     }
 
-    /// Lists of a call, made by the plan's steps where its mask object has not made them, and the masks that the kernels
-    /// behind take.
+    /// Lists of a call, made by the plan's steps where its mask object has not made them, and the masks that later
+    /// kernels take.
     ///
     /// # Safety
     /// As [`Kernel::launch`](crate::Kernel::launch); `params` and `masks` are of the same call, and its workspace is

@@ -677,7 +677,7 @@ fn small_outputs_are_those_of_the_definition() {
     let dout = out.o.sum_all().unwrap().backward().unwrap();
     let right = plain.sum_all().unwrap().backward().unwrap();
     assert_eq!(f64s(dout.get(q).unwrap()), f64s(right.get(q).unwrap()));
-    // What is not wanted is not there.
+    // Small outputs that a caller does not ask for are absent.
     let some = Small { key_sum: true, ..Small::default() };
     let out = fmha_candle::attention_with_small(q, k, v, None, some, &options).unwrap();
     assert!(out.row_max.is_none() && out.head_max.is_none() && out.key_sum.is_some());

@@ -499,7 +499,7 @@ def test_small_outputs_under_vmap_and_grad():
         out = fmha.jax.attention(q, k[0], v[0], small=("row_max", "head_max") if with_small else ())
         return (out[0] ** 2).sum() + out[1]["head_max"].sum() if with_small else (out**2).sum()
 
-    # They have no gradient, and change none.
+    # Small outputs have no gradient, and change none.
     assert (jax.grad(loss)(q[0], True) == jax.grad(loss)(q[0], False)).all()
 
 

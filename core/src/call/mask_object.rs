@@ -168,8 +168,8 @@ impl MaskObject {
     }
 
     /// Queues the copies of the tensors and the making of the lists, and returns; where there are no streams it is done
-    /// by then. Behind a first one it may be captured: each replay builds again, and until then calls read what was built
-    /// before. Nothing wrong is queued.
+    /// by then. A build that is not the first may be captured: each replay builds again, and until then calls read what
+    /// was built before. Wrong arguments queue nothing.
     ///
     /// # Errors
     /// [`Error::Problem`](crate::Error::Problem) for a stream of another device, and for lengths and tensors that do

@@ -275,7 +275,7 @@ struct ClusterChooser {
       shared.row.sums[2 * warp() + 1] = equal;
     }
     wait_for_all();
-    // What runs before this one have of both.
+    // Sums of the runs before this one: greater entries, and equal ones.
     uint32_t before[2] = {};
 #pragma unroll
     for (int32_t i = 0; i < 2; ++i) {

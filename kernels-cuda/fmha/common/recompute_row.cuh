@@ -92,7 +92,7 @@ struct RecomputedRow {
     return dot;
   }
 
-  // The same of elements with scales.
+  // The product of a query and key `j` whose elements have scales.
   FMHA_DEVICE float scaled_product(int32_t j) const {
     if constexpr (scaled) {
       const auto q = elems.query_row(p, span, i, i_head);

@@ -21,9 +21,11 @@ FMHA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
-// needs: sm_90. The halves of `cluster_sync`: arrives, and waits for every thread of the cluster to have arrived.
+// needs: sm_90. The first half of `cluster_sync`: arrives.
 // PTX ISA: barrier.cluster.
 FMHA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+// needs: sm_90. The second half of `cluster_sync`: waits for every thread of the cluster to have arrived.
+// PTX ISA: barrier.cluster.
 FMHA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
 // needs: sm_90. Arrives at the same barrier of CTA `rank` of the cluster. No semantics are named:

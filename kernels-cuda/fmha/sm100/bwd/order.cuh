@@ -17,7 +17,7 @@ FMHA_DEVICE int32_t position_at(const Work& work, int32_t first_query) {
   return min(own, sinks) + of_band;
 }
 
-// The same of the block that steps gave last, by whatever has the steps: lists have their blocks' places.
+// Number of key blocks that add before the CTA to the block which `steps` gave last. A list of tiles has its own ranks.
 template <int queries, class SeenKeys>
 FMHA_DEVICE int32_t position_of(const Work& work, const SeenKeys& seen, const QuerySteps<queries, SeenKeys>& steps,
                                 const QueryBlock& block) {

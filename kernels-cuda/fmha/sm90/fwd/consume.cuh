@@ -671,10 +671,12 @@ struct Consumer {
     softmax.correction[0] = softmax.correction[1] = 1.f;
     finish_overlapped_output();
     take_probs(s);
-    const RowsOfThread<spec, tile> of_thread{p, work(), rows.row};
     PartEnd ends[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) ends[r] = of_thread.end(r, stats[r], scale_log2, modifiers().offset_log2(), o);
+    for (int r = 0; r < 2; ++r) {
+      const TileRow of_thread = tile_row<tile>(p, work(), rows.row + 8 * r, EveryKey{});
+      ends[r] = end_of_thread<spec, tile>(p, work(), of_thread, stats[r], scale_log2, modifiers().offset_log2(), o, r);
+    }
     const bool first = FoldedOutput<spec, tile>::is_in_first_part(work(), block + 1);
     FoldedOutput<spec, tile>::template add<false>(p, ptx::uniform(first), ends, o);
     o.clear();

@@ -41,25 +41,31 @@ FMHA_DEVICE void recompute_rows(const FwdParams& p, const Work& work, int32_t ro
   }
 }
 
+// The end of row `r` of a thread, over all of its keys or a part of them.
+template <FwdSpec spec, Sm90Tile tile>
+FMHA_DEVICE PartEnd end_of_thread(const FwdParams& p, const Work& work, const TileRow& of_thread, const RowStats& stats,
+                                  float scale_log2, float offset_log2,
+                                  const mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o, int r) {
+  using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
+  const float row_sum = quad_reduce(stats.row_sum, [](float a, float b) { return a + b; });
+  const float max_log2 = RowSoftmax::shift_of(stats.row_max, scale_log2) + offset_log2;
+  PartEnd end = end_lane_row<spec, RowSoftmax>(p, EveryKey{}, max_log2, stats.row_max, row_sum, scale_log2,
+                                               of_thread.stored ? of_thread.to.i_head : 0, o, r);
+  end.result.factor = scaled_output<output_scales(spec)>(end.result.factor, p, work.i_batch, work.i_head_kv);
+  end.again &= of_thread.stored;
+  return end;
+}
+
 template <FwdSpec spec, Sm90Tile tile, class Keys>
 FMHA_DEVICE void epilogue(const FwdParams& p, const Work& work, int32_t row, RowStats (&rows)[2], float scale_log2, float offset_log2,
                           mma::Accumulator<product_dim(spec.head_dim_v, spec.dtype_v)>& o, const Keys& keys) {
-  using RowSoftmax = Softmax<tile, p_offset_log2(spec, tile)>;
   constexpr bool turned = turns_v(spec, tile);
   const int32_t quad_lane = threadIdx.x % 4;
   const TileRow of_thread[2] = {tile_row<tile>(p, work, row, keys), tile_row<tile>(p, work, row + 8, keys)};
   PartEnd ends[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const bool stored = of_thread[r].stored;
-    const float row_sum = quad_reduce(rows[r].row_sum, [](float a, float b) { return a + b; });
-    const float max_log2 = RowSoftmax::shift_of(rows[r].row_max, scale_log2) + offset_log2;
-    ends[r] = end_lane_row<spec, RowSoftmax>(p, EveryKey{}, max_log2, rows[r].row_max, row_sum, scale_log2,
-                                             stored ? of_thread[r].to.i_head : 0, o, r);
-    float& factor = ends[r].result.factor;
-    factor = scaled_output<output_scales(spec)>(factor, p, work.i_batch, work.i_head_kv);
-    ends[r].again &= stored;
-  }
+  for (int r = 0; r < 2; ++r)
+    ends[r] = end_of_thread<spec, tile>(p, work, of_thread[r], rows[r], scale_log2, offset_log2, o, r);
   if constexpr (tile.fold_keys > 0) {
     // A warpgroup without rows may have walked no block, and then has folded nothing.
     const bool has_rows = of_thread[0].i < work.seqlen_q;

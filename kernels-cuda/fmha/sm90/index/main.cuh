@@ -26,7 +26,7 @@ namespace fmha::sm90_index {
 namespace mma = fmha::mma::sm90;
 using ptx::Barrier;
 
-// What TMA has to know: q as (element, head, token), k as (element, key, sequence or page).
+// Tensor maps: q as (element, head, token), k as (element, key, sequence or page).
 struct Maps {
   ptx::TensorMap q, k;
 };
@@ -299,8 +299,8 @@ struct Consumer {
 
   FMHA_DEVICE void wait_for_token() { ptx::mbarrier_wait_parity(smem.q_full[q_slot.index], q_slot.phase); }
 
-  // So many tokens, the first of which is at `q_slot`. One product is under way while the sums of the one before it are
-  // weighted, but for the last ones; products of other warpgroups are under way then.
+  // Scores `count` tokens from `q_slot` on. The product of a token is under way while the sums of the token before it
+  // are weighted; beside the last token's sums, products of other warpgroups are under way.
   template <int32_t count>
   FMHA_DEVICE void score_run(uint32_t& rest, bool keeps) {
     wait_for_token();

@@ -3,8 +3,8 @@
 //!
 //! Factors of row m of an operand (column n of B) are bytes of one word: lane m % 32 of every warp's part, column
 //! m / 32 from the address on. The ISA asks for a copy in each of the four parts; a product here fails where the copies
-//! differ. In a pair of blocks each has the factors of its own rows of A, and those of all columns of B, which CUTLASS's
-//! block-scaled collectives give both.
+//! differ. In a pair of blocks each has the factors of its own rows of A, and those of all columns of B, as CUTLASS's
+//! block-scaled collectives copy them.
 
 use super::tmem::{PART, TensorMemory};
 use super::{Exec, fault};
