@@ -108,8 +108,8 @@ impl Sm100Tile {
         self.block_m / 128
     }
 
-    /// The tile of a spec's table without a pair of CTAs: for few rows, for copies, and where rows that only
-    /// a single CTA takes are to have the same bits.
+    /// The table's tile of a spec for single CTAs in place of pairs: for few rows, where copies replace TMA, and where
+    /// rows must have the bits of calls that only single CTAs compute.
     #[must_use]
     pub fn alone(self, spec: &FwdSpec) -> Self {
         if self.cluster == 1 {

@@ -119,7 +119,7 @@ pub fn accepts(problem: &BwdProblem) -> Result<(), Refusal> {
 }
 
 /// The tile of a problem that the kernel [`accepts`], on a device with such room: as many of a token's heads as there
-/// are, up to 64, and then as many keys. `ordered`: sums have one order.
+/// are, up to 64, and then as many keys, up to 64, as fit beside them. `ordered`: sums have one order.
 #[must_use]
 pub fn choose_tile(problem: &BwdProblem, spec: &BwdSpec, room: Room, ordered: bool) -> Sm80ListsBwdTile {
     let heads = problem.fwd.gqa_ratio();

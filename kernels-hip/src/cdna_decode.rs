@@ -176,7 +176,7 @@ fn spec(problem: &FwdProblem) -> CdnaDecodeSpec {
         head_dim_qk: padded(dims.head_dim_qk),
         head_dim_v,
         column_waves: column_waves as i32,
-        // Codes are widened by descales of their own: K's and V's columns are apart then, and lie in the caches.
+        // FP8 K and V have a descale each, so their columns are widened apart and V is not read from K's block.
         v_in_k: wide
             && problem.cache.v_in_k
             && problem.cache.dtype.is_none()

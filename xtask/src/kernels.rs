@@ -911,7 +911,7 @@ pub(crate) const ROWS: &[Row] = &[
         kernel: Some("sm90"),
         mode: Mode::HappensBefore,
         in_test: Cases {
-            filter: "^(code/.*/bf16/(batch/mask|bounds/(mask_causal|heads_blocks))|masks/.*/bf16/(code/|ordered/keys/intervals))",
+            filter: "^(code/.*/bf16/(batch/mask|bounds/mask_(causal|heads_blocks))|masks/.*/bf16/(code/|ordered/keys/intervals))",
             deal: 1,
         },
         in_all: Cases { filter: "^(code/.*/b?f16/|masks/.*/b?f16/(code|ordered)/)", deal: 1 },

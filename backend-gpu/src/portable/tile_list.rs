@@ -322,7 +322,7 @@ impl TileListPlan {
         facts.list_tiles(spec, self.of, self.block, self.code, self.rows)
     }
 
-    /// Words of a plan: how many lists there are.
+    /// Text for `explain`: how many lists of tiles the plan has.
     #[must_use]
     pub fn words(&self) -> String {
         let what = if self.of == TileOf::Queries { "keys" } else { "queries" };

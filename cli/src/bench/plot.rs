@@ -37,7 +37,7 @@ const GREY: RGBColor = RGBColor(140, 140, 140);
 // Pixels.
 const FONT: u32 = 13;
 const LINE: i32 = 16;
-/// Width of a letter of that font, roughly.
+/// Approximate width of a letter of the plot's font, in pixels.
 const LETTER: i32 = 7;
 const MARGIN: i32 = 14;
 const LEFT: u32 = 70;

@@ -420,7 +420,7 @@ fn a_second_run_of_more_kernels_than_there_is_room_for_finds_as_many_as_there_is
     let (found, _) = run();
     assert!(found >= room, "{found} of {room}");
 
-    // A day later others have the room, and those that stay in use keep it.
+    // 24 hours after their last use, kernels are evicted for new ones; kernels that are used meanwhile stay.
     for (at, name) in names.iter().enumerate() {
         let path = disk.path(&KernelName::of(&made(name)));
         if at % 2 == 0 && path.exists() {

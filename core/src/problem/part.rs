@@ -46,7 +46,8 @@ impl Part {
         *self == Self::default()
     }
 
-    /// `j - i` in the call of the diagonal that `align` names in the whole.
+    /// Key position less query position, both counted within this part, on the diagonal that `align` gives the whole
+    /// problem.
     fn diagonal(&self, align: MaskAlign, seqlen_q: u32, seqlen_k: u32) -> i64 {
         let [q, k] = [self.position_q, self.position_k].map(i64::from);
         let [whole_q, whole_k] = match self.seqlens {

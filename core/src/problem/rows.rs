@@ -185,10 +185,11 @@ impl FwdProblem {
         }
     }
 
-    /// Refuses a problem for kernels that read no rows of bytes.
+    /// Refuses a problem whose cache has rows of bytes (FP8 elements, scales and a 16-bit tail in one row), for kernels
+    /// that read none.
     ///
     /// # Errors
-    /// Rows of bytes.
+    /// The cache has rows of bytes.
     pub fn refuse_cache_rows(&self, kernel: &str) -> Result<(), Refusal> {
         match self.cache.rows {
             None => Ok(()),

@@ -28,7 +28,8 @@ pub struct HeadForward {
     pub key_sum: Vec<f64>,
 }
 
-/// Every (sequence, query head), in that order. `args` are in host memory; O is not touched.
+/// Computes every (sequence, query head), in that order, and returns their outputs; `args.o` is not written. `args` are
+/// in host memory.
 ///
 /// # Errors
 /// Lengths or operands that are missing or do not fit.

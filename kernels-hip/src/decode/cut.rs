@@ -24,7 +24,7 @@ const MOST_ROUND: u32 = 1 << 14;
 /// twice as many, until it is not.
 const UNEVEN_PERCENT: u64 = 5;
 
-/// Cut of the keys.
+/// How the keys of all sequences are divided among workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
     /// Keys of a part; of a stretch at least.

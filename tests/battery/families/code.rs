@@ -77,10 +77,10 @@ fn bounds(cases: &mut Vec<Case>) {
         ("blocks", "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)"),
     ] {
         let problem = masked(DType::Bf16, dims, "0").mask_code(text.parse().ok());
-        let name = format!("code/forward/bf16/bounds/heads_{what}");
+        let name = format!("code/forward/bf16/bounds/mask_heads_{what}");
         let drawn = data(&name);
         cases.push(Case::forward(name, problem.clone(), Lengths::default(), drawn));
-        let name = format!("code/backward/bf16/bounds/heads_{what}");
+        let name = format!("code/backward/bf16/bounds/mask_heads_{what}");
         let drawn = data(&name);
         cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
     }

@@ -49,7 +49,8 @@ impl<S: Simd> Op<S> for AddValues<'_> {
     }
 }
 
-/// Elements converted to f32: the same code for every set that extends a plain one, compiled for that one alone.
+/// Elements converted to f32. Instruction sets that extend another one use the code of that other one, which is
+/// compiled once.
 struct AsF32<'a, 'b, E>(&'b AddValues<'a>, E);
 
 impl<S: Simd, E: Elem> Op<S> for AsF32<'_, '_, E> {

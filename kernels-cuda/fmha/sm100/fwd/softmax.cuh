@@ -173,7 +173,7 @@ struct SoftmaxRole {
     return ptx::max_nan(ptx::max3_nan(top[0], top[1], top[2]), top[3]);
   }
 
-  // Two numbers of a row, for the correct role's thread of that row.
+  // Hands a row's correction, or at the tile's end its sum and maximum, to the correction warps' thread of that row.
   FMHA_DEVICE void tell(float first, float second, bool both) {
     ptx::mbarrier_wait_parity(smem.stats_empty[q_tile], stats_phase);
     stats_phase ^= 1;

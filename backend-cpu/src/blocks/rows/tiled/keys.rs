@@ -208,8 +208,8 @@ impl TileDots<'_, '_> {
                             let to = self.staged.wrapping_add(staged % pieces_kept * PIECE_LEN);
                             staged += 1;
                             if group == 0 {
-                                // SAFETY: the caller keeps the contract of `multiply_pieces`; a piece of the
-                                // scratch.
+                                // SAFETY: the caller keeps the contract of `multiply_pieces`; `to` is one of
+                                // the pieces of the scratch.
                                 unsafe { self.stage::<S, E>(s, &codes, (head, tile, col), to, ahead) };
                             }
                             TileRows { first: to.cast(), step: (COLUMNS * 2) as isize }
