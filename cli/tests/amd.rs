@@ -54,7 +54,7 @@ const PLANTED: [Planted; 11] = [
     },
     Planted {
         fault: "last tile one key too long",
-        change: Change::Header("amd/forward.h", "key < span.seqlen_k", "key <= span.seqlen_k"),
+        change: Change::Header("cdna/tile_step.h", "key < job.span.seqlen_k", "key <= job.span.seqlen_k"),
         line: "--emulate gfx942 --filter ^edges/off_tile/bf16/s65x63/0$",
         caught_by: &["FAILED edges/off_tile/bf16/s65x63/0"],
     },

@@ -110,6 +110,10 @@ impl ClusterChoice {
             return None;
         }
         let held = entries.div_ceil(ctas * CHOOSING_THREADS).next_power_of_two().max(4);
+        // Two CTAs of 32 scores a thread spill registers; four hold half as many each.
+        if (ctas, held) == (2, MOST_HELD) {
+            return if wanted.is_none() { Self::of(rows, entries, num_sms, Some(4)) } else { None };
+        }
         Some(Self { ctas: ctas.cast_signed(), held: held.cast_signed() })
     }
 }

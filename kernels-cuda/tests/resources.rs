@@ -1157,7 +1157,7 @@ fn hopper_choosing_kernels() -> Vec<(String, KernelSource)> {
         let tile = sm90_index::Sm90IndexTile::of(&indexer, &fields.collect()).unwrap();
         kernels.push((format!("index_{name}"), sm90_index::source(&IndexSpec::of(&indexer), &tile)));
     }
-    for (ctas, held) in [(1, 32), (4, 32), (8, 16), (2, 32), (2, 8), (1, 4)] {
+    for (ctas, held) in [(1, 32), (4, 32), (8, 16), (4, 16), (2, 16), (2, 8), (1, 4)] {
         kernels.push((
             format!("choose_cluster_{ctas}_{held}"),
             rows::cluster_choice(&rows::ClusterChoice { ctas, held }),

@@ -13,9 +13,7 @@ use fmha_core::bwd_workspace::{BwdRows, BwdWorkspace};
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::BwdSpec;
-use fmha_core::{
-    Bias, BwdProblem, DType, MaskKind, PlanOptions, Refusal, abi_enum, abi_functions, abi_spec, abi_struct,
-};
+use fmha_core::{Bias, BwdProblem, DType, MaskKind, PlanOptions, Refusal, abi_enum, abi_spec, abi_struct};
 
 use crate::CDNA;
 use fmha_core::masks::MaskDataParams;
@@ -54,22 +52,13 @@ pub(crate) enum BwdSums {
 
 abi_enum!(BwdSums { Dq, DkDv, Dk, Dv });
 
-abi_functions! {
-    fn sums_text() of sums: BwdSums {
-        /// Whether a workgroup owns queries; else keys.
-        pub(crate) const fn owns_queries(&self) -> bool {
-            matches!(self, BwdSums::Dq)
-        }
+impl BwdSums {
+    pub(crate) const fn makes_ds(self) -> bool {
+        !matches!(self, Self::Dv)
+    }
 
-        /// Whether dS is made, for dQ or dK.
-        pub(crate) const fn makes_ds(&self) -> bool {
-            !matches!(self, BwdSums::Dv)
-        }
-
-        /// Whether P is multiplied, for dV.
-        pub(crate) const fn makes_dv(&self) -> bool {
-            matches!(self, BwdSums::DkDv | BwdSums::Dv)
-        }
+    pub(crate) const fn makes_dv(self) -> bool {
+        matches!(self, Self::DkDv | Self::Dv)
     }
 }
 
@@ -213,7 +202,7 @@ pub(crate) fn with_lds<U: Unit>(mut tile: MatrixBwdTile, spec: &MatrixBwdSpec) -
     let (scores, scores_transposed) = U::form_bytes(tile.columns, spec.head_dim_qk);
     let (values, values_transposed) = U::form_bytes(tile.columns, spec.head_dim_v);
     // LSE and delta of walked queries, in f32.
-    let stats = if tile.sums.owns_queries() { 0 } else { 2 * 4 * tile.columns };
+    let stats = if tile.sums == BwdSums::Dq { 0 } else { 2 * 4 * tile.columns };
     let forms = scores + makes_ds * (scores_transposed + values) + makes_dv * values_transposed;
     tile.lds_bytes = tile.stages * (forms + stats);
     tile
@@ -518,7 +507,6 @@ impl<U: Unit> Backward<U> {
 pub(crate) fn tile_header() -> Header {
     let definitions = [
         BwdSums::c_definition(),
-        sums_text(),
         MatrixBwdSpec::c_definition(),
         MatrixBwdTile::c_definition(),
         MatrixBwdParams::c_definition(),

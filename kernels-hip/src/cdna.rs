@@ -3,8 +3,7 @@
 use fmha_core::fields::{FieldValue as _, Fields as _, Takes};
 use fmha_core::source::{Entry, KernelSource};
 use fmha_core::{
-    DType, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout, abi_enum, abi_functions,
-    abi_spec,
+    DType, FwdProblem, KvLayout, MaskKind, PlanOptions, Refusal, Strides, VLayout, abi_enum, abi_spec,
 };
 
 use crate::CDNA;
@@ -24,6 +23,7 @@ pub(crate) const HEADER: &str = "fmha/cdna/fwd.h";
 
 /// Rows of a matrix instruction, hence queries of a wave.
 const WAVE_ROWS: i32 = 32;
+const WAVE_THREADS: i32 = 64;
 /// Queries of the smallest workgroup that the plan picks: a wave for each SIMD.
 const MIN_BLOCK_M: i32 = 128;
 const DWORD: i64 = 4;
@@ -58,20 +58,6 @@ abi_spec! {
         pub num_xcds: i32 = Takes::nothing(),
         /// Whether workgroups have one tile each or several.
         pub order: TileOrder = Takes::all().tuned(),
-    }
-}
-
-abi_functions! {
-    pub(crate) fn tile_text() of tile: CdnaTile {
-        /// Waves of a workgroup.
-        const fn num_waves(&self) -> i32 {
-            self.block_m / 32
-        }
-
-        /// Threads of a workgroup.
-        const fn num_threads(&self) -> i32 {
-            64 * self.num_waves()
-        }
     }
 }
 
@@ -111,7 +97,7 @@ pub(crate) fn accept(problem: &FwdProblem, device: Device, options: &PlanOptions
     let mut tile = tile(problem, arch, &asked)?;
     let spec = spec(problem, tile.load);
     let tiles = num_tiles(problem, &tile);
-    let most = i64::from(u32::MAX) / i64::from(tile.num_threads());
+    let most = i64::from(u32::MAX) / i64::from(num_threads(&tile));
     if tiles > most {
         refuse!(
             NAME,
@@ -259,7 +245,7 @@ fn stage_bytes(spec: &CdnaSpec, block_n: i32) -> i64 {
 fn lds_bytes(spec: &CdnaSpec, tile: &CdnaTile) -> i64 {
     let stages = if spec.dropout { 1 } else { STAGES };
     let block_of_o = WAVE_ROWS * WAVE_ROWS * 4;
-    (stages * stage_bytes(spec, tile.block_n)).max((tile.num_waves() * block_of_o).into())
+    (stages * stage_bytes(spec, tile.block_n)).max((tile.block_m / WAVE_ROWS * block_of_o).into())
 }
 
 /// Whether every row of Q, K and V is whole chunks long.
@@ -314,6 +300,12 @@ pub(crate) fn stores_runs(problem: &FwdProblem) -> bool {
         && (shape.seq <= 1 || o.seq % 4 == 0)
 }
 
+/// Threads of a workgroup.
+#[must_use]
+pub(crate) fn num_threads(tile: &CdnaTile) -> i32 {
+    tile.block_m / WAVE_ROWS * WAVE_THREADS
+}
+
 /// Tiles: `block_m` queries of a head.
 fn num_tiles(problem: &FwdProblem, tile: &CdnaTile) -> i64 {
     let m_blocks = i64::from(problem.dims.seqlen_q).div_euclid(i64::from(tile.block_m))
@@ -331,11 +323,11 @@ fn expected_per_compute_unit(spec: &CdnaSpec, tile: &CdnaTile, arch: Arch) -> u3
 /// Waves of a SIMD that the compiler is to leave registers for: what a workgroup alone brings.
 fn waves_per_simd(tile: &CdnaTile) -> i32 {
     const SIMDS: i32 = 4;
-    (tile.num_waves() + SIMDS - 1) / SIMDS
+    (tile.block_m / WAVE_ROWS + SIMDS - 1) / SIMDS
 }
 
 fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
-    let threads = tile.num_threads();
+    let threads = num_threads(tile);
     let waves = waves_per_simd(tile);
     let entry = Entry {
         include: HEADER,
@@ -344,12 +336,7 @@ fn source(spec: &CdnaSpec, tile: &CdnaTile) -> KernelSource {
             "__attribute__((amdgpu_flat_work_group_size({threads}, {threads}), amdgpu_waves_per_eu({waves}, {waves})))"
         ),
         params: crate::forward::entry_params(spec),
-        call: &format!(
-            "static_assert(sizeof(cdna::Config<kSpec, kTile>::Lds) == {}, \"Lds: host and device disagree\"); \
-             cdna::fwd<kSpec, kTile>({});",
-            lds_bytes(spec, tile),
-            crate::forward::entry_argument(spec)
-        ),
+        call: &format!("cdna::fwd<kSpec, kTile>({});", crate::forward::entry_argument(spec)),
     };
     crate::source(&entry, CDNA)
 }
@@ -383,7 +370,7 @@ impl Whole for Cdna {
     }
 
     fn num_threads(&self) -> u32 {
-        self.tile.num_threads().unsigned_abs()
+        num_threads(&self.tile).unsigned_abs()
     }
 
     fn num_tiles(&self, problem: &FwdProblem) -> u64 {

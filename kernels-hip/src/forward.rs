@@ -167,7 +167,6 @@ pub(crate) fn tile_header() -> Header {
         TileOrder::c_definition(),
         CdnaSpec::c_definition(),
         CdnaTile::c_definition(),
-        crate::cdna::tile_text(),
         CdnaParams::c_definition(),
         MaskedCdnaParams::c_definition(),
     ];

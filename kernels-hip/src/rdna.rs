@@ -1,9 +1,9 @@
 //! `rdna_fwd`: forward on WMMA, gfx1100 and gfx1201.
 
+use fmha_core::abi_spec;
 use fmha_core::fields::{Fields as _, Takes};
 use fmha_core::source::{Entry, Header, KernelSource};
 use fmha_core::{FwdProblem, PlanOptions, Refusal, Shape, Strides, VLayout};
-use fmha_core::{abi_functions, abi_spec};
 
 use crate::RDNA;
 use fmha_gpu::Operand;
@@ -40,20 +40,6 @@ abi_spec! {
         pub column_waves: i32 = Takes::nothing(),
         /// Whether a workgroup has a part of the keys, whose results a second launch merges.
         pub split: bool = Takes::nothing(),
-    }
-}
-
-abi_functions! {
-    fn tile_text() of tile: RdnaTile {
-        /// Waves of a workgroup.
-        pub(crate) const fn num_waves(&self) -> i32 {
-            self.block_m / 16 * self.column_waves
-        }
-
-        /// Threads of a workgroup.
-        pub(crate) const fn num_threads(&self) -> i32 {
-            32 * self.num_waves()
-        }
     }
 }
 
@@ -144,6 +130,10 @@ impl Rdna {
         Ok(chosen)
     }
 
+    fn num_waves(&self) -> u32 {
+        self.tile.block_m.unsigned_abs() / WAVE_ROWS
+    }
+
     /// A tile of K and one of V transposed, whose rows are some bytes apart, or a block of O a wave.
     fn lds_bytes(&self) -> u32 {
         let Self { spec, tile } = self;
@@ -153,8 +143,8 @@ impl Rdna {
         };
         let k = rows(tile.block_n, spec.head_dim_qk, spec.dtype_qk.size_bytes()).next_multiple_of(16);
         let v = rows(spec.head_dim_v, tile.block_n, spec.dtype_v.size_bytes()).next_multiple_of(16);
-        let waves = tile.num_waves().unsigned_abs();
-        (k + v).max(waves * WAVE_ROWS * WAVE_ROWS * 4) + (4 * waves).next_multiple_of(16)
+        let o = self.num_waves() * WAVE_ROWS * WAVE_ROWS * 4;
+        (k + v).max(o) + (4 * self.num_waves()).next_multiple_of(16)
     }
 }
 
@@ -183,7 +173,7 @@ impl Whole for Rdna {
     }
 
     fn num_threads(&self) -> u32 {
-        self.tile.num_threads().unsigned_abs()
+        self.num_waves() * 32
     }
 
     fn workgroups(&self, tiles: u64, _: u64) -> u64 {
@@ -203,12 +193,7 @@ impl Whole for Rdna {
             constants: &[("kSpec", &self.spec), ("kTile", &self.tile)],
             bounds: &crate::group_of(threads),
             params: crate::forward::entry_params(&self.spec),
-            call: &format!(
-                "static_assert(sizeof(rdna::Config<kSpec, kTile>::Lds) == {}, \"Lds: host and device disagree\"); \
-                 rdna::fwd<kSpec, kTile>({});",
-                self.lds_bytes(),
-                crate::forward::entry_argument(&self.spec)
-            ),
+            call: &format!("rdna::fwd<kSpec, kTile>({});", crate::forward::entry_argument(&self.spec)),
         };
         crate::source(&entry, RDNA)
     }
@@ -238,10 +223,9 @@ impl Whole for Rdna {
 pub(crate) fn tile_header() -> Header {
     use fmha_core::abi::AbiLiteral as _;
     let text = format!(
-        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::rdna {{\n\nusing namespace fmha::cdna;\n\n{}\n{}\n\
+        "#pragma once\n#include <fmha/cdna/tile.h>\n\nnamespace fmha::rdna {{\n\nusing namespace fmha::cdna;\n\n{}\n\
          }}  // namespace fmha::rdna\n",
-        RdnaTile::c_definition(),
-        tile_text()
+        RdnaTile::c_definition()
     );
     Header::rendered("fmha/rdna/tile.h", text)
 }

@@ -28,6 +28,7 @@ pub(crate) const MERGE: &str = "rdna_decode_merge";
 /// Header that the kernel's entry includes.
 pub(crate) const HEADER: &str = "fmha/rdna/decode/main.h";
 
+const WAVE_THREADS: u32 = 32;
 /// Rows of a wave.
 const WAVE_ROWS: u32 = 16;
 /// Waves that share longer rows.
@@ -105,6 +106,12 @@ fn default_block_m(problem: &FwdProblem) -> i32 {
     rows.next_power_of_two().cast_signed()
 }
 
+impl RdnaDecode {
+    fn num_waves(&self) -> u32 {
+        self.tile.block_m.unsigned_abs() / WAVE_ROWS * self.tile.column_waves.unsigned_abs()
+    }
+}
+
 impl Split for RdnaDecode {
     const NAME: &'static str = NAME;
     const MERGE: &'static str = MERGE;
@@ -175,7 +182,7 @@ impl Split for RdnaDecode {
     }
 
     fn num_threads(&self) -> u32 {
-        self.tile.num_threads().unsigned_abs()
+        self.num_waves() * WAVE_THREADS
     }
 
     fn workgroups(&self) -> u64 {

@@ -194,7 +194,13 @@ pub const DECLARED: &[Declared] = &[
         kernels: &[],
         slowly: false,
         what: "masks as data beside a score or a mask as code are sm80's but for full lists beside a mask, sm90's and sm100's where no mask reads the head, else the CPU backend's",
-        applies: |_, problem| problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty()),
+        applies: |_, problem| {
+            let is_slow = uses(problem, |dtype| dtype == DType::F32 || dtype.is_fp8());
+            let of_sm80 = |p: &FwdProblem| {
+                p.code.mask.is_some() && p.masks.block_lists.is_some_and(|lists| lists.full.is_some())
+            };
+            problem.is_some_and(|p| !p.masks.is_empty() && !p.code.is_empty() && (is_slow || of_sm80(p)))
+        },
     },
     Declared {
         backends: &["rocm"],

@@ -405,7 +405,8 @@ impl FwdProblem {
                 format!("{name} is wanted beside indices of topk {}, where none is written", lists.topk);
             return Err(ProblemError::new(name, text));
         }
-        if let (Some(name), Some(_)) = (self.outputs.first(), self.second) {
+        if let (Some(name), true) = (self.outputs.first(), self.second.is_some() || self.cache.rows.is_some())
+        {
             let beside = if self.second.is_some() { "a second cache" } else { "cache_rows" };
             let text = format!("{name} is wanted beside {beside}, where none is written");
             return Err(ProblemError::new(name, text));

@@ -196,7 +196,8 @@ template <CdnaSpec spec, CdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk);
   static constexpr int v_bytes = size_bytes(spec.dtype_v);
-  static constexpr int num_waves = cdna::num_waves(tile), num_threads = cdna::num_threads(tile);
+  static constexpr int num_waves = tile.block_m / kEdge;
+  static constexpr int num_threads = num_waves * kWaveSize;
 
   // Rows as padded: what a call's rows lack of it reads as 0.
   static constexpr int qk_steps = spec.head_dim_qk * qk_bytes / kStepBytes;

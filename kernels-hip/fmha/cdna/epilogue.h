@@ -1,9 +1,18 @@
 // Conversion of a wave's sums to O and LSE.
 #pragma once
+#include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
 #include <fmha/isa/sync.h>
 
 namespace fmha::cdna {
+
+// Beyond FP8's range the conversion would give NaN; a NaN stays one.
+template <DType dtype>
+FMHA_DEVICE float saturated(float x) {
+  if constexpr (!is_fp8(dtype)) return x;
+  const float most = dtype == DType::E4m3Fn ? 448.f : dtype == DType::E4m3Fnuz ? 240.f : 57344.f;
+  return x > most ? most : x < -most ? -most : x;
+}
 
 // Four adjacent elements of O, aligned to their size.
 template <DType dtype>
@@ -22,6 +31,11 @@ FMHA_DEVICE void store_elem_of_o(uint8_t* to, float x) {
   if constexpr (size_bytes(dtype) == 1) *to = uint8_t(word);
 }
 
+// Element of O's first dimension, for this lane's query.
+FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
+  return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
+}
+
 // Stores from the registers: head_dim_v and every stride of O are multiples of a run.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, const Job& job, float o_scale) {
@@ -29,7 +43,7 @@ FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, c
   with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
     constexpr int bytes = size_bytes(dtype.value);
     const int half = lane_half(opaque_thread_idx());
-    uint8_t* o = static_cast<uint8_t*>(p.fwd.o.data) + output_row(job.span, job.i_head, wave.query).o(p.fwd) * bytes;
+    uint8_t* o = static_cast<uint8_t*>(p.fwd.o.data) + first_of_o(p.fwd, job, wave.query) * bytes;
 #pragma unroll
     for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
 #pragma unroll
@@ -64,7 +78,7 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
       const float x = block[id];
       with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
         uint8_t* const o = static_cast<uint8_t*>(p.fwd.o.data);
-        store_elem_of_o<dtype.value>(o + (output_row(job.span, job.i_head, query).o(p.fwd) + dim) * size_bytes(dtype.value), x);
+        store_elem_of_o<dtype.value>(o + (first_of_o(p.fwd, job, query) + dim) * size_bytes(dtype.value), x);
       });
     }
     lds_in_order();
@@ -74,11 +88,35 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const CdnaParams& params,
                           const Job& job) {
+  const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += wave.odd_key_sum;
   row.row_sum += other_half(row.row_sum);
-  const bool writes = wave.query < job.span.seqlen_q && lane_half() == 0;
-  const float o_scale = end_of_row<spec>(params.fwd, job, row, p_scale_log2<spec, tile>(job), wave.query, writes);
+  // The scale of P is taken out of the sum here and out of the output below.
+  const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
+  row.row_sum *= unscale;
+  float o_scale = unscale;
+  // Natural where a modifier or a sink is: times log2(e) either may be more than f32 holds.
+  const bool is_natural = spec.modifies || p.sink.data;
+  if (is_natural && !spec.modifies) {
+    row.row_max *= kLn2;
+    opaque_in_vgpr(row.row_max);  // as one multiply-add with a difference it would leave half a last place of itself
+  }
+  if (p.sink.data) {
+    const float sink = scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
+    const float before = row.row_max;
+    row.row_max = v_max_f32(before, sink);
+    const float base = finite_or_zero(row.row_max), seen = v_exp_f32((before - base) * kLog2E);
+    row.row_sum = row.row_sum * seen + v_exp_f32((sink - base) * kLog2E);
+    o_scale *= seen;
+  }
+  if (p.lse && wave.query < job.span.seqlen_q && lane_half() == 0) {
+    const float natural = row.row_sum == 0.f ? -infinity() : row.row_max + log2_of(row.row_sum) * kLn2;
+    p.lse[lse_offset(p, job.span, job.i_head, wave.query)] = is_natural ? natural : row.lse();
+  }
+  o_scale *= row.normaliser() * scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
+  if constexpr (spec.dropout) o_scale *= p.dropout_scale;
+  if (p.scale_o) o_scale *= *p.scale_o;
   if constexpr (tile.store == StorePath::Vector) store_runs<spec, tile>(wave, params, job, o_scale);
   else store_elements<spec, tile>(wave, lds, params, job, o_scale);
 }

@@ -4,8 +4,25 @@
 #include <fmha/cdna/main_loop.h>
 #include <fmha/cdna/order.h>
 #include <fmha/cdna/simple_loop.h>
+#include <fmha/cdna/span.h>
 
 namespace fmha::cdna {
+
+template <CdnaSpec spec>
+FMHA_DEVICE Job job_of(const FwdParams& p, int32_t i_batch, int32_t i_head) {
+  Job job;
+  job.span = uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch,
+                                 p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
+  job.i_head = i_head;
+  job.i_head_kv = i_head / p.gqa_ratio;
+  job.band = resolve_band(p.mask, job.span.seqlen_q, job.span.seqlen_k);
+  float scale = p.softmax_scale;
+  if constexpr (is_fp8(spec.dtype_qk)) {
+    scale *= scalar_of(p.descale_q, i_batch, job.i_head_kv, 1.f) * scalar_of(p.descale_k, i_batch, job.i_head_kv, 1.f);
+  }
+  job.scale = spec.modifies ? scale : scale * kLog2E;
+  return job;
+}
 
 // -x of each element; FNUZ has no -0, and the code that would be it is NaN.
 template <DType dtype>
@@ -33,6 +50,32 @@ FMHA_DEVICE void move_sign_to_q(Job& job, Array<Frag, steps>& q) {
   job.scale = is_zero ? 1.f : -job.scale;
 }
 
+// Keep mask for tests: the keep bit of every position within the lengths, masked or not.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void write_keep_mask(const CdnaParams& params, const Job& job, Range queries) {
+  const FwdParams& p = params.fwd;
+  const int64_t batch_head = int64_t(job.span.i_batch) * p.num_heads_q + job.i_head;
+  const int32_t head = head_of_whole(p, job.span.i_batch, job.i_head);
+  const int32_t end = min(queries.end, job.span.seqlen_q);
+  for (int32_t i = queries.begin; i < end; ++i) {
+    uint8_t* row = p.keep_mask + (batch_head * p.seqlen_q + i) * p.seqlen_k;
+    for (int32_t j = thread_idx(); j < job.span.seqlen_k; j += Config<spec, tile>::num_threads) {
+      const bool keeps = dropout_keeps(p, head, i, j);
+      row[j] = keeps | !params.drops;
+    }
+  }
+}
+
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE WalkOf<spec> walk_of(const Job& job, Range queries, int32_t m_block) {
+  if constexpr (spec.masks) {
+    const int32_t past_end = ceil_div(job.span.seqlen_k, tile.block_n);
+    return ListWalk::of(reload_params<MaskedCdnaParams>().list, job.span.i_batch, job.i_head, m_block, past_end);
+  } else {
+    return TileWalk::of<spec, tile>(job, queries);
+  }
+}
+
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds& lds, int32_t m_block, int32_t i_head,
                           int32_t i_batch) {
@@ -40,7 +83,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   Job job = job_of<spec>(p.fwd, i_batch, i_head);
   const Range queries = {m_block * tile.block_m, min((m_block + 1) * tile.block_m, job.span.seqlen_q)};
   if (queries.empty()) return;
-  if (spec.dropout && p.fwd.keep_mask) write_keep_mask<C::num_threads>(p, job, queries);
+  if (spec.dropout && p.fwd.keep_mask) write_keep_mask<spec, tile>(p, job, queries);
 
   Wave<spec, tile> wave;
   const int32_t thread = opaque_thread_idx();
@@ -59,7 +102,7 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   wave.subtracted = false;
   wave.odd_key_sum = 0.f;
 
-  const auto walk = walk_of<spec, tile.block_n>(job, queries, m_block);
+  const auto walk = walk_of<spec, tile>(job, queries, m_block);
   bool hidden = false;
   if (walk.num_tiles > 0) {
     // All waves have read the last V of the previous tile: LDS is free. (The simple loop starts each step with a
@@ -75,11 +118,8 @@ FMHA_DEVICE void fwd_tile(const CdnaParams& p, typename Config<spec, tile>::Lds&
   if (hidden) {
 #pragma nounroll
     for (int32_t n = 0; n < walk.num_tiles; ++n) {
-      if (!is_partly_masked<spec, tile.block_n>(job, queries, walk, n)) continue;
-      add_back_nonfinite<spec, tile.block_n>(then, job, wave.query, walk.tile_at(n) * tile.block_n,
-                                             lane_half() * kRun, [](int32_t dim) __attribute__((always_inline)) {
-        return dim + (dim % kRun == kRun - 1 ? kRun + 1 : 1);
-      });
+      if (!is_partly_masked<spec, tile>(job, queries, walk, n)) continue;
+      add_back_nonfinite<spec, tile>(wave, then, job, walk.tile_at(n) * tile.block_n);
     }
   }
 }

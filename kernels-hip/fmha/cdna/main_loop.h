@@ -21,6 +21,27 @@
 
 namespace fmha::cdna {
 
+// Tiles of keys that some query of the workgroup sees: those of sink columns, then the band's.
+struct TileWalk {
+  int32_t num_sink_tiles, first_band_tile, num_tiles;
+
+  template <CdnaSpec spec, CdnaTile tile>
+  static FMHA_DEVICE TileWalk of(const Job& job, Range queries) {
+    const Range band = k_range(job.band, queries, job.span.seqlen_k);
+    const Range sinks = spec.sink_columns ? sink_range(job.band, queries, job.span.seqlen_k) : Range{0, 0};
+    TileWalk walk;
+    walk.num_sink_tiles = ceil_div(sinks.end, tile.block_n);
+    walk.first_band_tile = max(band.begin / tile.block_n, walk.num_sink_tiles);
+    const int32_t end = band.empty() ? 0 : ceil_div(band.end, tile.block_n);
+    walk.num_tiles = walk.num_sink_tiles + max(end - walk.first_band_tile, 0);
+    return walk;
+  }
+
+  FMHA_DEVICE int32_t tile_at(int32_t step) const {
+    return step < num_sink_tiles ? step : first_band_tile + step - num_sink_tiles;
+  }
+};
+
 FMHA_DEVICE Rows rows_of(const View& x, int64_t first_row, const SeqSpan& span, int32_t head, int32_t num_rows,
                          int32_t row_bytes, int32_t elem_bytes) {
   const int64_t first = row_offset(x, span.storage_batch, first_row, head);
@@ -65,6 +86,10 @@ FMHA_DEVICE Cursor<tile> v_cursor(const CdnaParams& p, const Job& job) {
   rows.row_bytes = job.span.seqlen_k * C::v_bytes;
   return {rows, p.fwd.v.row * C::v_bytes, false, C::v_bytes};
 }
+
+// The walk over keys: under masks as data by a list that a launch before has made.
+template <CdnaSpec spec>
+using WalkOf = typename Choose<spec.masks, ListWalk, TileWalk>::type;
 
 // All waves of a workgroup run the same steps: there are barriers inside.
 template <CdnaSpec spec, CdnaTile tile>
@@ -156,7 +181,7 @@ class MainLoop {
       return;
     }
     visible_to_all_ = Steps::of(walk_.num_tiles, [&](int32_t n) __attribute__((always_inline)) {
-      return !is_partly_masked<spec, tile.block_n>(job_, queries_, walk_, n);
+      return !is_partly_masked<spec, tile>(job_, queries_, walk_, n);
     });
   }
 
@@ -174,7 +199,7 @@ class MainLoop {
   FMHA_DEVICE void hide(typename C::VMatrix& v, int32_t n) {
     if constexpr (spec.mask == MaskKind::Full) return;
     const bool visible_to_all =
-        spec.sink_columns ? !is_partly_masked<spec, tile.block_n>(job_, queries_, walk_, n) : visible_to_all_.has(n);
+        spec.sink_columns ? !is_partly_masked<spec, tile>(job_, queries_, walk_, n) : visible_to_all_.has(n);
     if (!visible_to_all && zero_nonfinite<spec, tile>(v)) had_nonfinite_ = 1;
   }
 

@@ -4,6 +4,7 @@
 // mask hides in part, and only for those, each wave scans V in LDS once. If a NaN or an infinity is found, which is
 // rare, it is replaced by 0 in LDS, and after O is written it is added to those queries that do see its key.
 #pragma once
+#include <fmha/cdna/output.h>
 #include <fmha/cdna/tile_step.h>
 #include <fmha/isa/sync.h>
 
@@ -33,6 +34,16 @@ FMHA_DEVICE uint32_t without_nonfinite(uint32_t word) {
   return word & ~((nonfinite_elems<dtype>(word) >> (bits - 1)) * ((1u << bits) - 1));
 }
 
+// Whether the n-th tile of a walk may be masked in part.
+template <CdnaSpec spec, CdnaTile tile, class Walk>
+FMHA_DEVICE bool is_partly_masked(const Job& job, Range queries, const Walk& walk, int32_t n) {
+  if constexpr (code::kIsGiven) return true;
+  if constexpr (spec.masks) return walk.is_cut(n);
+  const int32_t first_key = walk.tile_at(n) * tile.block_n;
+  if constexpr (spec.mask == MaskKind::Full) return false;
+  return block_class(job.band, queries, {first_key, first_key + tile.block_n}) != BlockClass::Inside;
+}
+
 // Called by all waves once V of a partly masked tile is in LDS. Replaces NaN and infinity by 0; true if there were
 // any.
 template <CdnaSpec spec, CdnaTile tile>
@@ -59,6 +70,50 @@ FMHA_DEVICE bool zero_nonfinite(typename Config<spec, tile>::VMatrix& v) {
   }
   s_barrier();
   return true;
+}
+
+// Adds the zeroed values of V to the queries that see their keys, after O is written, one element after another; only
+// inputs with NaN or infinity get here.
+template <CdnaSpec spec, CdnaTile tile>
+FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job,
+                                    int32_t first_key) {
+  const FwdParams& p = params.fwd;
+  if (wave.query >= job.span.seqlen_q) return;
+  const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) *
+                      (p.scale_o ? *p.scale_o : 1.f);
+  const int64_t o = row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + wave.query, job.i_head);
+  const int32_t end = min(first_key + tile.block_n, job.span.seqlen_k);
+#pragma nounroll
+  for (int32_t key = first_key; key < end; ++key) {
+    if (!visible(job.band, wave.query, key)) continue;
+    const auto product = [&] {
+      return scaled_product<spec.dtype_qk, spec.dtype_qk>(p, KvKind::Packed, job.span, job.i_head, job.i_head_kv,
+                                                          params.head_dim_qk, wave.query, key);
+    };
+    if constexpr (spec.masks) {
+      const DataMasks masks = {reload_params<MaskedCdnaParams>().masks};
+      if (!masks_show(masks, p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    } else if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) {
+      continue;
+    }
+    const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
+    // This lane has written these elements of O itself, so it needs no synchronisation to read them.
+#pragma nounroll
+    for (int32_t dim = lane_half() * kRun; dim < params.head_dim_v; dim += dim % kRun == kRun - 1 ? kRun + 1 : 1) {
+      float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
+      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
+      // rounding left.
+      if (value - value == 0.f) continue;
+      value *= scale;
+      if constexpr (spec.dropout) {
+        const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
+        if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
+      }
+      with_dtype_o<spec>(params, [&](auto dtype) __attribute__((always_inline)) {
+        store_elem<dtype.value>(p.o.data, o + dim, load_elem<dtype.value>(p.o.data, o + dim) + value);
+      });
+    }
+  }
 }
 
 }  // namespace fmha::cdna

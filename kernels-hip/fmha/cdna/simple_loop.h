@@ -163,7 +163,7 @@ class SimpleLoop {
       tiles_.store_to_lds(p, i_tile, stage_);
       if (n + 1 < walk_.num_tiles) tiles_.issue_loads(walk_.tile_at(n + 1), stage_);
       s_barrier();
-      hidden |= is_partly_masked<spec, tile.block_n>(job_, queries_, walk_, n) && zero_nonfinite<spec, tile>(stage_.v);
+      hidden |= is_partly_masked<spec, tile>(job_, queries_, walk_, n) && zero_nonfinite<spec, tile>(stage_.v);
       process_tile(p, n, first_key);
     }
     return hidden;

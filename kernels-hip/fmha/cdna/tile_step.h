@@ -4,19 +4,24 @@
 //   P^T = exp2(S^T) stays in the same registers: they are the operand that the next product wants
 //   O^T += V^T P^T
 #pragma once
-#include <fmha/amd/forward.h>
 #include <fmha/cdna/config.h>
-#include <fmha/cdna/score.h>
+#include <fmha/mask.h>
+#include <fmha/online_softmax.h>
+#include <fmha/dropout.h>
 #include <fmha/range.h>
+#include <fmha/amd/mask_lanes.h>
+#include <fmha/cdna/score.h>
+#include <fmha/isa/sched.h>
+#include <fmha/shown_words.h>
 
 namespace fmha::cdna {
 
-using namespace amd;
-
-// Registers of an accumulator of scores, as headers beside the products take them.
-struct ScoreLayout {
-  static constexpr int edge = kEdge, elems = 16;
-  static FMHA_DEVICE constexpr int row(int i, int half) { return acc_row(i, half); }
+// Work of one workgroup.
+struct Job {
+  SeqSpan span;
+  int32_t i_head, i_head_kv;
+  MaskBand band;
+  float scale;  // of raw scores: to natural ones where they are modified, else to log2, and not negative then
 };
 
 // A wave's state for its 32 queries. Lanes l and l + 32 share query l: each has half of a tile's keys and half of the
@@ -41,11 +46,12 @@ struct Wave {
 template <CdnaSpec spec>
 constexpr float kMaxToLog2 = spec.modifies ? kLog2E : 1.f;
 
-// P's scale, in log2.
+// P's scale, in log2 (Config). For bf16, whose V may reach f32's largest number, P lies below 1 by the number of
+// keys, so that no sum of P V leaves f32 where O does not; a power of two moves no bit of the others.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
-  return scale_below_keys(job.span);
+  return __builtin_clz(job.span.seqlen_k | 1) - 32;
 }
 
 // S^T of one wave and tile; P in the order in which P V takes it.
@@ -138,10 +144,31 @@ FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& p, const Job& j
   }
 }
 
+// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
-  const Range queries = {wave.first_query, wave.first_query + kEdge};
-  amd::mask_by_data<ScoreLayout>(s, job, queries, wave.query, first_key, acc_row(0, lane_half()));
+  constexpr int blocks = Config<spec, tile>::n_tiles;
+  const MaskedCdnaParams& p = reload_params<MaskedCdnaParams>();
+  const int32_t last_query = job.span.seqlen_q - 1, query = min(wave.query, last_query);
+  const Range rows = {min(wave.first_query, last_query), min(wave.first_query + kEdge, job.span.seqlen_q)};
+  const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
+  const auto shown = masks.template of_query<blocks>(job.span, job.i_head, query, rows, first_key);
+  const int32_t first = first_key + acc_row(0, lane_half());
+#pragma unroll
+  for (int n = 0; n < blocks; ++n) {
+    const uint32_t seen = shown.seen[n] >> acc_row(0, lane_half()), full = shown.full[n] >> acc_row(0, lane_half());
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int32_t row = acc_row(i, 0), key = first + n * kEdge + row;
+      bool sees = key < job.span.seqlen_k && visible(job.band, query, key) && (seen >> row & 1);
+      if constexpr (code::kIsGiven) {
+        // No branch around the function: one hid pairs that it shows (clang 22, emulated; cause not found).
+        const uint32_t by_function = Functions::of(p.cdna.fwd, job.span, job.i_head).shows({query, key});
+        sees &= ((full >> row | by_function) & 1) != 0;
+      }
+      s[n][i] = sees ? s[n][i] : -infinity();
+    }
+  }
 }
 
 template <CdnaSpec spec, CdnaTile tile>
@@ -149,7 +176,15 @@ FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, const Wave<spec, ti
   // Opaque, or the compiler would hoist 16 key indices per block out of the main loop, into registers.
   int32_t query = wave.query, first = first_key + acc_row(0, lane_half());
   opaque_in_vgpr(query), opaque_in_vgpr(first);
-  amd::mask<ScoreLayout, spec.mask>(s, job.span, job.band, query, first);
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_tiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int32_t key = first + n * kEdge + acc_row(i, 0);
+      const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, query, key));
+      s[n][i] = seen ? s[n][i] : -infinity();
+    }
+  }
 }
 
 // Whether the wave's tile needs no mask.
@@ -199,14 +234,22 @@ FMHA_DEVICE float max_of(const Wave<spec, tile>& wave, const Scores<spec, tile>&
 // 1.007 of the contract's bound in one case of 148 (bf16, emulated gfx942).
 template <CdnaSpec spec, CdnaTile tile>
 FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Job& job, float tile_max) {
+  using C = Config<spec, tile>;
   const float scaled_max = spec.modifies ? tile_max : tile_max * job.scale;
-  amd::raise_row_max(wave.row, wave.o, scaled_max, kMaxToLog2<spec>, [&](float correction) __attribute__((always_inline)) {
-    wave.odd_key_sum *= correction;
-    const float base = finite_or_zero(wave.row.row_max) * kMaxToLog2<spec>;
-    wave.subtracted = v_cmp_ballot(abs_of(base) >= kLargestShift) != 0;
-    const float scale_of_p = float(p_scale_log2<spec, tile>(job));
-    wave.exp2_offset = wave.subtracted ? scale_of_p : scale_of_p - base;
-  });
+  if (v_cmp_ballot(scaled_max > wave.row.row_max) == 0) return;
+  const float before = wave.row.row_max;
+  wave.row.row_max = v_max_f32(before, scaled_max);
+  // A row that has seen nothing has a maximum of -inf, and -inf - -inf would be NaN.
+  const float row_max = finite_or_zero(wave.row.row_max);
+  const float correction = exp2_of((before - row_max) * kMaxToLog2<spec>);
+  wave.row.row_sum *= correction;
+  wave.odd_key_sum *= correction;
+  const float base = row_max * kMaxToLog2<spec>;
+  wave.subtracted = v_cmp_ballot(abs_of(base) >= kLargestShift) != 0;
+  const float scale_of_p = float(p_scale_log2<spec, tile>(job));
+  wave.exp2_offset = wave.subtracted ? scale_of_p : scale_of_p - base;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
 // A wave with so large a maximum: its scores are scaled, rounded as the maximum was, and the maximum subtracted,

@@ -44,7 +44,7 @@ template <CdnaSpec spec, RdnaTile tile>
 struct Config {
   static constexpr int qk_bytes = size_bytes(spec.dtype_qk), v_bytes = size_bytes(spec.dtype_v);
   static constexpr int column_waves = tile.column_waves;  // that share the columns of their rows
-  static constexpr int num_waves = rdna::num_waves(tile), num_threads = rdna::num_threads(tile);
+  static constexpr int num_waves = tile.block_m / kEdge * column_waves, num_threads = num_waves * kWaveSize;
   static constexpr int n_blocks = tile.block_n / kEdge;    // of keys, of a tile
   static constexpr int wave_dim_qk = spec.head_dim_qk / column_waves, wave_dim_v = spec.head_dim_v / column_waves;
   static constexpr int d_blocks = wave_dim_v / kEdge;       // of O^T, of a wave

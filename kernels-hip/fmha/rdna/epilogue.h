@@ -1,11 +1,20 @@
-// Conversion of a wave's sums to O and LSE.
+// O and LSE from a wave's sums, and values that a mask kept out of the products.
 #pragma once
+#include <fmha/cdna/output.h>
 #include <fmha/isa/sync.h>
 #include <fmha/rdna/tile_step.h>
 
 namespace fmha::rdna {
 
 constexpr int kRun = 4;  // elements of O that are stored at once
+
+// Beyond FP8's range the conversion would give NaN; a NaN stays one.
+template <DType dtype>
+FMHA_DEVICE float saturated(float x) {
+  if constexpr (!is_fp8(dtype)) return x;
+  const float most = dtype == DType::E4m3Fn ? 448.f : 57344.f;
+  return x > most ? most : x < -most ? -most : x;
+}
 
 // Four adjacent elements of O, aligned to their size.
 template <DType dtype>
@@ -25,13 +34,26 @@ FMHA_DEVICE void store_run(uint8_t* to, float a, float b, float c, float d) {
   }
 }
 
+// Work of one workgroup.
+struct Job {
+  SeqSpan span;
+  int32_t i_head, i_head_kv;
+  MaskBand band;
+  float scale;  // of raw scores: to natural ones where they are modified, else to log2
+};
+
+// Element of O's first dimension, for a query.
+FMHA_DEVICE int64_t first_of_o(const FwdParams& p, const Job& job, int32_t query) {
+  return row_offset(p.o, job.span.storage_batch, int64_t(job.span.q_row) + query, job.i_head);
+}
+
 // Stores O from registers: head_dim_v and every stride of O are multiples of a run.
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void store_runs(const Wave<spec, tile>& wave, const CdnaParams& p, const Job& job, float o_scale) {
   const bool is_inside = wave.query < job.span.seqlen_q;
-  with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
+  cdna::with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
     constexpr int bytes = size_bytes(dtype.value);
-    uint8_t* const o = static_cast<uint8_t*>(p.fwd.o.data) + output_row(job.span, job.i_head, wave.query).o(p.fwd) * bytes;
+    uint8_t* const o = static_cast<uint8_t*>(p.fwd.o.data) + first_of_o(p.fwd, job, wave.query) * bytes;
     const int first = lane_half() * kAccElems;
 #pragma unroll
     for (int d = 0; d < Config<spec, tile>::d_blocks; ++d) {
@@ -65,8 +87,8 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
       const int32_t query = wave.queries.begin + id / kEdge, dim = d * kEdge + id % kEdge;
       const float x = block[id];
       if (query >= job.span.seqlen_q || dim >= p.head_dim_v) continue;
-      with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
-        store_elem<dtype.value>(p.fwd.o.data, output_row(job.span, job.i_head, query).o(p.fwd) + dim, x);
+      cdna::with_dtype_o<spec>(p, [&](auto dtype) __attribute__((always_inline)) {
+        store_elem<dtype.value>(p.fwd.o.data, first_of_o(p.fwd, job, query) + dim, x);
       });
     }
     lds_in_order();
@@ -76,12 +98,78 @@ FMHA_DEVICE void store_elements(const Wave<spec, tile>& wave, typename Config<sp
 template <CdnaSpec spec, RdnaTile tile>
 FMHA_DEVICE void epilogue(Wave<spec, tile>& wave, typename Config<spec, tile>::Lds& lds, const CdnaParams& params,
                           const Job& job) {
+  const FwdParams& p = params.fwd;
   OnlineRow row = wave.row;
   row.row_sum += other_half(row.row_sum);
-  const bool writes = wave.query < job.span.seqlen_q && lane_half() == 0;
-  const float o_scale = end_of_row<spec>(params.fwd, job, row, p_scale_log2<spec, tile>(job), wave.query, writes);
+  // The scale of P is taken out of the sum here and out of the output below.
+  const float unscale = float_of(uint32_t(127 - p_scale_log2<spec, tile>(job)) << 23);
+  row.row_sum *= unscale;
+  float o_scale = unscale;
+  // Natural where a modifier or a sink is: times log2(e) either may be more than f32 holds.
+  const bool is_natural = spec.modifies || p.sink.data;
+  if (is_natural && !spec.modifies) {
+    row.row_max *= kLn2;
+    opaque_in_vgpr(row.row_max);  // as one multiply-add with a difference it would leave half a last place of itself
+  }
+  if (p.sink.data) {
+    const float sink = scalar_of(p.sink, job.span.i_batch, job.i_head, -infinity());
+    const float before = row.row_max;
+    row.row_max = v_max_f32(before, sink);
+    const float base = finite_or_zero(row.row_max), seen = v_exp_f32((before - base) * kLog2E);
+    row.row_sum = row.row_sum * seen + v_exp_f32((sink - base) * kLog2E);
+    o_scale *= seen;
+  }
+  if (p.lse && wave.query < job.span.seqlen_q && lane_half() == 0) {
+    const float natural = row.row_sum == 0.f ? -infinity() : row.row_max + log2_of(row.row_sum) * kLn2;
+    p.lse[lse_offset(p, job.span, job.i_head, wave.query)] = is_natural ? natural : row.lse();
+  }
+  o_scale *= row.normaliser() * scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f);
+  if constexpr (spec.dropout) o_scale *= p.dropout_scale;
+  if (p.scale_o) o_scale *= *p.scale_o;
   if constexpr (tile.store == StorePath::Vector) store_runs<spec, tile>(wave, params, job, o_scale);
   else store_elements<spec, tile>(wave, lds, params, job, o_scale);
+}
+
+// Adds the values of V that went to LDS as 0 to the queries that see their keys, after O is written, one element
+// after another. Each lane has its own query's elements of one parity, which no other lane touches.
+template <CdnaSpec spec, RdnaTile tile>
+FMHA_DEVICE void add_back_nonfinite(const Wave<spec, tile>& wave, const CdnaParams& params, const Job& job,
+                                    int32_t first_key) {
+  const FwdParams& p = params.fwd;
+  if (wave.query >= job.span.seqlen_q) return;
+  const float scale = scalar_of(p.descale_v, job.span.i_batch, job.i_head_kv, 1.f) * (p.scale_o ? *p.scale_o : 1.f);
+  const int64_t o = first_of_o(p, job, wave.query);
+  const int32_t end = min(first_key + tile.block_n, job.span.seqlen_k);
+#pragma nounroll
+  for (int32_t key = first_key; key < end; ++key) {
+    if (!visible(job.band, wave.query, key)) continue;
+    const auto product = [&] {
+      return scaled_product<spec.dtype_qk, spec.dtype_qk>(p, KvKind::Packed, job.span, job.i_head, job.i_head_kv,
+                                                          params.head_dim_qk, wave.query, key);
+    };
+    if constexpr (spec.masks) {
+      const DataMasks masks = {reload_params<MaskedCdnaParams>().masks};
+      if (!masks_show(masks, p, job.span, job.i_head, {wave.query, key}, product)) continue;
+    } else if (!functions_show(p, job.span, job.i_head, {wave.query, key}, product)) {
+      continue;
+    }
+    const int64_t v = row_offset(p.v, kv_row(p, KvKind::Packed, job.span, key), job.i_head_kv);
+#pragma nounroll
+    for (int32_t dim = lane_half(); dim < params.head_dim_v; dim += 2) {
+      float value = load_elem<spec.dtype_v>(p.v.data, v + dim * p.v.dim);
+      // The test precedes the scaling: the compiler would make an FMA of a difference of a product, which gives what
+      // rounding left.
+      if (value - value == 0.f) continue;
+      value *= scale;
+      if constexpr (spec.dropout) {
+        const int32_t batch_head = head_of_whole(p, job.span.i_batch, job.i_head);
+        if (params.drops && !dropout_keeps(p, batch_head, wave.query, key)) value *= 0.f;
+      }
+      cdna::with_dtype_o<spec>(params, [&](auto dtype) __attribute__((always_inline)) {
+        store_elem<dtype.value>(p.o.data, o + dim, load_elem<dtype.value>(p.o.data, o + dim) + value);
+      });
+    }
+  }
 }
 
 }  // namespace fmha::rdna

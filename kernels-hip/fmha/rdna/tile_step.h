@@ -4,19 +4,17 @@
 //   P^T = exp2(S^T) becomes the operand of the next product: in place on gfx12, by an exchange of half waves on gfx11
 //   O^T += V^T P^T
 #pragma once
-#include <fmha/amd/forward.h>
+#include <fmha/amd/mask_lanes.h>
+#include <fmha/amd/score.h>
+#include <fmha/dropout.h>
+#include <fmha/isa/sched.h>
+#include <fmha/mask.h>
+#include <fmha/online_softmax.h>
 #include <fmha/range.h>
 #include <fmha/rdna/load.h>
+#include <fmha/shown_words.h>
 
 namespace fmha::rdna {
-
-using namespace amd;
-
-// Registers of an accumulator of scores, as headers beside the products take them.
-struct ScoreLayout {
-  static constexpr int edge = kEdge, elems = kAccElems;
-  static FMHA_DEVICE constexpr int row(int i, int half) { return acc_row(i, half); }
-};
 
 // A wave's state for its 16 rows. Lanes l and l + 16 share row l: each has half of a tile's keys and half of the head
 // dims of O.
@@ -43,12 +41,13 @@ constexpr bool kNatural = spec.modifies || tile.split;
 template <CdnaSpec spec, RdnaTile tile>
 constexpr float kMaxToLog2 = kNatural<spec, tile> ? kLog2E : 1.f;
 
-// P's scale, in log2.
+// P's scale, in log2. That of bf16, whose V may reach f32's largest number, lies below 1 by the number of keys, so that
+// no sum of P V leaves f32 where O does not.
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE int p_scale_log2(const Job& job) {
   if constexpr (spec.dtype_v != DType::Bf16) return Config<spec, tile>::p_scale_log2;
   if constexpr (tile.split) return job.scale_below_keys();
-  return scale_below_keys(job.span);
+  return __builtin_clz(job.span.seqlen_k | 1) - 32;
 }
 
 template <CdnaSpec spec, RdnaTile tile>
@@ -80,8 +79,17 @@ FMHA_DEVICE Scores<spec, tile> scores(const Wave<spec, tile>& wave, const typena
   return s;
 }
 
-// The lane's first key of a tile.
-FMHA_DEVICE int32_t own_key(int32_t first_key) { return first_key + acc_row(0, lane_half(opaque_thread_idx())); }
+// Calls `change(score, key)` for all of a lane's scores.
+template <CdnaSpec spec, RdnaTile tile, class Change>
+FMHA_DEVICE void for_each_score(Scores<spec, tile>& s, int32_t first_key, Change change) {
+  const int half = lane_half(opaque_thread_idx());
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < kAccElems; ++i)
+      s[n][i] = change(s[n][i], first_key + n * kEdge + acc_row(i, half));
+  }
+}
 
 // A lane's scores of a tile: of one row, keys along the registers.
 template <CdnaSpec spec, RdnaTile tile>
@@ -104,18 +112,50 @@ struct TileOfScores {
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void modify(Scores<spec, tile>& s, const CdnaParams& params, const Job& job, const Wave<spec, tile>& wave,
                         int32_t first_key) {
-  const TileOfScores<spec, tile> scores = {s, min(wave.query, job.span.seqlen_q - 1), own_key(first_key)};
+  const TileOfScores<spec, tile> scores = {s, min(wave.query, job.span.seqlen_q - 1),
+                                           first_key + acc_row(0, lane_half(opaque_thread_idx()))};
   apply_given<ExactTanh, !spec.masks>(scores, params.fwd, DType(params.dtype_bias), job.span, wave.i_head);
 }
 
 template <CdnaSpec spec, RdnaTile tile, class Job>
 FMHA_DEVICE void mask(Scores<spec, tile>& s, const Job& job, int32_t query, int32_t first_key) {
-  amd::mask<ScoreLayout, spec.mask>(s, job.span, job.band, query, own_key(first_key));
+  for_each_score<spec, tile>(s, first_key, [&](float x, int32_t key) {
+    const bool seen = key < job.span.seqlen_k && (spec.mask == MaskKind::Full || visible(job.band, query, key));
+    return seen ? x : -infinity();
+  });
   if constexpr (tile.split) {
     if (!job.has_words()) return;
     static_assert(tile.block_n <= 32, "a tile's keys are the bits of a word");
     const uint32_t seen = job.shown_word(query, first_key);
-    for_each_score<ScoreLayout>(s, own_key(0), [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
+    for_each_score<spec, tile>(s, 0, [&](float x, int32_t key) { return seen >> key & 1 ? x : -infinity(); });
+  }
+}
+
+// Hides the pairs of a tile that masks as data, or a mask as code beside them, cut.
+template <CdnaSpec spec, RdnaTile tile, class Job>
+FMHA_DEVICE void mask_by_data(Scores<spec, tile>& s, const Job& job, const Wave<spec, tile>& wave, int32_t first_key) {
+  constexpr int words = max(tile.block_n / 32, 1);
+  const MaskedCdnaParams& p = reload_params<MaskedCdnaParams>();
+  const int32_t last_query = job.span.seqlen_q - 1, query = min(wave.query, last_query);
+  const Range rows = {min(wave.queries.begin, last_query), min(wave.queries.end, job.span.seqlen_q)};
+  const ShownWords<MaskLanes> masks = {DataMasks{p.masks}};
+  const auto shown = masks.template of_query<words>(job.span, wave.i_head, query, rows, first_key);
+  const int own = acc_row(0, lane_half(opaque_thread_idx()));
+#pragma unroll
+  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) {
+    const int shift = n * kEdge % 32 + own;
+    const uint32_t seen = shown.seen[n * kEdge / 32] >> shift, full = shown.full[n * kEdge / 32] >> shift;
+#pragma unroll
+    for (int i = 0; i < kAccElems; ++i) {
+      const int32_t row = acc_row(i, 0), key = first_key + own + n * kEdge + row;
+      bool sees = key < job.span.seqlen_k && visible(job.band, query, key) && (seen >> row & 1);
+      if constexpr (code::kIsGiven) {
+        // No branch around the function: one hid pairs that it shows (clang 22, emulated; cause not found).
+        const uint32_t by_function = Functions::of(p.cdna.fwd, job.span, wave.i_head).shows({query, key});
+        sees &= ((full >> row | by_function) & 1) != 0;
+      }
+      s[n][i] = sees ? s[n][i] : -infinity();
+    }
   }
 }
 
@@ -142,7 +182,13 @@ FMHA_DEVICE void raise_row_max(Wave<spec, tile>& wave, const Scores<spec, tile>&
   }
   float tile_max = v_max_f32(most[0], most[1]);
   tile_max = v_max_f32(tile_max, other_half(tile_max));
-  amd::raise_row_max(wave.row, wave.o, tile_max, kMaxToLog2<spec, tile>, [](float) {});
+  if (v_cmp_ballot(tile_max > wave.row.row_max) == 0) return;
+  const float before = wave.row.row_max;
+  wave.row.row_max = v_max_f32(before, tile_max);
+  const float correction = exp2_of((before - finite_or_zero(wave.row.row_max)) * kMaxToLog2<spec, tile>);
+  wave.row.row_sum *= correction;
+#pragma unroll
+  for (int d = 0; d < C::d_blocks; ++d) wave.o[d] *= correction;
 }
 
 // Scores become P, their sum is added to the row's.
@@ -209,11 +255,10 @@ FMHA_DEVICE void tile_step(Wave<spec, tile>& wave, const typename Config<spec, t
                            const Job& job, int32_t first_key, const Columns& columns, bool is_cut = true) {
   Scores<spec, tile> s = scores<spec, tile>(wave, lds.k);
   columns.add_others(s);
-#pragma unroll
-  for (int n = 0; n < Config<spec, tile>::n_blocks; ++n) s[n] *= job.scale;
+  for_each_score<spec, tile>(s, first_key, [&](float x, int32_t) { return x * job.scale; });
   if constexpr (spec.modifies) modify<spec, tile>(s, p, job, wave, first_key);
   if constexpr (spec.masks) {
-    if (is_cut) mask_by_data<ScoreLayout>(s, job, wave.queries, wave.query, first_key, own_key(0));
+    if (is_cut) mask_by_data<spec, tile>(s, job, wave, first_key);
   } else if (!needs_no_mask<spec, tile>(job, wave.queries, first_key)) {
     mask<spec, tile>(s, job, wave.query, first_key);
   }

@@ -171,7 +171,7 @@ fn blocks(cases: &mut Vec<Case>) {
         let of_heads = Dims { num_heads_q: 8, num_heads_kv: 2, ..of(64, 64, (65, 200), "b").dims };
         let packed = o_16_bits(group(dtype, of_heads, &sequences, "b"));
         push("group_of_heads", packed, Lengths::packed(&sequences), Plant::Nothing);
-        // Three cases of V with 256 columns: rows of V apart in memory; NaN behind the last key; NaN that the mask hides.
+        // Three cases of V with 256 columns: its rows apart in memory; NaN behind the last key; NaN that a mask hides.
         let wide = |mask| of(256, 256, (70, 300), mask);
         let mut apart = wide("0").descale_v(by_head);
         apart.strides.v = padded(apart.shape_v(), 16);

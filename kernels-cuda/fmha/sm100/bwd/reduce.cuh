@@ -13,7 +13,8 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile, part>& smem, uint32
                         const SeenKeys& seen) {
   using Of = Shape<spec>;
   using Sums = DqSums<spec>;
-  constexpr int chunk = 32, columns = Of::is_wide ? Of::queries : Of::dim_qk;
+  // An ordered sum of wide rows keeps its position beside the words: 32 of them spill.
+  constexpr int chunk = spec.deterministic && Of::is_wide ? 16 : 32, columns = Of::is_wide ? Of::queries : Of::dim_qk;
   const int32_t row = threadIdx.x % kBlock;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
   const int32_t num_steps = has_dk(part) ? work.num_steps : 0;
@@ -28,7 +29,11 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile, part>& smem, uint32
       ptx::mbarrier_wait_parity(smem.dq_full, Of::dq_parity(i, dq_part));
       ptx::tcgen05_fence_after_thread_sync();
       if constexpr (spec.deterministic) {
-        if (dq_part == 0) Turn::at<Of::queries>(p, work, block).wait(position_of(work, seen, blocks, block));
+        if (dq_part == 0) {
+          const Turn turn = Turn::at<Of::queries>(p, work, block);
+          if constexpr (SeenKeys::has_tile_list) turn.wait(position_of(work, seen, blocks, block));
+          else turn.wait(position_at(work, block.first));
+        }
       }
       // Elements that the first part has are not added again.
       const int32_t element = Of::first_of(dq_part) + row;

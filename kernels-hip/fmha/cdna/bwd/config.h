@@ -40,7 +40,7 @@ struct Walked : WalkedForms<WalkedRows<dim, num_rows>, WalkedColumns<dim, num_ro
 template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_waves = tile.rows / kEdge, num_threads = num_waves * kWaveSize;
-  static constexpr bool makes_ds = cdna::makes_ds(tile.sums), makes_dv = cdna::makes_dv(tile.sums);
+  static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);
   static constexpr bool queries_own = owns_queries(tile.sums);
   static_assert(spec.head_dim_qk % 64 == 0 && spec.head_dim_v % 64 == 0, "rows are padded to whole lines of banks");
   static_assert(2 * tile.columns <= num_threads / 2, "a half of the waves loads LSE and delta, a thread each");

@@ -21,7 +21,7 @@
 #include <fmha/bwd.h>
 #include <fmha/amd/mask_lanes.h>
 #include <fmha/cdna/bwd/tile.h>
-#include <fmha/amd/span.h>
+#include <fmha/cdna/span.h>
 #include <fmha/isa/sched.h>
 
 namespace fmha::cdna::bwd {
@@ -29,6 +29,11 @@ namespace fmha::cdna::bwd {
 constexpr int kElemBytes = 2;
 constexpr int kBlockRows = 32;  // walked rows whose pairs with own rows a wave has in registers at once
 using PairValues = f32x16;      // of a lane
+
+constexpr bool owns_queries(BwdSums sums) { return sums == BwdSums::Dq; }
+// dQ or dK.
+constexpr bool sums_scores(BwdSums sums) { return sums != BwdSums::Dv; }
+constexpr bool sums_values(BwdSums sums) { return sums == BwdSums::DkDv || sums == BwdSums::Dv; }
 
 struct Nothing {};
 template <bool is_there, class T>
@@ -95,7 +100,7 @@ struct Job {
 };
 
 FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) {
-  return amd::uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch,
+  return uniform(resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch,
                              p.cu_seqlens_k ? KvKind::Packed : KvKind::Strided, i_batch));
 }
 

@@ -109,23 +109,32 @@ struct Wave {
       s[i] = rounded;
     }
     if (!is_partly_masked) return;
-    const auto hide = [&](int32_t from, auto sees) __attribute__((always_inline)) {
-      for_each_score<ScoreLayout>(s, from, [&](float x, int32_t key) { return sees(key) ? x : -infinity(); });
-    };
     if constexpr (spec.listed) {
       const uint32_t of_half = shown >> acc_row(0, lane_half());
-      return hide(0, [&](int32_t key) { return of_half >> key & 1; });
+#pragma unroll
+      for (int i = 0; i < 16; ++i) s[i] = of_half >> acc_row(i, 0) & 1 ? s[i] : -infinity();
+      return;
     }
-    hide(first, [&](int32_t key) { return sees_in_band(key); });
-    if (params.tree_mask) hide(first, [&](int32_t key) { return sees_in_tree(params, key); });
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = sees_in_band(first + acc_row(i, 0)) ? s[i] : -infinity();
+    if (!params.tree_mask) return;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i] = sees_in_tree(params, first + acc_row(i, 0)) ? s[i] : -infinity();
   }
 
+  // Takes in the maximum of a tile; sums and O are rescaled only where it rose for some row.
   FMHA_DEVICE void raise_row_max(const Acc& s) {
     float most = -infinity();
 #pragma unroll
     for (int i = 0; i < 16; i += 2) most = v_max3_f32(most, s[i], s[i + 1]);
     most = max_of_halves(most, -infinity());
-    amd::raise_row_max(sums, o, most, kLog2E, [](float) {});
+    if (v_cmp_ballot(most > sums.row_max) == 0) return;
+    const float before = sums.row_max;
+    sums.row_max = v_max_f32(before, most);
+    const float correction = v_exp_f32((before - finite_or_zero(sums.row_max)) * kLog2E);
+    sums.row_sum *= correction;
+#pragma unroll
+    for (int n = 0; n < C::columns; ++n) o[n] *= correction;
   }
 
   FMHA_DEVICE Array<Frag, C::pv_steps> probabilities(Acc& s) {

@@ -1,7 +1,7 @@
 // Pieces of work of a decode kernel, for any tile: rows of a group, a part of their sequence's keys, where keys lie.
 #pragma once
 #include <fmha/cdna/decode/tile.h>
-#include <fmha/amd/span.h>
+#include <fmha/cdna/span.h>
 #include <fmha/mask.h>
 
 namespace fmha::cdna::decode {
@@ -34,7 +34,7 @@ FMHA_DEVICE SeqSpan seq_of(const FwdParams& p, int32_t i_batch) {
   return resolve_seq(p, p.cu_seqlens_q ? QLayout::Packed : QLayout::Batch, layout_of(p), i_batch);
 }
 
-FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) { return amd::uniform(seq_of(p, i_batch)); }
+FMHA_DEVICE SeqSpan span_of(const FwdParams& p, int32_t i_batch) { return uniform(seq_of(p, i_batch)); }
 
 // A tree mask alone decides which keys a query sees: its band hides nothing.
 FMHA_DEVICE MaskBand band_of(const CdnaDecodeParams& params, const SeqSpan& span) {

@@ -31,7 +31,7 @@ struct Walked : WalkedForms<typename rdna::Config<kRowsSpec<dtype, dim>, kRowsTi
 template <MatrixBwdSpec spec, MatrixBwdTile tile>
 struct Config {
   static constexpr int num_threads = tile.rows / kEdge * kWaveSize;
-  static constexpr bool makes_ds = cdna::makes_ds(tile.sums), makes_dv = cdna::makes_dv(tile.sums);
+  static constexpr bool makes_ds = sums_scores(tile.sums), makes_dv = sums_values(tile.sums);
   static constexpr bool queries_own = owns_queries(tile.sums);
   static_assert(tile.stages == 1, "a block is copied where it is computed with");
   static_assert(2 * tile.columns <= num_threads, "LSE and delta are copied by a thread each");

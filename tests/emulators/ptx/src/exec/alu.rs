@@ -227,7 +227,7 @@ fn word(warp: &mut Warp, inst: &Inst, mask: u32, f: Wf, ftz: bool) {
                 fp::NAN
             } else {
                 fmax(fmax(a, b), c)
-            })
+            });
         }
         Wf::FMinNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmin(a, b) }),
         Wf::FMaxNan => floats!(|a, b, c| if a.is_nan() || b.is_nan() { fp::NAN } else { fmax(a, b) }),

@@ -3,7 +3,7 @@
 #include <fmha/isa/lane.h>
 #include <fmha/seq.h>
 
-namespace fmha::amd {
+namespace fmha::cdna {
 
 FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
   return {v_readfirstlane_b32(span.i_batch), v_readfirstlane_b32(span.storage_batch),
@@ -11,4 +11,4 @@ FMHA_DEVICE SeqSpan uniform(SeqSpan span) {
           v_readfirstlane_b32(span.k_row),   v_readfirstlane_b32(span.seqlen_k)};
 }
 
-}  // namespace fmha::amd
+}  // namespace fmha::cdna

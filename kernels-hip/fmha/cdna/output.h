@@ -1,22 +1,10 @@
-// O's type, which a call chooses at run time, and the saturation of an FP8 one.
+// O's type, which a call chooses at run time.
 #pragma once
 #include <fmha/cdna/tile.h>
 #include <fmha/isa/hip.h>
 #include <fmha/num.h>
 
-namespace fmha::amd {
-
-using cdna::CdnaParams;
-using cdna::CdnaSpec;
-using cdna::OutputKind;
-
-// Beyond FP8's range the conversion would give NaN; a NaN stays one.
-template <DType dtype>
-FMHA_DEVICE float saturated(float x) {
-  if constexpr (!is_fp8(dtype)) return x;
-  const float most = dtype == DType::E4m3Fn ? 448.f : dtype == DType::E4m3Fnuz ? 240.f : 57344.f;
-  return x > most ? most : x < -most ? -most : x;
-}
+namespace fmha::cdna {
 
 template <DType dtype>
 struct DTypeConstant {
@@ -42,4 +30,4 @@ FMHA_DEVICE void with_dtype_o(const CdnaParams& p, Body body) {
   }
 }
 
-}  // namespace fmha::amd
+}  // namespace fmha::cdna
