@@ -13,8 +13,7 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile, part>& smem, uint32
                         const SeenKeys& seen) {
   using Of = Shape<spec>;
   using Sums = DqSums<spec>;
-  // An ordered sum of wide rows keeps its position beside the words: 32 of them spill.
-  constexpr int chunk = spec.deterministic && Of::is_wide ? 16 : 32, columns = Of::is_wide ? Of::queries : Of::dim_qk;
+  constexpr int chunk = 32, columns = Of::is_wide ? Of::queries : Of::dim_qk;
   const int32_t row = threadIdx.x % kBlock;
   const bool signals = threadIdx.x % 32 == 0;  // arrives for its warp
   const int32_t num_steps = has_dk(part) ? work.num_steps : 0;
