@@ -10,6 +10,7 @@ use fmha_core::{Call, DType, ScoreSums, abi_spec};
 use fmha_gpu::{Grid, Launch, Operand, ScoresIndex, Stage};
 
 use crate::nvidia::{DeviceFacts, Nvidia};
+use crate::operands::{ALIGN, swizzle_span};
 use crate::tma::{TensorMap, TensorMapFacts, stride_bytes};
 
 /// The kernel's name.
@@ -20,9 +21,6 @@ const ROWS: i32 = 64;
 
 /// Keys that TMA brings at once, at most.
 const MOST_BOX_KEYS: u32 = 128;
-
-/// Bytes by which addresses and strides are multiples, as TMA needs.
-const ALIGN: u64 = 16;
 
 /// The most heads: columns of one product, whose sums a thread has twice.
 const MOST_HEADS: u32 = 64;
@@ -106,7 +104,7 @@ impl Sm90IndexTile {
         let row = dim * spec.dtype_k.size_bytes();
         let tile = |rows: u64| (rows * row).next_multiple_of(1024);
         let scales = if spec.k_scale { self.block_n() } else { 1 };
-        let words = (stages_q * heads * 4).next_multiple_of(4) + stages_k * scales * 4;
+        let words = stages_q * heads * 4 + stages_k * scales * 4;
         let bytes = stages_k * tile(self.block_n()) + stages_q * tile(heads) + words.next_multiple_of(8);
         (bytes + 16 * (stages_k + stages_q)).next_multiple_of(1024)
     }
@@ -224,25 +222,23 @@ impl<V: Nvidia> ScoresIndex<V> for Sm90Index {
 
     fn beside(call: &Call<'_, ValidChoose>, indexer: &Indexer, _: &TileOptions) -> Result<IndexMaps> {
         let problem = call.problem;
+        // Without rows or keys no CTA runs, and no map is read.
+        if problem.rows() == 0 || problem.seqlen_k == 0 {
+            return Ok(IndexMaps { q: TensorMap::UNREAD, k: TensorMap::UNREAD });
+        }
         let address =
             |slice: &Option<fmha_core::DevSlice<'_>>| slice.map_or(0, |slice| slice.as_ptr() as u64);
         let size = indexer.dtype_k.size_bytes();
         let row = u64::from(indexer.head_dim) * size;
-        let span = (if row.is_multiple_of(128) {
-            128
-        } else if row.is_multiple_of(64) {
-            64
-        } else {
-            32
-        }) / size;
+        let span = swizzle_span(indexer.head_dim.cast_signed(), indexer.dtype_k).unsigned_abs();
         let [heads, dim] = [indexer.num_heads, indexer.head_dim].map(u64::from);
         let q = TensorMapFacts {
             name: "q",
             dtype: indexer.dtype_q,
             address: address(&call.args.q),
-            dims: [dim, heads, problem.rows().max(1), 1],
+            dims: [dim, heads, problem.rows(), 1],
             strides_bytes: [row, row * heads, 1 << 20],
-            box_dims: [span as u32, indexer.num_heads, 1, 1],
+            box_dims: [span, indexer.num_heads, 1, 1],
         };
         let [outer, inner] = match indexer.keys {
             IndexKeys::Batch => [problem.batch, problem.seqlen_k],
@@ -259,7 +255,7 @@ impl<V: Nvidia> ScoresIndex<V> for Sm90Index {
                 stride(indexer.strides_k.outer, outer),
                 1 << 20,
             ],
-            box_dims: [span as u32, box_keys(indexer), 1, 1],
+            box_dims: [span, box_keys(indexer), 1, 1],
         };
         Ok(IndexMaps { q: q.encode::<V::Driver>()?, k: k.encode::<V::Driver>()? })
     }

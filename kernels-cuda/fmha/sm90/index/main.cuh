@@ -209,6 +209,8 @@ struct Consumer {
       for (int32_t r = 0; r < 2; ++r)
         scale[m][r] = spec.k_scale ? smem.scale[k_slot.index][key_of(m) + mma::fragment_row() + 8 * r] : 1.f;
     }
+    // All lanes have read their scales before one of them hands the slot back.
+    __syncwarp();
     ptx::mbarrier_arrive_if(smem.k_empty[k_slot.index], signals());
     k_slot.advance();
   }
