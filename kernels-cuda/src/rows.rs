@@ -147,8 +147,10 @@ pub(crate) fn lists_by_clusters(
     ctas: Option<u32>,
     facts: &DeviceFacts,
 ) -> Result<Option<(Launch, String)>, String> {
-    let choice = ClusterChoice::of(rows, entries, facts.num_sms, ctas).filter(|_| facts.instructions.tma);
-    let Some(choice) = choice else {
+    if !facts.instructions.tma {
+        return Ok(None);
+    }
+    let Some(choice) = ClusterChoice::of(rows, entries, facts.num_sms, ctas) else {
         let refuse =
             |ctas| format!("tile cluster={ctas}: no clusters of so many CTAs hold rows of {entries}");
         return ctas.map_or(Ok(None), |ctas| Err(refuse(ctas)));

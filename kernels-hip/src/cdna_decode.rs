@@ -220,8 +220,15 @@ fn takes_rows_of_bytes(problem: &FwdProblem) -> Result<(), Refusal> {
         refuse!(NAME, "cache_rows of {bytes} bytes without indices");
     }
     if !spec(problem).v_in_k {
-        let pages = problem.strides.k.batch;
-        refuse!(NAME, "cache_rows of {bytes} bytes beside k.batch stride {pages}: rows begin on no dwords");
+        let (q, k, v) = (problem.strides.q, problem.strides.k.batch, problem.strides.v.batch);
+        refuse!(
+            NAME,
+            "cache_rows of {bytes} bytes beside strides q.batch {}, q.seq {} and q.head {} of two bytes, k.batch {k} \
+             and v.batch {v} of one: rows begin on no dwords",
+            q.batch,
+            q.seq,
+            q.head
+        );
     }
     Ok(())
 }
@@ -307,10 +314,6 @@ impl Split for CdnaDecode {
     }
 
     fn for_any_address(&self) -> Option<Self> {
-        // Rows of bytes are not read by elements.
-        if self.spec.row_bytes > 0 {
-            return None;
-        }
         let spec = CdnaDecodeSpec { load: LoadPath::Element, v_in_k: false, ..self.spec };
         (spec != self.spec).then_some(Self { spec, ..*self })
     }

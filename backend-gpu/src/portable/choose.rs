@@ -288,6 +288,9 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             Some(_) => Ok(None),
         };
         let has_own_lists = own_lists((Stage::Lists, "choose_lists"), 1).map_err(refuse)?.is_some();
+        if let Some(cluster) = cluster.filter(|_| problem.topk == 0) {
+            return Err(refuse(format!("tile cluster={cluster}: topk 0, so no list is made")));
+        }
         if let Some(cluster) = cluster.filter(|_| !has_own_lists) {
             return Err(refuse(format!("tile cluster={cluster}: {} has no clusters", facts.arch())));
         }
@@ -381,7 +384,6 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidChoose>) -> Result<()> {
         let (problem, args, chunk) = (call.problem, call.args, self.chunk);
         let beside = problem.indexer().map(|indexer| S::beside(call, indexer, &self.fields)).transpose()?;
-        let has_beside = size_of::<S::Beside>() > 0 && beside.is_some();
         let beside =
             beside.as_ref().map_or(std::ptr::null_mut(), |it| std::ptr::from_ref(it).cast_mut().cast());
         let workspace = args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
@@ -413,10 +415,9 @@ impl<S: ScoresIndex<V>, V: Vendor> Kernel<ValidChoose, V> for Choose<S> {
             };
             // The first launch alone takes the second argument; the driver reads as many as a kernel has.
             let mut arguments = [(&raw mut params).cast(), beside];
-            let arguments = if has_beside { &mut arguments[..] } else { &mut arguments[..1] };
             // SAFETY: the kernels take one ChooseParams, and that of the scores what is beside it; core saw that its
             // memory covers the problem, and the workspace is as large as the plan said.
-            unsafe { steps.launch_all(arguments, call.stream)? };
+            unsafe { steps.launch_all(&mut arguments, call.stream)? };
         }
         Ok(())
     }

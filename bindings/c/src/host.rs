@@ -401,7 +401,12 @@ impl Choice {
     }
 }
 
-fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
+/// Fields of a tile, as `block_m=128,stages=2` says them.
+///
+/// # Errors
+/// `tile` with the pair that is not of the form name=value.
+#[doc(hidden)]
+pub fn tile_options(text: &str) -> Result<Vec<(String, String)>, ProblemError> {
     text.split(',')
         .map(|pair| match pair.split_once('=') {
             Some((name, value)) if !name.is_empty() && !value.is_empty() => {

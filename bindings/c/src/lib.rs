@@ -25,7 +25,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use fmha::{DevBuffer, Device, Error, ProblemError};
 
-pub use host::Choice;
+pub use host::{Choice, tile_options};
 pub use masks::FmhaMaskObject;
 pub use plan::FmhaPlan;
 pub use ranks::*;

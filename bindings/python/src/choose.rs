@@ -170,9 +170,9 @@ impl Choose {
             if !kernel.is_empty() {
                 options = options.kernel(kernel.to_string_lossy());
             }
-            let fields = tile.to_string_lossy();
-            let fields = fields.split(',').filter_map(|field| field.split_once('='));
-            options = options.tile(fields.map(|(name, value)| (name.to_owned(), value.to_owned())));
+            if !tile.is_empty() {
+                options = options.tile(said(fmha_c::tile_options(&tile.to_string_lossy()))?);
+            }
             said(device.plan_choose(&said(self.problem()?.validate())?, &options))
         })
     }

@@ -71,10 +71,11 @@ impl CacheRows {
     /// Offset in its page of a row's values, of its scales, and of its elements in bf16, bytes.
     #[must_use]
     pub const fn places(self, page_size: u32, row: u32) -> [usize; 3] {
-        let (row, values) = (row as usize, self.values() as usize);
+        let (row, values, stride) = (row as usize, self.values() as usize, self.stride() as usize);
+        let at = row * stride;
         match self {
-            Self::Bytes656 => [row * 656, row * 656 + values, row * 656 + values + 16],
-            Self::Bytes584 => [row * 576, page_size as usize * 576 + row * 8, row * 576 + values],
+            Self::Bytes656 => [at, at + values, at + values + 16],
+            Self::Bytes584 => [at, page_size as usize * stride + row * 8, at + values],
         }
     }
 
@@ -179,9 +180,10 @@ impl FwdProblem {
             "cache_rows",
             "cache_rows of {bytes} bytes take no append yet: new keys are not quantised"
         );
-        match self.walks_caches() {
-            true => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
-            false => Ok(()),
+        match (self.lists, self.second) {
+            (None, None) => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
+            // Lists are checked as lists, and a second cache says what it takes beside it.
+            _ => Ok(()),
         }
     }
 
