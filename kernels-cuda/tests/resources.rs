@@ -441,15 +441,7 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     ];
     cases
         .map(|(name, head_dim_qk, head_dim_v, change)| {
-            let dims = Dims {
-                batch: 1,
-                seqlen_q: 1024,
-                seqlen_k: 1024,
-                num_heads_q: 1,
-                num_heads_kv: 1,
-                head_dim_qk,
-                head_dim_v,
-            };
+            let dims = one_head(head_dim_qk, head_dim_v);
             let problem = change(FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL));
             let problem = problem.with_block_scales(BlockFormat::Mxfp8E4m3);
             let tile = sm100::choose_tile(&problem, arch, 148);
@@ -669,15 +661,7 @@ fn mma_sync_kernels() -> Vec<(String, KernelSource)> {
     ] {
         let mut spec = BwdSpec::plain(DType::Bf16, dim, MaskKind::Upper);
         change(&mut spec);
-        let dims = Dims {
-            batch: 1,
-            seqlen_q: 1024,
-            seqlen_k: 1024,
-            num_heads_q: 1,
-            num_heads_kv: 1,
-            head_dim_qk: dim as u32,
-            head_dim_v: dim as u32,
-        };
+        let dims = one_head(dim as u32, dim as u32);
         let mut problem = BwdProblem::new(FwdProblem::batch(DType::Bf16, dims));
         let strides = problem.fwd.strides.q;
         problem.dbias = spec.write_dbias.then_some(BiasGrad { dtype: spec.dtype_dbias, strides });
@@ -719,15 +703,7 @@ fn tma_kernels_of_mma_sync() -> Vec<(String, KernelSource)> {
     let room = Room { smem_bytes: 101_376, num_sms: 170 };
     [(DType::Bf16, 128), (DType::Bf16, 64), (DType::Bf16, 192), (DType::Bf16, 256), (DType::E4m3Fn, 128)]
         .map(|(dtype, dim)| {
-            let dims = Dims {
-                batch: 1,
-                seqlen_q: 1024,
-                seqlen_k: 1024,
-                num_heads_q: 1,
-                num_heads_kv: 1,
-                head_dim_qk: dim,
-                head_dim_v: dim,
-            };
+            let dims = one_head(dim, dim);
             let problem = FwdProblem::batch(dtype, dims).dtype_o(DType::Bf16);
             let tile = sm80::choose_tile(&problem, room).by_tma(&problem, room).unwrap();
             (format!("sm80_tma_{dim}_{dtype}"), sm80::fwd(&FwdSpec::of(&problem), &tile))
@@ -882,6 +858,12 @@ fn every_blackwell_kernel_compiles_in_the_registers_of_the_table_without_spills(
 /// The table of an architecture: compilers allocate registers for sm_103a otherwise.
 fn table_of_blackwell(arch: &str) -> &'static str {
     if arch == "sm_103a" { "resources_sm103.txt" } else { "resources_sm100.txt" }
+}
+
+/// A sequence of 1024 tokens and one head.
+fn one_head(head_dim_qk: u32, head_dim_v: u32) -> Dims {
+    let (batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv) = (1, 1024, 1024, 1, 1);
+    Dims { batch, seqlen_q, seqlen_k, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v }
 }
 
 /// NVRTC, and its own built-in functions, which it finds only if they are loaded already.

@@ -152,7 +152,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn run_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd) -> Result<CallTime> {
         let facts = (host.totals, host.second_totals, host.dropout);
-        host.score_sums = plan.promises().score_sums;
+        host.takes_numerics_of(plan);
         let stream = self.backend.default_stream();
         timed(&stream, || self.forward(plan, &mut host.operands, facts, &stream))
     }
@@ -163,7 +163,7 @@ impl<'a> Resident<'a> {
     /// What the backend said.
     pub fn queue_fwd(&mut self, plan: &FwdPlan, host: &mut HostFwd, stream: &Stream) -> Result<()> {
         let facts = (host.totals, host.second_totals, host.dropout);
-        host.score_sums = plan.promises().score_sums;
+        host.takes_numerics_of(plan);
         self.forward(plan, &mut host.operands, facts, stream)
     }
 

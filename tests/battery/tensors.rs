@@ -6,9 +6,9 @@ use fmha_core::reference::{Inputs, Precision, forward_head};
 use fmha_core::seq::{KvRows, spans};
 use fmha_core::{
     Bias, BlockFormat, BlockList, BlockLists, BlockScales, BlockTable, BwdProblem, CacheArgs, CacheRows,
-    CombineProblem, DType, Descale, DropoutSeed, ElemType, Extents, FwdProblem, KvLayout, ListLength,
-    MaskArgs, Merge, QLayout, Result, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, SeqSpan, Shape,
-    Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
+    CombineProblem, DType, Descale, DropoutSeed, ElemType, Extents, FwdPlan, FwdProblem, KvLayout,
+    ListLength, MaskArgs, Merge, QLayout, Result, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs,
+    SeqSpan, Shape, Strides, Totals, VLayout, ValidBwd, ValidCombine, ValidFwd,
 };
 use rayon::prelude::*;
 
@@ -108,9 +108,18 @@ pub struct HostFwd {
     pub spans: Vec<SeqSpan>,
     /// How the last plan that ran sums scores, as it promised.
     pub score_sums: ScoreSums,
+    /// Whether the last plan that ran multiplies stored elements of V, so that it rounds P to their type (CONTRACT.md,
+    /// "Scales by blocks").
+    pub rounds_p: bool,
 }
 
 impl HostFwd {
+    /// Notes how a plan sums scores and rounds P.
+    pub(crate) fn takes_numerics_of(&mut self, plan: &FwdPlan) {
+        self.score_sums = plan.promises().score_sums;
+        self.rounds_p = plan.kernel() == "sm100";
+    }
+
     /// Fills every input.
     ///
     /// # Errors
@@ -152,7 +161,9 @@ impl HostFwd {
         }
         let (totals, dropout) = (lengths.totals, dropout_seed(data.seed));
         let second_totals = lengths.second.as_ref().map_or(Totals::NONE, |second| second.totals);
-        Ok(Self { problem, totals, second_totals, operands, dropout, spans, score_sums: ScoreSums::F32 })
+        let score_sums = ScoreSums::F32;
+        let rounds_p = false;
+        Ok(Self { problem, totals, second_totals, operands, dropout, spans, score_sums, rounds_p })
     }
 
     /// Operands as the reference reads them.

@@ -32,8 +32,10 @@ pub(crate) fn step(environment: &[(String, String)], tally: &mut Tally) -> Step 
     // All packages together: one alone would have other features of what it depends on, and build all of that again.
     let step =
         Step::cargo("doc tests", &["test", "--release", "--workspace", "--doc", "--quiet"]).at_least(1);
-    // A program that cannot find itself has rustdoc run the examples, on no device.
-    let Ok(own) = std::env::current_exe() else { return step };
+    let Ok(own) = std::env::current_exe() else {
+        tally.say("absent: doc tests on devices: this program does not find itself");
+        return step;
+    };
     let tool = ["--test-runtool", &own.display().to_string(), "--test-runtool-arg", WORD].join("\x1f");
     step.with(vec![("CARGO_ENCODED_RUSTDOCFLAGS".to_owned(), tool), (ON.to_owned(), there.join(","))])
 }

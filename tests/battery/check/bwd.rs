@@ -148,7 +148,7 @@ pub fn check_bwd(host: &HostBwd, selection: &Selection, progress: Progress<'_>) 
         }));
     }
     if selection.is_partial() {
-        verdict.tensors.extend(forward.verdicts(fwd, true));
+        verdict.tensors.extend(forward.verdicts(fwd, false, true));
     }
     Ok(verdict)
 }

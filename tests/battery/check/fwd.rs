@@ -52,7 +52,7 @@ pub fn check_fwd(host: &HostFwd, selection: &Selection, progress: Progress<'_>) 
 
     let mut all = Forward::default();
     parts.into_iter().for_each(|part| all.merge(part));
-    let tensors = all.verdicts(&host.problem, host.problem.write_lse);
+    let tensors = all.verdicts(&host.problem, host.rounds_p, host.problem.write_lse);
     if !selection.is_partial() {
         all.faults.extend(small_outputs(host, &inputs)?);
     }
@@ -227,12 +227,16 @@ impl Forward {
         }
     }
 
-    /// Verdicts on O, and on LSE if it is wanted.
-    pub(super) fn verdicts(&self, problem: &FwdProblem, with_lse: bool) -> Vec<TensorVerdict> {
+    /// Verdicts on O, and on LSE if it is wanted. `rounds_p`: the kernel rounds P to the type of V's elements.
+    pub(super) fn verdicts(
+        &self,
+        problem: &FwdProblem,
+        rounds_p: bool,
+        with_lse: bool,
+    ) -> Vec<TensorVerdict> {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
-        // A kernel that multiplies stored elements of V rounds P to their type (CONTRACT.md, "Scales by blocks").
         let u_of_p = match problem.block_scales.map(|scales| scales.format.elem()) {
-            Some(ElemType::Number(elem)) => elem.unit_roundoff(),
+            Some(ElemType::Number(elem)) if rounds_p => elem.unit_roundoff(),
             _ => 0.0,
         };
         let of_o = |o: &Stat, name| {

@@ -56,31 +56,22 @@ fn bounds(cases: &mut Vec<Case>) {
         head_dim_qk: 32,
         head_dim_v: 32,
     };
-    for (what, text) in [
-        ("causal", "k <= q"),
-        ("window", "abs(q - k) <= 20"),
-        ("prefix", "k < 140 or k <= q"),
-        ("blocks", "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)"),
+    // Heads enough that kernels have the mask in bits, of rows that end within a word.
+    let of_heads = Dims { num_heads_q: 4, seqlen_q: 290, seqlen_k: 330, ..dims };
+    let blocks = "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)";
+    for (what, dims, text) in [
+        ("causal", dims, "k <= q"),
+        ("window", dims, "abs(q - k) <= 20"),
+        ("prefix", dims, "k < 140 or k <= q"),
+        ("blocks", dims, blocks),
+        ("heads_neighbourhood", of_heads, "abs(q // 17 - k // 17) <= 2 and abs(q % 17 - k % 17) <= 2"),
+        ("heads_blocks", of_heads, blocks),
     ] {
         let problem = masked(DType::Bf16, dims, "0").mask_code(text.parse().ok());
         let name = format!("code/forward/bf16/bounds/mask_{what}");
         let drawn = data(&name);
         cases.push(Case::forward(name, problem.clone(), Lengths::default(), drawn));
         let name = format!("code/backward/bf16/bounds/mask_{what}");
-        let drawn = data(&name);
-        cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
-    }
-    // Heads enough that kernels have the mask in bits, of rows that end within a word.
-    let dims = Dims { num_heads_q: 4, seqlen_q: 290, seqlen_k: 330, ..dims };
-    for (what, text) in [
-        ("neighbourhood", "abs(q // 17 - k // 17) <= 2 and abs(q % 17 - k % 17) <= 2"),
-        ("blocks", "(q // 64 == k // 64 or k // 96 < q // 128) and not (b == 1 and k >= 256)"),
-    ] {
-        let problem = masked(DType::Bf16, dims, "0").mask_code(text.parse().ok());
-        let name = format!("code/forward/bf16/bounds/mask_heads_{what}");
-        let drawn = data(&name);
-        cases.push(Case::forward(name, problem.clone(), Lengths::default(), drawn));
-        let name = format!("code/backward/bf16/bounds/mask_heads_{what}");
         let drawn = data(&name);
         cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
     }

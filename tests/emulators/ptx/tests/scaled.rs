@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Random, block, checked, download, run, upload_bytes};
+use common::{Random, barrier_and_commit, block, checked, download, run, upload_bytes};
 use fmha_emu_ptx::{Device, Fault, FaultKind};
 
 /// Products, 32 bytes of a row each.
@@ -176,16 +176,7 @@ fn kernel(p: Product) -> String {
         }
         stores.push_str("tcgen05.wait::st.sync.aligned;\n");
     }
-    let cluster = if p.pair {
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-    } else {
-        ""
-    };
-    let commit = if p.pair {
-        "@%lead tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%done], %both;"
-    } else {
-        "@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%done];"
-    };
+    let (cluster, commit) = barrier_and_commit(p.pair);
     format!(
         ".version 8.7\n.target sm_100a\n.address_size 64\n.extern .shared .align 1024 .b8 raw[];
         .visible .entry k(.param .u64 o, .param .u64 image) {{
@@ -306,8 +297,19 @@ fn product(p: Product) -> Result<(), Fault> {
     changed_product(p, |text| text)
 }
 
-/// The product, its kernel's text changed.
+/// The product, its kernel's text changed: right in every element.
 fn changed_product(p: Product, change: impl Fn(String) -> String) -> Result<(), Fault> {
+    for (at, got, want) in elements(p, change)? {
+        assert_eq!(got, want, "{p:?} {at:?}");
+    }
+    Ok(())
+}
+
+/// Place of an element, row and column; what a product gave there, and what it should be.
+type Element = ([usize; 2], f64, f64);
+
+/// Every element of a product, its kernel's text changed.
+fn elements(p: Product, change: impl Fn(String) -> String) -> Result<Vec<Element>, Fault> {
     let mut random = Random(u64::from(p.n) + 7);
     let a = Operand::random(p, M * p.blocks(), p.kind.types[0], &mut random);
     let b = Operand::random(p, p.n, p.kind.types[1], &mut random);
@@ -326,13 +328,15 @@ fn changed_product(p: Product, change: impl Fn(String) -> String) -> Result<(), 
     (config.grid[0], config.cluster[0]) = (p.blocks(), p.blocks());
     run(&device, &change(kernel(p)), &config, &args, &checked())?;
     let k = p.k() as usize;
-    for (i, bits) in download(&device, out, (a.rows * p.n) as usize).into_iter().enumerate() {
-        let (row, column) = (i / p.n as usize, i % p.n as usize);
-        let pairs = a.values[row * k..][..k].iter().zip(&b.values[column * k..][..k]);
-        let want: f64 = pairs.map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
-        assert_eq!(f64::from(f32::from_bits(bits)), want, "{p:?} ({row}, {column})");
-    }
-    Ok(())
+    let found = download(&device, out, (a.rows * p.n) as usize).into_iter().enumerate();
+    Ok(found
+        .map(|(i, bits)| {
+            let (row, column) = (i / p.n as usize, i % p.n as usize);
+            let pairs = a.values[row * k..][..k].iter().zip(&b.values[column * k..][..k]);
+            let want = pairs.map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
+            ([row, column], f64::from(f32::from_bits(bits)), want)
+        })
+        .collect())
 }
 
 #[test]
@@ -373,9 +377,9 @@ fn a_factor_of_nan_reaches_its_rows_alone() {
             ),
         )
     };
-    let caught = std::panic::catch_unwind(|| changed_product(p, nan));
-    let text = caught.unwrap_err().downcast_ref::<String>().unwrap().clone();
-    assert!(text.contains("left: NaN") && text.contains("(0, 0)"), "{text}");
+    for ([row, column], got, want) in elements(p, nan).unwrap_or_else(|fault| panic!("{fault}")) {
+        assert!(if row == 0 { got.is_nan() } else { got == want }, "({row}, {column}): {got}, not {want}");
+    }
 }
 
 #[test]
@@ -433,8 +437,14 @@ fn an_instruction_descriptor_that_the_kind_lacks_is_refused() {
 fn each_misuse_of_scale_factors_is_caught() {
     let overwrite = "tcgen05.st.sync.aligned.32x32b.x8.b32 [%tl+320], {%v0,%v1,%v2,%v3,%v4,%v5,%v6,%v7}; WD:";
     for (p, from, to, kind, names) in [
-        // Two of the four parts have no copy.
-        (Product::new(E4M3, 128), "32x128b.warpx4", "64x128b.warpx2::01_23", None, ""),
+        // A copy of 64 rows, of which 32 are there.
+        (
+            Product::new(E4M3, 128),
+            "32x128b.warpx4",
+            "64x128b.warpx2::01_23",
+            Some(FaultKind::Uninitialised),
+            "tcgen05.cp",
+        ),
         // Other factors in place of those that a product still reads.
         (Product::new(E4M3, 32), "WD:", overwrite, Some(FaultKind::Race), "column 320"),
         // Copies and products read what generic stores wrote, without the fence between the proxies.

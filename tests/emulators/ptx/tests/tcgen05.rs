@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Random, block, checked, download, run, upload_bytes};
+use common::{Random, barrier_and_commit, block, checked, download, run, upload_bytes};
 use fmha_emu_ptx::{Device, Fault, FaultKind, Options, RowShift, TensorMap};
 
 /// Fault of a kernel, if any.
@@ -171,16 +171,7 @@ fn kernel(p: Product) -> String {
         (String::new(), load)
     };
     let bytes = if p.a_tmem { n / group * 128 } else { (rows_a + n / group) * 128 };
-    let cluster = if p.pair {
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-    } else {
-        ""
-    };
-    let commit = if p.pair {
-        "@%lead tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%done], %both;"
-    } else {
-        "@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%done];"
-    };
+    let (cluster, commit) = barrier_and_commit(p.pair);
     let shift = p.shift.map_or_else(String::new, |(lane, _)| {
         format!("@%lead tcgen05.shift.cta_group::{group}.down [%tm+{}];", lane << 16 | 4)
     });

@@ -53,6 +53,20 @@ pub(crate) fn checked() -> Options {
     options
 }
 
+/// Text of a kernel of `tcgen05`: the barrier of a pair of blocks, if there is one, and the commit of products, which
+/// `%lead` issues and which arrives at `%done` in each block.
+pub(crate) fn barrier_and_commit(pair: bool) -> (&'static str, &'static str) {
+    if pair {
+        (
+            "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+            "@%lead tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster\
+             .multicast::cluster.b64 [%done], %both;",
+        )
+    } else {
+        ("", "@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%done];")
+    }
+}
+
 /// Runs `body` on one warp: sources in `%a %b %c` (each lane its own words of 64 bits), result in `%d`. Registers
 /// are `.b32` or `.b64` by `width`.
 pub(crate) fn lanes(width: u32, body: &str, sources: [&[u64; 32]; 3]) -> [u64; 32] {
