@@ -187,8 +187,6 @@ impl Choice<'_> {
     ) -> Result<Cow<'s, [u8]>> {
         let Self { problem, args } = *self;
         let from = slice.and_then(|slice| slice.as_host()).unwrap_or_default();
-        let table: Vec<i32> = numbers(&args.block_table);
-        let used: Vec<i32> = numbers(&args.seqused_k);
         let (batch, keys) = (problem.batch as usize, problem.seqlen_k as usize);
         let is_dense = indexer.keys == IndexKeys::Batch
             && (strides.key as usize).checked_mul(elem) == Some(bytes)
@@ -196,6 +194,8 @@ impl Choice<'_> {
         if is_dense && let Some(rows) = from.get(..batch * keys * bytes) {
             return Ok(Cow::Borrowed(rows));
         }
+        let table: Vec<i32> = numbers(&args.block_table);
+        let used: Vec<i32> = numbers(&args.seqused_k);
         let mut to = filled(batch * keys * bytes, 0u8)?;
         for b in 0..batch {
             let length = used.get(b).map_or(keys, |&used| (used.max(0) as usize).min(keys));

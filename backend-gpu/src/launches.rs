@@ -45,6 +45,14 @@ pub enum Stage {
     Captured,
 }
 
+impl Stage {
+    /// Whether the launch makes lists of tiles, or what lists are made from.
+    #[must_use]
+    pub const fn makes_lists(self) -> bool {
+        matches!(self, Self::MaskBits | Self::ListTiles | Self::RankTiles)
+    }
+}
+
 /// How many groups of threads a launch has, and how they start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {

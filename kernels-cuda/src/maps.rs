@@ -198,7 +198,7 @@ impl MapFacts {
 }
 
 /// Types of Q, K and V in memory: with scales by blocks those of their elements, of a byte each.
-fn stored_types(problem: &FwdProblem) -> [DType; 3] {
+pub(crate) fn stored_types(problem: &FwdProblem) -> [DType; 3] {
     match problem.block_scales.map(|scales| scales.format.elem()) {
         Some(ElemType::Number(elem)) => [elem; 3],
         _ => [problem.dtypes.qk, problem.stored_k(), problem.stored_v()],

@@ -3,7 +3,6 @@
 use std::borrow::Cow;
 
 use fmha_core::abi::AbiLiteral as _;
-use fmha_core::args::ElemType;
 use fmha_core::fields::Takes;
 use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::{FwdSpec, KvKind};
@@ -12,6 +11,7 @@ use fmha_core::{
     scale_params,
 };
 
+use crate::maps::stored_types;
 use crate::operands::{
     has_odd_pages, keys_of_v_begin_anywhere, page_keys, stores_vectors, strides, swizzle_span,
 };
@@ -330,12 +330,12 @@ const fn words_of_scales(spec: &FwdSpec) -> [i32; 2] {
 /// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, and scales that are an argument of
 /// their own. Any other problem is itself.
 fn as_stored(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
-    let Some(ElemType::Number(elem)) = problem.block_scales.map(|scales| scales.format.elem()) else {
+    if problem.block_scales.is_none() {
         return Cow::Borrowed(problem);
-    };
+    }
     let mut stored = problem.clone();
     stored.block_scales = None;
-    (stored.dtypes.qk, stored.dtypes.v) = (elem, elem);
+    [stored.dtypes.qk, _, stored.dtypes.v] = stored_types(problem);
     Cow::Owned(stored)
 }
 
@@ -389,7 +389,7 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     // are 0 at such a scale.
     let scale = problem.resolved_softmax_scale();
     let is_subnormal = scale != 0.0 && scale.abs() * std::f32::consts::LOG2_E < f32::MIN_POSITIVE;
-    if as_stored(problem).dtypes.qk == DType::Bf16
+    if stored_types(problem)[0] == DType::Bf16
         && is_subnormal
         && problem.score.softcap.is_none()
         && problem.score.bias == Bias::None
@@ -401,9 +401,9 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 
 /// The strides in bytes, with the tensor and the axis.
 fn stride_bytes(problem: &FwdProblem) -> impl Iterator<Item = (&'static str, &'static str, i64)> {
-    let dtypes = as_stored(problem).dtypes;
+    let [qk, _, v] = stored_types(problem);
     strides(problem).map(move |(name, axis, stride)| {
-        let size = if name == "v" { dtypes.v } else { dtypes.qk }.size_bytes() as i64;
+        let size = if name == "v" { v } else { qk }.size_bytes() as i64;
         (name, axis, stride.saturating_mul(size))
     })
 }
@@ -417,7 +417,7 @@ fn tma_loads(problem: &FwdProblem, block_n: i32) -> bool {
 
 /// The most bytes that threads can copy at a time.
 fn most_copied(problem: &FwdProblem) -> i32 {
-    let size_of_v = as_stored(problem).dtypes.v.size_bytes() as i64;
+    let size_of_v = stored_types(problem)[2].size_bytes() as i64;
     let most = if keys_of_v_begin_anywhere(problem) { size_of_v } else { 16 };
     let divides = |&bytes: &i64| stride_bytes(problem).all(|(_, _, stride)| stride % bytes == 0);
     [16, 8, 4, 2].into_iter().filter(|&bytes| bytes <= most).find(divides).unwrap_or(1) as i32

@@ -197,7 +197,8 @@ abi_memory! {
         rows: "BytesTile<tile.block_n, tile.row_bytes>" [self.stages] if self.row_bytes > 0
             => Size::of(self.block_n * round_up(self.row_bytes, 16), 16);
         /// The block of an FP8 cache, or of rows of bytes, that is widened for the products.
-        wide: "WideBlock<spec, tile>" if self.row_bytes > 0 || (self.widens_blocks(spec) && !self.reads_raw_blocks(spec))
+        wide: "WideBlock<spec, tile>"
+            if self.row_bytes > 0 || (self.widens_blocks(spec) && !self.reads_raw_blocks(spec))
             => self.qk_size(spec, self.block_n).or(self.v_size(spec));
         /// Ring of blocks of K of an FP8 cache as they lie in memory.
         raw_k: "RawBlock<spec, tile, spec.head_dim_qk>" [self.stages] if self.has_raw_blocks(spec)
@@ -498,12 +499,17 @@ fn takes_fp8(problem: &FwdProblem, multiplies_fp8: bool) -> Result<(), String> {
 /// # Errors
 /// The list, and the mask.
 pub(crate) fn refuse_full_lists_beside_code(problem: &FwdProblem) -> Result<(), Refusal> {
-    let has_full = problem.masks.block_lists.is_some_and(|lists| lists.full.is_some());
-    if has_full && problem.code.mask.is_some() {
-        let text = "block_lists: a full list beside a mask as code, which its blocks do not ask".to_owned();
-        return Err(Refusal::new(NAME, text));
+    let full = problem.masks.block_lists.and_then(|lists| lists.full);
+    match full.filter(|_| problem.code.mask.is_some()) {
+        None => Ok(()),
+        Some(full) => {
+            let text = format!(
+                "block_lists: a full list of up to {} blocks beside a mask as code, which its blocks do not ask",
+                full.max_blocks
+            );
+            Err(Refusal::new(NAME, text))
+        }
     }
-    Ok(())
 }
 
 /// The most bytes that a copy can take where strides allow any: a packed sequence's keys begin anywhere, which are the

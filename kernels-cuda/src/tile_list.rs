@@ -101,8 +101,9 @@ pub(crate) fn launches(
     let bits = plan.words_of_bits(problem).map(|(words, sequences)| -> Result<Launch, String> {
         let groups = u64::from(problem.dims.seqlen_q.div_ceil(ROWS_OF_BITS)) * u64::from(sequences);
         let warps = groups * u64::from(words.div_ceil(WORDS_OF_BITS));
-        let ctas = u32::try_from(warps.div_ceil(u64::from(THREADS / 32)).max(1));
-        let ctas = ctas.map_err(|_| format!("bits of a mask as code of {sequences} sequences"))?;
+        let warps = i32::try_from(warps)
+            .map_err(|_| format!("mask as code: its bits take {warps} warps, 2^31 or more"))?;
+        let ctas = warps.unsigned_abs().div_ceil(THREADS / 32).max(1);
         let source = mask_bits(spec, words);
         Ok(row_launch((Stage::MaskBits, BITS_NAME), source, Grid::new(ctas, THREADS), facts))
     });

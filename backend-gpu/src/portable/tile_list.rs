@@ -308,7 +308,7 @@ impl TileListPlan {
     ) -> Result<(TileList, MaskDataParams)> {
         let (mut list, is_built) = self.of_call(args, params.workspace.0);
         let mut masks = self.masks(masks, &list);
-        let makes = |stage| !is_built && matches!(stage, Stage::MaskBits | Stage::ListTiles);
+        let makes = |stage: Stage| !is_built && stage.makes_lists();
         for step in steps.iter().filter(|step| makes(step.stage)) {
             let mut arguments = [(&raw mut *params).cast(), (&raw mut masks).cast(), (&raw mut list).cast()];
             // SAFETY: both kernels take FwdParams, MaskDataParams and TileList; the caller keeps the rest.

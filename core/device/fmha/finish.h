@@ -1,8 +1,8 @@
 // The end of a row: from its running maximum and its sum to O's factor and LSE, what the call multiplies O by besides,
-// and where O and LSE lie. Every epilogue ends its rows here; a kernel keeps how its registers lie.
+// and where O and LSE lie. NVIDIA's epilogues and simt end their rows here; a kernel keeps how its registers lie.
 //
-// `Unit` has a device's functions: exp2, log2, inverse, quotient, larger, and rounded_product, which no compiler
-// contracts with a sum.
+// `Unit` has a device's functions: log2 and inverse; beside a sink exp2, quotient, larger, and rounded_product, which no
+// compiler contracts with a sum.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>
@@ -11,10 +11,8 @@ namespace fmha {
 
 // The functions of any device.
 struct ScalarUnit {
-  FMHA_DEVICE static float exp2(float x) { return exp2_of(x); }
   FMHA_DEVICE static float log2(float x) { return log2_of(x); }
   FMHA_DEVICE static float inverse(float x) { return 1.f / x; }
-  FMHA_DEVICE static float quotient(float a, float b) { return a / b; }
 };
 
 // Factor that normalises a row's O, and the row's natural log-sum-exp.

@@ -12,14 +12,6 @@ struct OnlineRow {
   float row_max = -infinity();  // of the scores so far, in log2
   float row_sum = 0.f;          // of exp2(score - row_max)
 
-  // Takes in a maximum; returns what sums and outputs so far are multiplied by.
-  FMHA_DEVICE float raise_to(float new_max) {
-    const float correction = exp2_of(row_max - finite_or_zero(new_max));
-    row_max = new_max;
-    row_sum *= correction;
-    return correction;
-  }
-
   // Factor of the output at the end: 0 for a row that has seen nothing.
   FMHA_DEVICE float normaliser() const { return row_sum == 0.f ? 0.f : 1.f / row_sum; }
 

@@ -199,15 +199,13 @@ impl MaskObject {
         same_rows(self.totals, seq.totals)?;
         check_build(&self.like, seq, masks, self.device.memory().space())?;
         let queues = self.device.queues()?;
-        let is_captured = match queues {
+        if let (false, Some(queues)) = (self.has_lists, queues)
             // SAFETY: the caller keeps the contract of `build_on_raw`.
-            Some(queues) => unsafe { queues.is_capturing(stream)? },
-            None => false,
-        };
-        if is_captured && !self.has_lists {
+            && unsafe { queues.is_capturing(stream)? }
+        {
             return Err(refused(
-                "mask: the object was built 0 times before a build that is captured; before the first replay calls would \
-                 walk lists that nobody has made",
+                "mask: the object was built 0 times before a build that is captured; before the first replay calls \
+                 would walk lists that nobody has made",
             ));
         }
         // A build that fails half way leaves new tensors beside old lists.

@@ -333,11 +333,10 @@ fn body_of(out: &mut String, graph: &Graph, used: &Used) -> Vec<String> {
                 let sign = if *op == Binary::Mod { "%" } else { "/" };
                 format!("int(unsigned({}) {sign} unsigned({}))", of(a), of(b))
             }
-            Node::Binary(Binary::Div, a, b) if divisor(graph, *b).is_some() => {
-                let inverse = divisor(graph, *b).map_or(1.0, |c| 1.0 / c);
-                format!("expr::div_by({}, {}, {})", of(a), of(b), float(inverse.to_bits()))
-            }
-            Node::Binary(op, a, b) => binary(*op, graph.type_of(*a), all_narrow, &of(a), &of(b)),
+            Node::Binary(op, a, b) => match divisor(graph, *b).filter(|_| *op == Binary::Div) {
+                Some(c) => format!("expr::div_by({}, {}, {})", of(a), of(b), float((1.0 / c).to_bits())),
+                None => binary(*op, graph.type_of(*a), all_narrow, &of(a), &of(b)),
+            },
             Node::Select(a, b, c) => format!("{} ? {} : {}", of(a), of(b), of(c)),
             Node::Clamp(x, low, high) => {
                 format!("expr::min(expr::max({}, {}), {})", of(x), of(low), of(high))

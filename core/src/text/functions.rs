@@ -82,12 +82,6 @@ pub const fn max(a: i32, b: i32) -> i32 {
     if a < b { b } else { a }
 }
 
-/// The smaller; `fmha/portable.h` has the same.
-#[must_use]
-pub const fn min(a: i32, b: i32) -> i32 {
-    if b < a { b } else { a }
-}
-
 /// C++ definition of a function. `args` have names and Rust's types.
 ///
 /// # Panics

@@ -113,7 +113,8 @@ struct ShownBlocks {
 
   // Reads words of bits for the thread's two rows, `row` and `row + 8`, before `hide` asks for them.
   template <int n>
-  FMHA_DEVICE void fetch(FetchedBits<n>& to, const SeqSpan& span, int32_t i_head, int32_t row, int32_t block_key) const {
+  FMHA_DEVICE void fetch(FetchedBits<n>& to, const SeqSpan& span, int32_t i_head, int32_t row,
+                         int32_t block_key) const {
     const MaskDataParams& m = pairs.masks.m;
     if (!m.bits.data) return;
 #pragma unroll

@@ -54,6 +54,4 @@ struct KeysOfToken {
   }
 };
 
-using TokenKeys = KeysOfToken<TokenList>;
-
 }  // namespace fmha

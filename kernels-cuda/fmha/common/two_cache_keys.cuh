@@ -5,8 +5,6 @@
 
 namespace fmha {
 
-using TwoCacheKeys = KeysOfToken<TwoCaches>;
-
 // The entry of a list that has the key at a place, as it is read: nothing waits for it until it is a key. A cache
 // without a list has the position.
 FMHA_DEVICE int32_t entry_at(const TokenList& list, int32_t place) { return list.entry(place); }

@@ -206,8 +206,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
                 // Without queries or keys no list has a tile, and none is read.
-                (Stage::ListTiles | Stage::RankTiles, Some(list))
-                    if dims.seqlen_q > 0 && dims.seqlen_k > 0 && is_built == Some(false) =>
+                (stage, Some(list))
+                    if stage.makes_lists()
+                        && dims.seqlen_q > 0
+                        && dims.seqlen_k > 0
+                        && is_built == Some(false) =>
                 {
                     let mut arguments =
                         [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
@@ -216,7 +219,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                     unsafe { step.launch(&mut arguments, call.stream)? };
                 }
                 // A mask object has made them, or nobody reads them.
-                (Stage::ListTiles | Stage::RankTiles, _) => {}
+                (stage, _) if stage.makes_lists() => {}
                 // Without keys there is no block of them, nor a tensor for the maps.
                 (Stage::Main, _) if dims.seqlen_k == 0 => {}
                 (Stage::Main, list) => {

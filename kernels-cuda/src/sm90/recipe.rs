@@ -417,8 +417,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90 {
             Some(plan) => {
                 // SAFETY: `check_fwd` saw that the memory covers the problem, and that the workspace is as large as
                 // the plan says.
-                let made = unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
-                (Some(made.0), made.1)
+                let (list, masks) =
+                    unsafe { plan.made(steps, &mut whole, masks, &call.args.masks, call.stream)? };
+                (Some(list), masks)
             }
         };
         let arrivals = bind::arrival_params(call.problem, &call.args.seq);

@@ -295,9 +295,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
         for step in steps.iter() {
             let has_work = match step.stage {
                 Stage::Main | Stage::HeadSums => has_tiles,
-                Stage::MaskBits | Stage::ListTiles | Stage::RankTiles => {
-                    has_tiles && has_queries && is_built == Some(false)
-                }
+                stage if stage.makes_lists() => has_tiles && has_queries && is_built == Some(false),
                 // Without queries they are zeros, but written.
                 Stage::Captured => true,
                 // Without queries dQ has no rows, and dK and dV are zeros; dSink is 0 then, but written.
@@ -308,8 +306,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm90Bwd {
             if !has_work {
                 continue;
             }
-            let makes_lists = matches!(step.stage, Stage::MaskBits | Stage::ListTiles | Stage::RankTiles);
-            if let (true, Some(list)) = (makes_lists, &mut list) {
+            if let (true, Some(list)) = (step.stage.makes_lists(), &mut list) {
                 let mut arguments =
                     [(&raw mut params.fwd).cast(), (&raw mut masks).cast(), (&raw mut *list).cast()];
                 // SAFETY: the kernel takes FwdParams, MaskDataParams and TileList; `check_bwd` saw that the memory

@@ -85,14 +85,29 @@ const LEAST_SIDE_BY_SIDE: i64 = 16;
 /// the L2.
 const ORDERED_L2_BYTES: i64 = 40 << 20;
 
+/// Most kv heads, or parts that go one way, of which half go upward where a row's bits depend on no other row.
+const FEW_HEADS: u32 = 8;
+
 /// Period of heads where a row's bits depend on no other row: the direction in which a kv head's key blocks add
 /// follows from its number and that of all kv heads alone, in calls of any lengths. Half of few heads go upward, so
 /// that none of their longest key blocks is the last; of more heads a quarter, which share the L2. Rates by a
 /// simulation of the order, relative to no order, causal, of 4096 and 8192 queries and keys of D 128: 8 heads with a
 /// period of two 1.0 and 0.93, of four 0.72 and 0.94, of eight 0.72 and 0.86; 16 heads 0.93 and 0.98, 0.94 and 0.97,
 /// 0.84 and 0.97.
-const FEW_HEADS: u32 = 8;
 const ROW_PERIOD: u32 = 4;
+
+/// Heads that go upward side by side, of `upward` whose Q, dO and sums of dQ are `head_bytes` each: as many as the L2
+/// has room for. `together`: parts of a head that go the same way.
+fn near_heads(upward: i64, head_bytes: i64, together: i64) -> i64 {
+    let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
+    (near / together).max(1)
+}
+
+/// Size of the groups of equal size into which `all` heads are divided, at most `most` in each.
+fn in_equal_groups(all: i64, most: i64) -> i64 {
+    let groups = (all + most - 1).div_euclid(most);
+    (all + groups - 1).div_euclid(groups)
+}
 
 impl Sm90BwdSchedule {
     /// Takes the order in which a row's additions follow from its head and its keys alone. `row_bytes`: of a query's
@@ -118,14 +133,12 @@ impl Sm90BwdSchedule {
         let period = heads.clamp(1, period);
         let upward = i64::from(dims.batch) * i64::from(heads / period);
         let head_bytes = i64::from(dims.seqlen_q) * row_bytes;
-        let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
-        let near = (near / i64::from(together)).max(1);
-        let groups = (upward.max(1) + near - 1).div_euclid(near);
+        let near = near_heads(upward, head_bytes, together.into());
         self.parts_together = together as i32;
         // A sequence of any length has all parts.
         self.least_queries_of_part = 0;
         self.side_by_side_period = period as i32;
-        self.side_by_side_heads = (upward.max(1) + groups - 1).div_euclid(groups) as i32;
+        self.side_by_side_heads = in_equal_groups(upward.max(1), near) as i32;
     }
 }
 
@@ -286,12 +299,9 @@ impl Sm90BwdTile {
         } else if problem.fwd.mask.kind() != MaskKind::Full {
             let parts_together = if is_packed { i64::from(parts) } else { 1 };
             let upward = (num_heads / parts_together / i64::from(side_by_side_period.max(1))).max(1);
-            let near = L2_GROUP_BYTES.checked_div(head_bytes).unwrap_or(upward).max(LEAST_SIDE_BY_SIDE);
-            let near = (near / parts_together).max(1);
+            let near = near_heads(upward, head_bytes, parts_together);
             let at_a_time = if side_by_side_period <= SHORT_PERIOD { near } else { upward };
-            // Groups of equal size.
-            let groups = (upward + at_a_time - 1).div_euclid(at_a_time);
-            side_by_side_heads = (upward + groups - 1).div_euclid(groups);
+            side_by_side_heads = in_equal_groups(upward, at_a_time);
             in_l2
         } else if is_packed {
             in_l2

@@ -63,13 +63,16 @@ FMHA_DEVICE void store_keys(const BwdParams& p, Smem<spec, tile, part>& smem, ui
   const float scale = p.fwd.softmax_scale;
   bool finite;
   if constexpr (part == Part::Dv) {
-    finite = store_half<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there, half);
+    finite = store_half<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there,
+                                                         half);
   } else if constexpr (part == Part::DkDq) {
-    finite = store_half<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale, there, half);
+    finite = store_half<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale, there,
+                                                          half);
   } else if (half == 0) {
     finite = store_gradient<spec, tile, spec.fwd.head_dim_v>(p.dv, place(p.dv), tmem + Tmem::dv, has_sums, 1.f, there);
   } else {
-    finite = store_gradient<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale, there);
+    finite = store_gradient<spec, tile, spec.fwd.head_dim_qk>(p.dk, place(p.dk), tmem + Tmem::dk, has_sums, scale,
+                                                              there);
   }
   ptx::tcgen05_fence_before_thread_sync();
   __syncwarp();

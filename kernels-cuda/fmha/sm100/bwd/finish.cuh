@@ -11,8 +11,8 @@ namespace fmha::sm100::bwd {
 // Scales and rounds two rows of a block from `two` on: eight lanes read four columns of both, which lie side by side,
 // so that a warp reads and writes whole 32 bytes. Which rows are not finite, a bit each.
 template <BwdSpec spec>
-FMHA_DEVICE uint32_t finish_rows(const BwdParams& p, const SeqSpan& span, const float* sums, int32_t i_head, int32_t first,
-                                 int32_t two, int32_t num_rows) {
+FMHA_DEVICE uint32_t finish_rows(const BwdParams& p, const SeqSpan& span, const float* sums, int32_t i_head,
+                                 int32_t first, int32_t two, int32_t num_rows) {
   using Sums = DqSums<spec>;
   const int32_t lane = threadIdx.x % 32, row = two + lane / 4 % 2;
   const int64_t at = row_offset(p.dq, span.storage_batch, int64_t(span.q_row) + first + row, i_head);
@@ -22,7 +22,8 @@ FMHA_DEVICE uint32_t finish_rows(const BwdParams& p, const SeqSpan& span, const 
     if (row >= num_rows) break;
     const float sum = sums[Sums::index_of(row, c)];
     finite &= fabsf(sum) < infinity();
-    store_elem<spec.dtype_grad>(const_cast<void*>(static_cast<const void*>(p.dq.data)), at + c, sum * p.fwd.softmax_scale);
+    void* const dq = const_cast<void*>(static_cast<const void*>(p.dq.data));
+    store_elem<spec.dtype_grad>(dq, at + c, sum * p.fwd.softmax_scale);
   }
   const uint32_t found = __ballot_sync(ptx::kAllLanes, !finite);
   return uint32_t((found & 0x0f0f0f0fu) != 0) | uint32_t((found & 0xf0f0f0f0u) != 0) << 1;

@@ -65,8 +65,8 @@ struct Loader {
   FMHA_DEVICE void load_v() const {
     if (lane != 0) return;
     ptx::mbarrier_arrive_expect_tx(smem.v_full, KeyValueTile<spec>::tile_bytes);
-    start<kColumnMajor<spec>>(smem.v, maps.v, smem.v_full, key_batch(), work.span.k_row + work.keys.begin, work.i_head_kv,
-                             ptx::CacheHint::EvictFirst);
+    start<kColumnMajor<spec>>(smem.v, maps.v, smem.v_full, key_batch(), work.span.k_row + work.keys.begin,
+                             work.i_head_kv, ptx::CacheHint::EvictFirst);
   }
   FMHA_DEVICE void load_queries(const auto& to, const TensorMap& map, Barrier& full, uint32_t more, const QueryBlock& block) {
     load(to, map, full, more, work.span.storage_batch, work.span.q_row + block.first, block.i_head,

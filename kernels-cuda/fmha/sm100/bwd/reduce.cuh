@@ -28,11 +28,7 @@ FMHA_DEVICE void add_dq(const BwdParams& p, Smem<spec, tile, part>& smem, uint32
       ptx::mbarrier_wait_parity(smem.dq_full, Of::dq_parity(i, dq_part));
       ptx::tcgen05_fence_after_thread_sync();
       if constexpr (spec.deterministic) {
-        if (dq_part == 0) {
-          const Turn turn = Turn::at<Of::queries>(p, work, block);
-          if constexpr (SeenKeys::has_tile_list) turn.wait(position_of(work, seen, blocks, block));
-          else turn.wait(position_at(work, block.first));
-        }
+        if (dq_part == 0) Turn::at<Of::queries>(p, work, block).wait(position_of(work, seen, blocks, block));
       }
       // Elements that the first part has are not added again.
       const int32_t element = Of::first_of(dq_part) + row;

@@ -29,7 +29,6 @@ FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page
 
 // MXFP8: FP8 elements with a power of two for each 32 (scales.cuh).
 FMHA_DEVICE consteval bool is_scaled(const Sm100Tile& tile) { return tile.scale_block > 0; }
-constexpr int kScaleBlock = 32;
 
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.
@@ -174,10 +173,10 @@ struct Smem : ScaleSlots<spec, tile> {
   KvSlot kv[tile.stages];
   float stats[q_tiles][2][kRows];  // a row's correction; at a tile's end its sum and maximum
   // A pair uses the leader's q_full, kv_full, p_full and p_last, at which both CTAs arrive.
-  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of the threads that copied them
+  Barrier q_full[q_tiles];         // the bytes of a query tile, or the arrivals of the threads that copied them; over
+                                   // MXFP8 also the arrival of the warp that brings its scales
   Barrier q_empty[q_tiles];        // the tile's last scores are computed
-                                   // with scales also the arrival of the warp that brings them
-  Barrier kv_full[tile.stages];    // the same of a block, or the zero role's arrival
+  Barrier kv_full[tile.stages];    // as q_full, of a block, or the zero role's arrival
   Barrier kv_raw[tile.stages];     // the bytes of a block of V, of which rows are to be zeroed
   Barrier kv_empty[tile.stages];   // the products that read the block are computed
   Barrier s_full[2];               // scores are computed, and every product issued before them

@@ -43,7 +43,7 @@ struct ScaleReader {
 
   // Word `word` of the scales along the row that begins at `at`.
   FMHA_DEVICE static uint32_t along_row(const View& of, int64_t at, int32_t word) {
-    constexpr int count = ceil_div(spec.head_dim_qk, kScaleBlock);
+    constexpr int count = ceil_div(spec.head_dim_qk, tile.scale_block);
     uint32_t scales = 0;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
@@ -85,11 +85,11 @@ struct ScaleReader {
     const int32_t first = keys.block(seen) * tile.block_n;
     ScaleLine line = {{ones, ones, ones, ones}};
 #pragma unroll
-    for (int b = 0; b < tile.block_n / kScaleBlock; ++b) {
-      const int32_t j = first + kScaleBlock * b;
+    for (int b = 0; b < tile.block_n / tile.scale_block; ++b) {
+      const int32_t j = first + tile.scale_block * b;
       if (j < 0 || j >= keys.seqlen_k) continue;
       const KvRow place = keys.place(p, j);
-      const int64_t at = row_offset(scales.v, place.batch, place.row / kScaleBlock, keys.i_head_kv);
+      const int64_t at = row_offset(scales.v, place.batch, place.row / tile.scale_block, keys.i_head_kv);
 #pragma unroll
       for (int g = 0; g < mma::sm100::kScaleColumns; ++g) {
         const int32_t d = 128 * part + 32 * g + l;

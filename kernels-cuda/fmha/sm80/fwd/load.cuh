@@ -118,7 +118,8 @@ struct Loader {
     };
     const auto there_of = [](int32_t, int32_t column) {
       // Rows of whole steps of a product have all their words.
-      return has_few_warps && tile_dim(dim, own, tile) == dim ? kWordOf<mma::Storage<own>> : elems_there<dim, mma::Storage<own>>(column);
+      return has_few_warps && tile_dim(dim, own, tile) == dim ? kWordOf<mma::Storage<own>>
+                                                              : elems_there<dim, mma::Storage<own>>(column);
     };
     // Most of a long walk's blocks: whole, and their rows one after another.
     if constexpr (has_few_warps && in_a_row && bytes >= 4) {
