@@ -6,7 +6,8 @@ from typing import Any, Tuple
 
 
 class BlockScales:
-    """Scales by blocks of Q, K and V in one format. The CPU computes them; a GPU where ``allow_fallback`` is given.
+    """Scales by blocks of Q, K and V in one format. The CPU computes them, Blackwell's
+    ``sm100`` those of MXFP8, and any GPU where ``allow_fallback`` is given.
 
     Args:
         q: bytes ``[batch, seqlen_q, num_heads_q, ceil(head_dim_qk / block)]``, packed as Q.

@@ -282,7 +282,10 @@ def serve(found, backend, chosen):
                 assert float(exact.max() - exact[got[at][i]]) < 0.05, (at, i, got[at], wanted)
                 break
     assert compared > 25, compared
-    print(f"served: {len(prompts)} requests, {steps} steps, {mixed} of mixed lengths, {reused} tokens of prefixes kept; on {DEVICE}")
+    print(
+        f"served: {len(prompts)} requests, {steps} steps, {mixed} of mixed lengths, {reused} tokens of prefixes kept; "
+        f"on {DEVICE}"
+    )
 
 
 def hash_of(value):
