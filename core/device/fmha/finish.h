@@ -1,8 +1,8 @@
 // The end of a row: from its running maximum and its sum to O's factor and LSE, what the call multiplies O by besides,
 // and where O and LSE lie. NVIDIA's epilogues and simt end their rows here; a kernel keeps how its registers lie.
 //
-// `Unit` has a device's functions: log2 and inverse; beside a sink exp2, quotient, larger, and rounded_product, which no
-// compiler contracts with a sum.
+// `Unit` has a device's functions: log2 and inverse; beside a sink exp2, quotient, larger, and rounded_product, which
+// no compiler contracts with a sum.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/seq.h>

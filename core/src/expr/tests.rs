@@ -303,13 +303,17 @@ fn check_slope(function: &Function, slope: f64, mut f: impl FnMut(f64) -> f64) -
     }
     let here = f(0.0);
     let mut difference = |step: f64| (f(step) - f(-step)) / (2.0 * step);
-    let (wide, close) = (difference(1e-4), difference(5e-5));
+    // The last step tells a staircase, whose steps may be narrower than the others, from a slope.
+    let (wide, close, nearest) = (difference(1e-4), difference(5e-5), difference(1e-7));
     let mut side = |step: f64| (f(step) - here) / step;
     let (left, right) = (side(-5e-5), side(5e-5));
     let size = 1.0f64.max(close.abs());
     let settles = |a: f64, b: f64| (a - b).abs() < 1e-3 * size;
     // A jump, a corner, or a value that f64 does not difference.
-    if !(here.abs() < 1e3 && settles(wide, close) && (left - right).abs() < 0.02 * size)
+    if !(here.abs() < 1e3
+        && settles(wide, close)
+        && settles(close, nearest)
+        && (left - right).abs() < 0.02 * size)
         || is_absorbed(function, [left, right])
     {
         return Ok(());
@@ -333,9 +337,11 @@ fn check_slope_of_f32(
     let (left, right) = (side(-1e-3), side(1e-3));
     let (near_left, near_right) = (side(-5e-4), side(5e-4));
     let close = (near_left + near_right) / 2.0;
+    let nearest = (side(-2e-5) + side(2e-5)) / 2.0;
     let size = 1.0f64.max(close.abs());
     let settles = here.abs() < 1e3
         && ((left + right) / 2.0 - close).abs() < 1e-3 * size
+        && (close - nearest).abs() < 1e-3 * size
         && (near_left - near_right).abs() < 0.02 * size;
     if settles && !is_absorbed(function, [left, right]) {
         prop_assert!((slope - close).abs() < 5e-3 * size, "slope {slope}, differences {close}");
