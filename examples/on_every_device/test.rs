@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-const EXAMPLES: [&str; 5] = ["attend", "explain", "own_tensors", "rollout", "serve"];
+const EXAMPLES: [&str; 6] = ["attend", "explain", "own_tensors", "rollout", "serve", "sparse"];
 
 /// Runs an example of this build, which Cargo puts next to the tests' folder; `auto` is the emulated device
 /// if one is named.

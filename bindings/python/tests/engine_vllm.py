@@ -95,6 +95,7 @@ def serve(backend, registry):
     assert reasons(chosen, backend, head_size=12) == ["head_size not supported"]
     assert any("7 is below 8" in said for said in reasons(chosen, backend, major=7))
     assert reasons(chosen, backend, use_mla=True)
+    assert any("lists of keys" in said for said in reasons(chosen, backend, use_sparse=True))
     for dim, size, long in SIZES:
         steps(chosen, backend, dim, size, long)
     print(f"steps: {3 * len(SIZES)} on {DEVICE}")
