@@ -95,7 +95,7 @@ VARIANTS = [
     ("sm80_index", ""),
 ]
 # Lists of given scores: rows and keys, and the groups of threads that share a row; none: the device's own way.
-LISTS = [(1, 131072), (8, 131072), (32, 131072), (64, 131072), (1, 32768), (32, 32768), (64, 32768), (512, 16384)]
+LISTS = [(1, 131072), (8, 131072), (32, 131072), (64, 131072), (1, 32768), (32, 32768), (64, 32768), (512, 16384), (4096, 65536)]
 WAYS = ["", "cluster=1", "cluster=2", "cluster=4", "cluster=8", "parts=4"]
 PAGE = 64
 
@@ -137,6 +137,9 @@ class Operands:
         more = {"block": row.block, "last_blocks": 1} if row.block else {}
         more.update(self.more, k_scale=self.k_scale, kernel=arguments.kernel, out=out)
         return sparse.index_lists(self.q, self.k, self.weights, row.topk, **more)
+
+    def scores(self, row: Row, kernel: str | None) -> torch.Tensor:
+        return sparse.index_scores(self.q, self.k, self.weights, **self.more, k_scale=self.k_scale, kernel=kernel)
 
     def torchs(self, row: Row) -> torch.Tensor:
         """The lists by torch: rows at a time whose products are half a gigabyte."""
@@ -259,8 +262,7 @@ def variants(row: Row, it: Operands, out: torch.Tensor, flush: torch.Tensor) -> 
             own = microseconds(lambda: it.lists(row, out), flush)
             line = f"  {kernel} {tile:50} {own:10.1f} us, {'the same lists' if same else f'{share:.4f} in common'}"
             if row.tokens <= 2:
-                more = {**it.more, "k_scale": it.k_scale, "kernel": kernel}
-                scores = microseconds(lambda: sparse.index_scores(it.q, it.k, it.weights, **more), flush)
+                scores = microseconds(lambda: it.scores(row, kernel), flush)
                 line += f", scores alone {scores:8.1f} us"
             print(line if same or kernel == "sm80_index" else f"{line}   WRONG", flush=True)
         except Exception as refusal:  # a tile that the device has no room for
@@ -318,6 +320,9 @@ def main() -> int:
         own = microseconds(lambda: it.lists(row, out), flush)
         flops = 2 * row.candidates * row.heads * row.dim
         line = f"{row.name:28} {own:10.1f} us {row.key_bytes / own / 1e6:6.2f} TB/s {flops / own / 1e6:7.1f} TFLOP/s"
+        if not row.block:
+            alone = microseconds(lambda: it.scores(row, arguments.kernel), flush)
+            line += f", scores alone {alone:10.1f} us"
         if not arguments.no_torch:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             it.torchs(row)
