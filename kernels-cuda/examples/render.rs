@@ -61,6 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 stored: spec.dtype_qk,
                 listed: false,
                 split_keys: 0,
+                fold_parts: 1,
             };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" {

@@ -64,6 +64,9 @@ abi_spec! {
         pub row_bytes: i32 = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
+        /// CTAs of a cluster that have the same rows and fold their parts of a split in shared memory, before the second
+        /// kernel merges what is left: 1, 2, 4 or 8.
+        pub fold_parts: i32 = Takes::within(1, 8).tuned_over(&[1, 2, 4, 8]),
     }
 }
 
@@ -72,7 +75,7 @@ abi_struct! {
     pub struct MlaSchedule {
         /// Tiles of 64 rows of the longest query, whole clusters.
         pub num_m_blocks: i32,
-        /// Parts of the longest sequence's keys.
+        /// Parts of the longest sequence's keys, as they are merged: those of a cluster are one.
         pub num_parts: i32,
         /// Number of tiles: for each part of each kv head of each sequence.
         pub num_tiles: i32,
@@ -86,7 +89,8 @@ impl Sm90MlaTile {
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
         // Every token's list is cut alike.
-        split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
+        let folded = self.fold_parts;
+        split::Cut { keys: self.split_keys * folded, block_n: KEYS as i32 * folded, fixed: self.listed, shares: None }
     }
 
     /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has
@@ -114,6 +118,7 @@ impl Sm90MlaTile {
     /// # Errors
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
+        self.check_fold()?;
         if !self.by_tma {
             return match self.cluster {
                 ..=1 => Ok(()),
@@ -137,6 +142,36 @@ impl Sm90MlaTile {
         Ok(())
     }
 
+    /// Whether CTAs can fold their parts as the tile says.
+    fn check_fold(&self) -> Result<(), String> {
+        let folded = self.fold_parts;
+        if folded == 1 {
+            return Ok(());
+        }
+        let why = if !folded.unsigned_abs().is_power_of_two() {
+            "CTAs of a cluster are 1, 2, 4 or 8".to_owned()
+        } else if self.split_keys == 0 {
+            "split_keys=0 makes no parts".to_owned()
+        } else if self.split_keys > (1 << 24) / folded {
+            format!("split_keys={} are more than 2^24 keys together", self.split_keys)
+        } else if self.cluster > 1 {
+            format!("cluster={} has other CTAs", self.cluster)
+        } else if self.listed {
+            "parts of a list are not folded".to_owned()
+        } else if !self.v_in_k {
+            "the room for O is that of K with V in it".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(format!("tile fold_parts={folded}: {why}"))
+    }
+
+    /// CTAs of a cluster.
+    #[must_use]
+    pub const fn ctas_of_cluster(&self) -> i32 {
+        self.cluster * self.fold_parts
+    }
+
     /// Dynamic shared memory of a CTA: Q, and two blocks of K, with P where K's rows leave no room for it; or one
     /// block of K, one of V and P. The entry asserts that the device agrees.
     #[must_use]
@@ -151,7 +186,9 @@ impl Sm90MlaTile {
         };
         // Scales of two blocks' rows, 16 bytes a row.
         let scales = if self.row_bytes > 0 { 2 * 16 * KEYS as i32 } else { 0 };
-        (k + blocks) * CHUNK_BYTES + 2048 + scales
+        // A maximum, a sum and two words for each row and part.
+        let folded = if self.fold_parts > 1 { 16 * ROWS as i32 * self.fold_parts } else { 0 };
+        (k + blocks) * CHUNK_BYTES + 2048 + scales + folded
     }
 
     /// Workspace: the parts of a split.
@@ -172,7 +209,7 @@ impl Sm90MlaTile {
             return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles, most_keys });
         }
         let (units, num_m_blocks) = units(problem, self.cluster);
-        let num_tiles = units.saturating_mul(u64::from(num_parts));
+        let num_tiles = units.saturating_mul(u64::from(num_parts)).saturating_mul(self.fold_parts.unsigned_abs().into());
         if num_tiles > MAX_TILES {
             let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
             return Err(format!(
@@ -326,6 +363,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
         row_bytes: lists::row_bytes(problem),
         vector_store: stores_vectors(problem),
         split_keys,
+        fold_parts: 1,
     }
 }
 
@@ -393,8 +431,8 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm90MlaTile) -> KernelSource {
     let entry = Entry {
         include: HEADER,
         constants: &constants,
-        bounds: if tile.cluster > 1 {
-            "__cluster_dims__(kTile.cluster, 1, 1) __launch_bounds__(mla::kNumThreads, 1)"
+        bounds: if tile.ctas_of_cluster() > 1 {
+            "__cluster_dims__(mla::ctas_of_cluster(kTile), 1, 1) __launch_bounds__(mla::kNumThreads, 1)"
         } else {
             "__launch_bounds__(mla::kNumThreads, 1)"
         },

@@ -729,6 +729,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         two_caches: false,
         row_bytes: 0,
         split_keys: 0,
+        fold_parts: 1,
     };
     let narrow = Sm90MlaTile { by_tma: false, stored: DType::E4m3Fn, ..tile };
     let apart = Sm90MlaTile { v_in_k: false, ..tile };
@@ -758,6 +759,10 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
             Sm90MlaTile { split_keys: 64, ..apart },
         ),
         ("part_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, ..narrow }),
+        ("folded_by_8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, fold_parts: 8, ..tile }),
+        ("folded_by_2_of_pages", part, Sm90MlaTile { split_keys: 64, fold_parts: 2, ..tile }),
+        ("folded_by_8_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, fold_parts: 8, ..narrow }),
+        ("folded_by_4_bias", split::part_spec(&FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }), Sm90MlaTile { split_keys: 64, fold_parts: 4, ..tile }),
         ("512_upper_fp8", of_512, Sm90MlaTile { v_in_k: false, ..narrow }),
         ("upper_cluster", upper, Sm90MlaTile { cluster: 2, ..tile }),
         ("512_upper_cluster", of_512, Sm90MlaTile { cluster: 2, ..apart }),
@@ -957,6 +962,7 @@ fn hopper_list_kernels() -> Vec<(String, KernelSource)> {
         two_caches: false,
         row_bytes: 0,
         split_keys: 0,
+        fold_parts: 1,
     };
     let paged = FwdSpec { kv_layout: KvKind::Paged, sink: true, ..wide(576) };
     let f16 = |spec| FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, ..spec };

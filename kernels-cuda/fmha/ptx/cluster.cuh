@@ -104,6 +104,26 @@ FMHA_DEVICE void st_shared_at(int32_t& variable, uint32_t rank, int32_t value) {
       : "memory");
 }
 
+// needs: sm_90. Address, in CTA `rank`, of what lies at this shared address in each CTA of the cluster.
+// PTX ISA: mapa.
+FMHA_DEVICE uint32_t shared_address_at(uint32_t address, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+// needs: sm_90. Stores to shared memory of any CTA of the cluster, by its address there.
+// PTX ISA: st.
+FMHA_DEVICE void st_shared_cluster_b32(uint32_t address, uint32_t value) {
+  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// needs: sm_90. Likewise 16 bytes; `address` is a multiple of 16.
+// PTX ISA: st.
+FMHA_DEVICE void st_shared_cluster_v4_f32(uint32_t address, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 // needs: sm_90. This CTA's rank in its cluster.
 // PTX ISA: %cluster_ctarank.
 FMHA_DEVICE uint32_t cluster_ctarank() {

@@ -54,6 +54,15 @@ FMHA_DEVICE void ld_shared_v4_b32(uint32_t (&v)[4], uint32_t address) {
 }
 
 // needs: sm_70. `address` is a multiple of 16.
+// PTX ISA: ld.
+FMHA_DEVICE void ld_shared_v4_f32(float (&v)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
+// needs: sm_70. `address` is a multiple of 16.
 // PTX ISA: st.
 FMHA_DEVICE void st_shared_v4_f32(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

@@ -79,7 +79,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         let fitted = |mut tile: Sm90MlaTile| {
             fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
             tile.check(problem)?;
-            facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), tile.cluster)?;
+            facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), tile.ctas_of_cluster())?;
             Ok(tile)
         };
         fitted(own).map_err(refuse)
@@ -250,7 +250,8 @@ fn schedule_words(tile: &Sm90MlaTile, schedule: &MlaSchedule) -> String {
     words.extend((tile.cluster > 1).then(|| format!("clusters of {} row blocks", tile.cluster)));
     words.extend(
         (tile.split_keys > 0)
-            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.split_keys)),
+            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.cut().keys)),
     );
+    words.extend((tile.fold_parts > 1).then(|| format!("folded by clusters of {} CTAs", tile.fold_parts)));
     words.join(", ")
 }

@@ -33,6 +33,8 @@ FMHA_DEVICE consteval Regs regs(const Sm90MlaTile& tile) { return is_fp8(tile.st
 // Whether threads copy every row by its own address. Barriers count such copies as they land, and the thread that
 // waits for one puts the fence between them and the tensor cores' reads.
 FMHA_DEVICE consteval bool gathers(const Sm90MlaTile& tile) { return !tile.by_tma && !is_fp8(tile.stored); }
+// Whether barriers count the copies of Q likewise, so that blocks of keys are asked for while these are under way.
+FMHA_DEVICE consteval bool counts_q(const Sm90MlaTile& tile) { return !is_fp8(tile.stored); }
 
 // Named barriers. Probabilities of an even or odd block: the warpgroup that has computed them arrives, the other waits.
 constexpr int kProbsOfEven = 1, kProbsOfOdd = 2, kConsumers = 3;
@@ -40,6 +42,9 @@ constexpr int kScoresRead = 4;  // of warpgroup 0, and the next of warpgroup 1
 // Over lists of keys: the load role alone; and a tile that it has told: it arrives, the consumers wait.
 constexpr int kLoaders = 6, kTileTold = 7;
 constexpr int kBothGroups = 2 * kWarpgroup;
+
+// CTAs of a cluster: those that share loads, or those that fold their parts of the keys.
+FMHA_DEVICE consteval int ctas_of_cluster(const Sm90MlaTile& tile) { return tile.cluster * tile.fold_parts; }
 
 // Whether a CTA walks tiles. A walk has no registers over FP8 caches and two caches, beside a soft-cap, and where O is
 // stored in f32 (as parts are, whose tiles are few) or element by element.
@@ -83,7 +88,7 @@ static_assert(kRows == kKeys, "queries and keys lie alike");
 // V, the next V during the scores. The parts are K and the two halves of V.
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Plan {
-  using Chunk = ChunkOf<(tile.cluster > 1)>;
+  using Chunk = ChunkOf<(ctas_of_cluster(tile) > 1)>;
   static constexpr bool v_in_k = tile.v_in_k;
   static constexpr int chunks_k = ceil_div(spec.head_dim_qk, kSpan);
   static constexpr int chunks_half = ceil_div(spec.head_dim_v, 2 * kSpan), columns_half = chunks_half * kSpan;
@@ -138,6 +143,15 @@ struct ScalesOfRows {
 template <>
 struct ScalesOfRows<0> {};
 
+// What the CTAs of a cluster tell each other of their parts of the rows: a place for each of them.
+template <int parts>
+struct FoldedRows {
+  float row_max[parts][kRows], row_sum[parts][kRows];
+  uint32_t again[2][parts][kRows];  // of each warpgroup: whether the row is to be computed again
+};
+template <>
+struct FoldedRows<1> {};
+
 template <FwdSpec spec, Sm90MlaTile tile>
 struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 * Plan<spec, tile>::chunks_half,
                           Plan<spec, tile>::has_tail> {
@@ -153,6 +167,7 @@ struct Smem : ValueChunks<typename Plan<spec, tile>::Chunk, tile.v_in_k ? 0 : 2 
   Barrier empty[P::parts];  // one arrival per warp of the cluster that reads the part, V's half or K's block
   PresentKeys<tile.listed> list;
   ScalesOfRows<tile.row_bytes> scales;
+  FoldedRows<tile.fold_parts> folded;
 
   FMHA_DEVICE const Chunk* half_of_v(int slot, int half) const {
     if constexpr (P::v_in_k) {

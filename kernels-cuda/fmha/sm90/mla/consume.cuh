@@ -44,6 +44,10 @@ struct Consumer {
     ptx::mbarrier_wait_parity(full, phase);
     if constexpr (gathers(tile)) ptx::fence_proxy_async();
   }
+  FMHA_DEVICE void wait_for_q() const {
+    ptx::mbarrier_wait_parity(smem.q_full, tile.listed ? work.turns.tile() : 0);
+    if constexpr (counts_q(tile)) ptx::fence_proxy_async();
+  }
 
   // S of the i-th block, this warpgroup's. Starts, does not wait.
   FMHA_DEVICE void start_scores(int32_t i) {
@@ -272,7 +276,7 @@ struct Consumer {
   FMHA_DEVICE void run() {
     o.clear();
     softmax.reset();
-    wait_full(smem.q_full, tile.listed ? work.turns.tile() : 0);
+    wait_for_q();
     const int32_t num_blocks = ptx::uniform(blocks_of_tile());
     if constexpr (tile.listed) {
       if (num_blocks <= group) release_q();

@@ -3,7 +3,7 @@
 #include <fmha/common/output_row.cuh>
 #include <fmha/common/recompute_row.cuh>
 #include <fmha/common/store_rows.cuh>
-#include <fmha/sm90/mla/consume.cuh>
+#include <fmha/sm90/mla/fold.cuh>
 
 namespace fmha::mla {
 
@@ -37,38 +37,83 @@ FMHA_DEVICE constexpr FwdSpec half_of() {
   return half;
 }
 
-// `keys`: those that rows see; of a list their places are the part's.
+// Computes rows again from memory that a warp of warpgroup 0 has found: they are written whole.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
-FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) {
+FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, const Keys& keys, const bool (&found)[2], int32_t o_batch,
+                                 int32_t o_row) {
+  const FwdParams& p = consumer.p;
+  const Work& work = consumer.work;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint32_t lanes = ptx::vote_ballot(found[r] && threadIdx.x % 4 == 0);
+#pragma unroll 1
+    for (int32_t lane = 0; lane < 32; lane += 4) {
+      if (!ptx::uniform(lanes >> lane & 1)) continue;
+      const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
+      const int32_t i = Work::query_of(p, packed_row);
+      SeqSpan span = work.span;
+      // Keys of a list are its places.
+      if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
+      RecomputedRow<spec, tile.stored, Keys> again{p, span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys, keys};
+      again.run();
+    }
+  }
+}
+
+// O and LSE of a cluster whose CTAs fold their parts. `to_descale_v`: what O is multiplied by besides; `is_far`: whether
+// all rows are to be computed again instead.
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
+FMHA_DEVICE void store_folded(Consumer<spec, tile, group>& consumer, const Keys& keys, float to_descale_v, bool is_far,
+                              int32_t o_batch) {
+  using Folding = Fold<spec, tile, group>;
+  const FwdParams& p = consumer.p;
+  const Work& work = consumer.work;
+  Folding fold{consumer};
+  fold.meet();
+  float factor[2], lse[2];
+  bool again[2], stored[2];
+  OutputRow to[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t packed_row = work.first_row + fold.row(r), i = Work::query_of(p, packed_row);
+    to[r] = {o_batch, i, work.head_of(p, packed_row, i)};
+    stored[r] = i < work.end_query;
+    const auto joined = fold.join(r);
+    const float row_max = consumer.softmax.rows[r].row_max, max_log2 = Folding::RowSoftmax::shift_of(row_max, consumer.scale_log2);
+    const PartEnd end = end_lane_row<spec, typename Folding::RowSoftmax>(p, keys, max_log2, row_max, joined.sum, consumer.scale_log2,
+                                                                         stored[r] ? to[r].i_head : 0, consumer.o, r);
+    factor[r] = end.result.factor * to_descale_v * joined.correction;
+    lse[r] = end.result.lse;
+    again[r] = quad_reduce(stored[r] && (is_far || end.again) ? 1.f : 0.f, [](float a, float b) { return fmaxf(a, b); }) > 0.f;
+  }
+  fold.send(factor, again);
+  typename Folding::Owned sum;
+  fold.add(sum);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    again[r] = fold.is_again(r);
+    const bool is_sum = stored[r] && !again[r];
+    store_quads<Folding::columns / 2>(static_cast<float*>(p.o.data) + to[r].o(p) + fold.first_column(), sum, r, 1.f, is_sum);
+    if constexpr (group == 0) {
+      const bool tells = is_sum && fold.rank == 0 && threadIdx.x % 4 == 0;
+      ptx::st_global_f32_if(to[r].lse(p), lse[r], tells);
+    }
+  }
+  if constexpr (group == 0) {
+    if (ptx::uniform(fold.rank) == 0) recompute_found(consumer, keys, again, o_batch, 0);
+  }
+}
+
+// O and LSE of a CTA's rows, as above.
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
+FMHA_DEVICE void store_rows(Consumer<spec, tile, group>& consumer, const Keys& keys, float to_descale_v, bool is_far, int32_t o_batch,
+                            int32_t o_row) {
   using RowSoftmax = typename Consumer<spec, tile, group>::RowSoftmax;
-  constexpr bool in_parts = tile.split_keys > 0;
+  constexpr FwdSpec half = half_of<spec, tile, group>();
   const FwdParams& p = consumer.p;
   const Work& work = consumer.work;
   Smem<spec, tile>& smem = consumer.smem;
-  constexpr FwdSpec half = half_of<spec, tile, group>();
   const int32_t quad_lane = threadIdx.x % 4;
-  // The parts of a split have batches of their own, one after another, of packed sequences too.
-  const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
-  const int32_t o_row = in_parts ? 0 : work.span.q_row;
-
-  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
-  // bits, where it is not far from K's; else rows are computed again.
-  float to_descale_v = 1.f;
-  bool is_far = false;
-  if constexpr (is_fp8(tile.stored) && tile.v_in_k && tile.row_bytes == 0) {
-    const float of_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
-    const float of_v = scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
-    if (of_k != of_v) to_descale_v = of_v / of_k;
-    is_far = !(to_descale_v >= 0.25f && to_descale_v <= 4.f);
-  }
-
-  float row_sum[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    row_sum[r] = quad_reduce(consumer.softmax.rows[r].row_sum, [](float a, float b) { return a + b; });
-    if (quad_lane == 0) smem.row_sum[group][consumer.tile_row + 8 * r] = row_sum[r];
-  }
-  ptx::bar_sync<kBothGroups>(kConsumers);
   bool suspect[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -101,21 +146,47 @@ FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) 
     if (group == 1 && quad_lane == 0) smem.suspect[consumer.tile_row + 8 * r] = suspect[r];
   }
   ptx::bar_sync<kBothGroups>(kConsumers);
+  if constexpr (group == 0) {
 #pragma unroll
-  for (int r = 0; r < (group == 0 ? 2 : 0); ++r) {
-    const bool found = suspect[r] || smem.suspect[consumer.tile_row + 8 * r];
-    const uint32_t lanes = ptx::vote_ballot(found && quad_lane == 0);
-#pragma unroll 1
-    for (int32_t lane = 0; lane < 32; lane += 4) {
-      if (!ptx::uniform(lanes >> lane & 1)) continue;
-      const int32_t packed_row = work.first_row + ptx::shfl_idx(consumer.tile_row + 8 * r, lane);
-      const int32_t i = Work::query_of(p, packed_row);
-      SeqSpan span = work.span;
-      // Keys of a list are its places.
-      if constexpr (are_of_token<Keys>()) span.seqlen_k = keys.list.count();
-      RecomputedRow<spec, tile.stored, Keys> again{p, span, work.head_of(p, packed_row, i), i, o_batch, o_row + i, work.part_keys, keys};
-      again.run();
-    }
+    for (int r = 0; r < 2; ++r) suspect[r] = suspect[r] || smem.suspect[consumer.tile_row + 8 * r];
+    recompute_found(consumer, keys, suspect, o_batch, o_row);
+  }
+}
+
+// `keys`: those that rows see; of a list their places are the part's.
+template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
+FMHA_DEVICE void store(Consumer<spec, tile, group>& consumer, const Keys& keys) {
+  constexpr bool in_parts = tile.split_keys > 0;
+  const FwdParams& p = consumer.p;
+  const Work& work = consumer.work;
+  Smem<spec, tile>& smem = consumer.smem;
+  const int32_t quad_lane = threadIdx.x % 4;
+  // The parts of a split have batches of their own, one after another, of packed sequences too.
+  const int32_t o_batch = in_parts ? work.part * p.batch + work.span.i_batch : work.span.storage_batch;
+  const int32_t o_row = in_parts ? 0 : work.span.q_row;
+
+  // A V in an FP8 K was widened with K's descale. Another one of its own is made up for here, to the rounding of 16
+  // bits, where it is not far from K's; else rows are computed again.
+  float to_descale_v = 1.f;
+  bool is_far = false;
+  if constexpr (is_fp8(tile.stored) && tile.v_in_k && tile.row_bytes == 0) {
+    const float of_k = scalar_of(p.descale_k, work.span.i_batch, work.i_head_kv, 1.f);
+    const float of_v = scalar_of(p.descale_v, work.span.i_batch, work.i_head_kv, 1.f);
+    if (of_k != of_v) to_descale_v = of_v / of_k;
+    is_far = !(to_descale_v >= 0.25f && to_descale_v <= 4.f);
+  }
+
+  float row_sum[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row_sum[r] = quad_reduce(consumer.softmax.rows[r].row_sum, [](float a, float b) { return a + b; });
+    if (quad_lane == 0) smem.row_sum[group][consumer.tile_row + 8 * r] = row_sum[r];
+  }
+  ptx::bar_sync<kBothGroups>(kConsumers);
+  if constexpr (tile.fold_parts > 1) {
+    store_folded(consumer, keys, to_descale_v, is_far, o_batch);
+  } else {
+    store_rows(consumer, keys, to_descale_v, is_far, o_batch, o_row);
   }
 }
 

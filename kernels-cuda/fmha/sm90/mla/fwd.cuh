@@ -54,7 +54,7 @@ FMHA_DEVICE Smem<spec, tile>& begin(const Maps& maps) {
     }
     ptx::fence_mbarrier_init();
   }
-  if constexpr (tile.cluster > 1) {
+  if constexpr (ctas_of_cluster(tile) > 1) {
     ptx::cluster_sync();
   } else {
     __syncthreads();
@@ -75,6 +75,7 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
     const ptx::CacheHint hint = schedule.num_m_blocks > tile.cluster ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst;
     Loader<spec, tile> loader{p, maps, work, smem, hint};
     loader.run();
+    if constexpr (tile.fold_parts > 1) meet_as_loader();
   } else {
     consume<spec, tile>(p, work, smem);
   }

@@ -467,7 +467,7 @@ struct Loader {
   }
   FMHA_DEVICE void load_q() {
     copy_chunks<spec.head_dim_qk, P::chunks_k>(smem.q, 0, told(query_row()), p.q.data);
-    if constexpr (gathers(tile)) {
+    if constexpr (counts_q(tile)) {
       ptx::cp_async_mbarrier_arrive(smem.q_full);
     } else {
       copier.finish(smem.q_full);
@@ -691,6 +691,7 @@ struct Loader {
       }
     }
     copier.flush();
+    end_gathers();
   }
 };
 

@@ -28,7 +28,7 @@ struct Work {
   MaskBand band;
   int32_t i_head_kv, first_row, part;
   int32_t end_query;   // of the rows; those of queries from here on are not stored
-  Range part_keys;     // the part's, or all
+  Range part_keys;     // the part's, or all; of a cluster that folds its parts, all of these
   int32_t end;         // keys from here on are seen by no row of the cluster
   int32_t last_block;  // blocks go down from this one,
   int32_t num_blocks;  // this many; 0 where no row sees a key
@@ -54,8 +54,11 @@ FMHA_DEVICE uint32_t phase_of(const Work& work, int32_t block) {
 // Tiles of rows of a part lie side by side, so that CTAs that start together share their keys in the L2, and those of
 // a cluster in shared memory: these walk the blocks that any of their rows sees.
 template <FwdSpec spec, Sm90MlaTile tile>
-FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t index) {
+FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_t at) {
   constexpr bool in_parts = tile.split_keys > 0;
+  // Neighbouring CTAs that fold their parts have the same rows.
+  constexpr int32_t folded = tile.fold_parts;
+  const int32_t index = at / folded;
   constexpr int32_t cluster_rows = tile.cluster * kRows;
   Work work;
   const int32_t heads_and_parts = index / schedule.num_m_blocks, i_m = index - heads_and_parts * schedule.num_m_blocks;
@@ -81,10 +84,11 @@ FMHA_DEVICE Work resolve(const FwdParams& p, const MlaSchedule& schedule, int32_
   work.part_keys = {0, seqlen_k};
   if constexpr (in_parts) {
     // The merge knows how many parts a sequence has: one without keys has the first.
-    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, kKeys), begin = work.part * part_keys;
+    const int32_t part_keys = keys_of_a_part(seqlen_k, schedule.num_parts, folded * kKeys), begin = work.part * part_keys;
     if (work.part > 0 && begin >= seqlen_k) work.has_rows = false;
     work.part_keys = {min(begin, seqlen_k), min(begin + part_keys, seqlen_k)};
-    keys = {max(keys.begin, work.part_keys.begin), min(keys.end, work.part_keys.end)};
+    const int32_t own_keys = part_keys / folded, own = begin + at % folded * own_keys;
+    keys = {max(keys.begin, min(own, seqlen_k)), min(keys.end, min(own + own_keys, seqlen_k))};
   }
   work.end = keys.end;
   work.last_block = ceil_div(keys.end, kKeys) - 1;
