@@ -169,9 +169,16 @@ fn a_row_has_the_same_gradients_in_every_call_of_hopper() {
     println!("{}", run_test("the_gradients_of_this_process", &[("ROWS_GRADIENTS", "1")]).unwrap());
 }
 
-/// Hopper's tile whose CTAs fold their rows' parts of so many keys.
+/// Hopper's tile whose CTAs fold their rows' parts of so many keys, in the workspace.
 fn folding(keys: u32) -> PlanOptions {
     PlanOptions::default().kernel("sm90").tile([("fold_keys", keys.to_string())])
+}
+
+/// The same in shared memory, without a second Q, whose room at D 128 the fold takes.
+fn folding_in_shared(keys: u32) -> PlanOptions {
+    let fields =
+        [("fold_keys", keys.to_string()), ("lookahead", "off".to_owned()), ("fold_in_shared", "1".to_owned())];
+    PlanOptions::default().kernel("sm90").tile(fields)
 }
 
 /// Rows of a call of Hopper's, whose CTAs fold the parts of their rows, have the bits of parts that a launch folds, and
@@ -180,7 +187,7 @@ fn folded(
     device: &Device,
     (heads, dim, len): ([u32; 2], u32, u32),
     (dtype, left): (DType, Option<u32>),
-    keys: u32,
+    (keys, folding): (u32, fn(u32) -> PlanOptions),
 ) {
     let dtype_o = if left.is_some() { dtype } else { DType::F32 };
     let story = Story {
@@ -244,16 +251,16 @@ fn the_folds_of_this_process() {
     }
     let device = fmha_cuda::open(0, Some("sm_90a")).unwrap();
     // Parts of two blocks of 128 keys, and a tile of three warpgroups.
-    folded(&device, ([2, 1], 64, 600), (DType::Bf16, None), 256);
+    folded(&device, ([2, 1], 64, 600), (DType::Bf16, None), (256, folding_in_shared));
     if text == "all" {
         // Parts of one block; two warpgroups, which take maxima of three scores at a time.
-        folded(&device, ([1, 1], 128, 500), (DType::Bf16, None), 128);
-        folded(&device, ([1, 1], 128, 900), (DType::F16, None), 384);
+        folded(&device, ([1, 1], 128, 500), (DType::Bf16, None), (128, folding_in_shared));
+        folded(&device, ([1, 1], 128, 900), (DType::F16, None), (384, folding));
         // A window, whose rows see none of the first parts.
-        folded(&device, ([2, 1], 128, 700), (DType::F16, Some(190)), 256);
+        folded(&device, ([2, 1], 128, 700), (DType::F16, Some(190)), (256, folding_in_shared));
         // Wide heads, whose O is rescaled before a warpgroup's turn.
-        folded(&device, ([1, 1], 200, 420), (DType::Bf16, None), 192);
-        folded(&device, ([1, 1], 192, 420), (DType::Bf16, Some(301)), 96);
+        folded(&device, ([1, 1], 200, 420), (DType::Bf16, None), (192, folding));
+        folded(&device, ([1, 1], 192, 420), (DType::Bf16, Some(301)), (96, folding));
     }
 }
 

@@ -169,6 +169,8 @@ abi_spec! {
         /// A CTA walks all parts of its rows, of so many keys each as `fixed_parts` has them, and folds them itself: to
         /// the bits of parts that a second kernel folds. 0: it does not.
         pub fold_keys: i32 = Takes::multiples(16, 0, 1 << 24),
+        /// Whether what a CTA has folded lies in shared memory; else in the workspace.
+        pub fold_in_shared: bool = Takes::all(),
         /// Number of CTAs that walk equal shares of all tiles' blocks, with `split_keys` keys each at least;
         /// 0: a CTA walks a tile, or a part of one.
         pub shares: i32 = Takes::within(0, MOST_SHARES),
@@ -298,6 +300,10 @@ abi_memory! {
     fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm90Tile {
+        /// O in f32 of the parts above, where a CTA folds its rows' parts, and their tops and sums (`folded_output.cuh`):
+        /// the first, so that its address needs no object.
+        fold: "FoldPlace<spec, tile>" if self.fold_in_shared
+            => Size::tile(round_up(4 * self.block_m * (product_dim(spec.head_dim_v, spec.dtype_v) + 2), 1024));
         /// V as it lies in memory, where it is prepared.
         raw: "RawTile<spec, tile>" [self.stages] if self.prepares_v(spec)
             => Size::tile(self.block_n * padded_dim(spec.head_dim_v));
@@ -515,6 +521,7 @@ impl Sm90Tile {
         (self.block_n, self.wait_anchor) = (table.block_n, table.wait_anchor);
         self.skip_row_max = false;
         (self.split_keys, self.fixed_parts, self.fold_keys, self.shares) = (0, false, 0, 0);
+        self.fold_in_shared = false;
     }
 
     /// Sets the tile of parts that are launched before a merge that starts while they end. Parts are equal in length,
@@ -534,6 +541,7 @@ impl Sm90Tile {
         }
         if table::folds_parts(problem, self, keys, num_sms) {
             self.fold_keys = keys;
+            self.fold_where_there_is_room(&FwdSpec::of(problem));
             if self.order == TileOrder::Single {
                 self.order = TileOrder::Static;
             }
@@ -542,6 +550,14 @@ impl Sm90Tile {
         (self.cluster, self.cluster_heads, self.prepare_v) = (1, false, PrepareV::InTile);
         self.launch_beside_merge();
         (self.split_keys, self.fixed_parts, self.shares) = (keys, true, 0);
+    }
+
+    /// Folds parts in shared memory where that has room, which may be the next tile's Q's.
+    fn fold_where_there_is_room(&mut self, spec: &FwdSpec) {
+        let here = Self { fold_in_shared: true, ..*self };
+        let without = Self { lookahead: Lookahead::Off, ..here };
+        let fits = |tile: &Self| tile.smem_bytes(spec) <= MAX_SMEM_BYTES;
+        *self = [here, without].into_iter().find(fits).unwrap_or(*self);
     }
 
     /// Whether one thread loads K and V, which can wait for those that come while the kernel runs.
@@ -569,7 +585,7 @@ impl Sm90Tile {
 
     /// Workspace bytes of so many CTAs that fold their parts, those before them included; 0 where none does.
     fn fold_bytes(&self, problem: &FwdProblem, ctas: u32) -> u64 {
-        if self.fold_keys == 0 {
+        if self.fold_keys == 0 || self.fold_in_shared {
             return 0;
         }
         let dims = problem.dims;

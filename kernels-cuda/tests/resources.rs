@@ -19,7 +19,7 @@ use fmha_core::{
 };
 use fmha_gpu::RowKernel;
 use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
-use fmha_kernels_cuda::sm90::{PrepareV, Sm90Tile, TileOrder};
+use fmha_kernels_cuda::sm90::{Lookahead, PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
 use fmha_kernels_cuda::split;
@@ -169,6 +169,8 @@ fn kernels() -> Vec<(String, KernelSource)> {
         let table = sm90::default_tile(&spec);
         let tile = Sm90Tile { skip_row_max: false, fold_keys: split::FIXED_KEYS, ..table };
         kernels.push((name.to_owned(), sm90::fwd(&spec, &tile)));
+        let in_shared = Sm90Tile { lookahead: Lookahead::Off, fold_in_shared: true, ..tile };
+        kernels.push((format!("{name}_in_shared"), sm90::fwd(&spec, &in_shared)));
     }
     for (name, warps) in [("sm90_fold_128", 1), ("sm90_fold_128_columns", 4)] {
         let upper = FwdSpec::plain(DType::Bf16, 128, MaskKind::Upper);

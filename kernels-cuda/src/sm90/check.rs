@@ -53,6 +53,9 @@ impl Sm90Tile {
         } else if was.block_n != self.block_n {
             self.fold_keys = round_up(self.fold_keys, self.block_n);
         }
+        if self.fold_keys == 0 {
+            self.fold_in_shared = false;
+        }
         if was.bias_stages == self.bias_stages && !loads_own_rows {
             self.bias_stages = 0;
         }
@@ -173,6 +176,9 @@ impl Sm90Tile {
         }
         if self.skip_row_max && spec.mask == MaskKind::Band {
             return refuse("skip_row_max=1: the mask has a lower bound".to_owned());
+        }
+        if self.fold_in_shared && self.fold_keys == 0 {
+            return refuse("fold_in_shared=1 with fold_keys=0: no parts are folded".to_owned());
         }
         if self.fold_keys > 0 {
             let keys = self.fold_keys;

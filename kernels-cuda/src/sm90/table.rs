@@ -562,6 +562,7 @@ pub fn default_tile(spec: &FwdSpec) -> Sm90Tile {
         split_keys: 0,
         fixed_parts: false,
         fold_keys: 0,
+        fold_in_shared: false,
         whole_groups: false,
         shares: 0,
     };

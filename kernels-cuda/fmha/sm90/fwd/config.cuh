@@ -109,6 +109,11 @@ struct alignas(1024) RawBlock {
 template <Sm90Tile tile>
 using BiasTile = SmemTile<uint16_t, mma::kRows, tile.block_n>;
 using RaisedWarps = uint32_t[2];
+// O in f32 of a CTA's rows, and the tops and sums of a thread's two rows, which four threads share.
+template <FwdSpec spec, Sm90Tile tile>
+struct alignas(1024) FoldPlace {
+  unsigned char bytes_of[4 * tile.block_m * (product_dim(spec.head_dim_v, spec.dtype_v) + 2)];
+};
 
 // Whether the products read V along its columns.
 template <FwdSpec spec, Sm90Tile tile>
