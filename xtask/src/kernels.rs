@@ -560,6 +560,15 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Parts that CTAs of a cluster fold.
+    Row {
+        kernel: Some("sm90_mla"),
+        mode: Mode::HappensBefore,
+        tile: Some("split_keys=64,fold_parts=4"),
+        in_test: Cases { filter: "^decode/latent/bf16/s1x130/h16/0/strided$", deal: 1 },
+        in_all: Cases { filter: "^decode/(latent/|wide_fp8/.*d576x512)", deal: 1 },
+        ..HOPPER_WALKING
+    },
     // Keys in pages: boxes by the lanes of a warp, copies, parts, and V of the pages of the block before. FP8 caches
     // widened in shared memory.
     Row {
