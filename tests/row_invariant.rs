@@ -174,10 +174,13 @@ fn folding(keys: u32) -> PlanOptions {
     PlanOptions::default().kernel("sm90").tile([("fold_keys", keys.to_string())])
 }
 
-/// The same in shared memory, without a second Q, whose room at D 128 the fold takes.
+/// Folds in shared memory, without a second Q, whose room at D 128 they take.
 fn folding_in_shared(keys: u32) -> PlanOptions {
-    let fields =
-        [("fold_keys", keys.to_string()), ("lookahead", "off".to_owned()), ("fold_in_shared", "1".to_owned())];
+    let fields = [
+        ("fold_keys", keys.to_string()),
+        ("lookahead", "off".to_owned()),
+        ("fold_in_shared", "1".to_owned()),
+    ];
     PlanOptions::default().kernel("sm90").tile(fields)
 }
 

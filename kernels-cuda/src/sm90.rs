@@ -300,8 +300,8 @@ abi_memory! {
     fn memory_text() as SmemParts;
     /// Dynamic shared memory of a CTA; the entry asserts that the device agrees.
     pub const fn smem_bytes(&self, spec: &FwdSpec) of tile: Sm90Tile {
-        /// O in f32 of the parts above, where a CTA folds its rows' parts, and their tops and sums (`folded_output.cuh`):
-        /// the first, so that its address needs no object.
+        /// O in f32 of the parts above, where a CTA folds its rows' parts, and their tops and sums
+        /// (`folded_output.cuh`): the first, so that its address needs no object.
         fold: "FoldPlace<spec, tile>" if self.fold_in_shared
             => Size::tile(round_up(4 * self.block_m * (product_dim(spec.head_dim_v, spec.dtype_v) + 2), 1024));
         /// V as it lies in memory, where it is prepared.

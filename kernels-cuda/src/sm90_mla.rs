@@ -64,8 +64,8 @@ abi_spec! {
         pub row_bytes: i32 = Takes::nothing(),
         /// Split-KV: keys of a part, a multiple of 64; a second kernel merges the parts. 0: a tile sees all keys.
         pub split_keys: i32 = Takes::multiples(64, 0, 1 << 24).tuned_over(&[0, 256, 512, 1024, 2048]),
-        /// CTAs of a cluster that have the same rows and fold their parts of a split in shared memory, before the second
-        /// kernel merges what is left: 1, 2, 4 or 8.
+        /// CTAs of a cluster that have the same rows and fold their parts of a split in shared memory, before the
+        /// second kernel merges what is left: 1, 2, 4 or 8.
         pub fold_parts: i32 = Takes::within(1, 8).tuned_over(&[1, 2, 4, 8]),
     }
 }
@@ -90,7 +90,12 @@ impl Sm90MlaTile {
     pub const fn cut(&self) -> split::Cut {
         // Every token's list is cut alike.
         let folded = self.fold_parts;
-        split::Cut { keys: self.split_keys * folded, block_n: KEYS as i32 * folded, fixed: self.listed, shares: None }
+        split::Cut {
+            keys: self.split_keys * folded,
+            block_n: KEYS as i32 * folded,
+            fixed: self.listed,
+            shares: None,
+        }
     }
 
     /// Whether a CTA walks several tiles, for the main kernel's spec: over lists of keys, where that has
@@ -209,7 +214,8 @@ impl Sm90MlaTile {
             return Ok(MlaSchedule { num_m_blocks, num_parts: num_parts as i32, num_tiles, most_keys });
         }
         let (units, num_m_blocks) = units(problem, self.cluster);
-        let num_tiles = units.saturating_mul(u64::from(num_parts)).saturating_mul(self.fold_parts.unsigned_abs().into());
+        let num_tiles =
+            units.saturating_mul(u64::from(num_parts)).saturating_mul(self.fold_parts.unsigned_abs().into());
         if num_tiles > MAX_TILES {
             let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
             return Err(format!(

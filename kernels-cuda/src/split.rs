@@ -443,7 +443,7 @@ impl Merging {
             None => cut.num_parts(problem),
         };
         let mut warps = parts.div_ceil(8).next_power_of_two().min(MOST_WARPS);
-        // Of a wide row a warp loads two parts at once; where rows leave warps idle, more of them share it. Over lists
+        // A warp loads two parts of a wide row at once; where rows leave warps idle, more of them share it. Over lists
         // the order of sums is not to depend on the batch.
         if problem.dims.head_dim_v > 256 && !problem.walks_lists() {
             let idle = |warps: u32| rows.saturating_mul(warps.into()) <= WARPS_AT_ONCE / 2;

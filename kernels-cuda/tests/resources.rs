@@ -763,8 +763,16 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
         ("part_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, ..narrow }),
         ("folded_by_8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, fold_parts: 8, ..tile }),
         ("folded_by_2_of_pages", part, Sm90MlaTile { split_keys: 64, fold_parts: 2, ..tile }),
-        ("folded_by_8_of_fp8", split::part_spec(&upper), Sm90MlaTile { split_keys: 64, fold_parts: 8, ..narrow }),
-        ("folded_by_4_bias", split::part_spec(&FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }), Sm90MlaTile { split_keys: 64, fold_parts: 4, ..tile }),
+        (
+            "folded_by_8_of_fp8",
+            split::part_spec(&upper),
+            Sm90MlaTile { split_keys: 64, fold_parts: 8, ..narrow },
+        ),
+        (
+            "folded_by_4_bias",
+            split::part_spec(&FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }),
+            Sm90MlaTile { split_keys: 64, fold_parts: 4, ..tile },
+        ),
         ("512_upper_fp8", of_512, Sm90MlaTile { v_in_k: false, ..narrow }),
         ("upper_cluster", upper, Sm90MlaTile { cluster: 2, ..tile }),
         ("512_upper_cluster", of_512, Sm90MlaTile { cluster: 2, ..apart }),

@@ -588,8 +588,7 @@ fn schedule_words(tile: &Sm90Tile, problem: &ValidFwd) -> String {
     words.extend((tile.bias_stages > 0).then(|| format!("bias by TMA, {} blocks", tile.bias_stages)));
     words.extend(parts::words(tile.cut(problem)));
     words.extend((tile.fold_keys > 0).then(|| {
-        let place =
-            if tile.fold_in_shared { "shared memory" } else { "the workspace" };
+        let place = if tile.fold_in_shared { "shared memory" } else { "the workspace" };
         format!("keys of every sequence in parts of {}, folded by their CTA in {place}", tile.fold_keys)
     }));
     words.extend(tile.dependent_launch.then(|| "starts while the grid before ends".to_owned()));

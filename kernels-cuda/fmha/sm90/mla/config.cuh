@@ -143,7 +143,7 @@ struct ScalesOfRows {
 template <>
 struct ScalesOfRows<0> {};
 
-// What the CTAs of a cluster tell each other of their parts of the rows: a place for each of them.
+// Words that CTAs of a cluster tell each other of their parts of the rows: a place for each of them.
 template <int parts>
 struct FoldedRows {
   float row_max[parts][kRows], row_sum[parts][kRows];

@@ -60,8 +60,8 @@ FMHA_DEVICE void recompute_found(const Consumer<spec, tile, group>& consumer, co
   }
 }
 
-// O and LSE of a cluster whose CTAs fold their parts. `to_descale_v`: what O is multiplied by besides; `is_far`: whether
-// all rows are to be computed again instead.
+// O and LSE of a cluster whose CTAs fold their parts. `to_descale_v`: what O is multiplied by besides; `is_far`:
+// whether all rows are to be computed again instead.
 template <FwdSpec spec, Sm90MlaTile tile, int group, class Keys>
 FMHA_DEVICE void store_folded(Consumer<spec, tile, group>& consumer, const Keys& keys, float to_descale_v, bool is_far,
                               int32_t o_batch) {
