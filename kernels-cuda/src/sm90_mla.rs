@@ -115,7 +115,11 @@ impl Sm90MlaTile {
     /// # Errors
     /// A text that names the field, the value and what the field takes.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
-        self.set_field(name, value).map_err(|text| format!("tile {text}"))
+        self.set_field(name, value).map_err(|text| format!("tile {text}"))?;
+        if self.split_keys == 0 || self.cluster > 1 {
+            self.fold_parts = if name == "fold_parts" { self.fold_parts } else { 1 };
+        }
+        Ok(())
     }
 
     /// Whether TMA brings a problem's keys as the tile says.
@@ -357,19 +361,21 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
     let split_keys =
         if listed { split_keys(&lists::of_tokens(problem), num_sms) } else { split_keys(problem, num_sms) };
+    let v_in_k = problem.cache.v_in_k && shares_rows(problem.dims, listed);
     Sm90MlaTile {
         by_tma: !listed && !copies_rows(problem, split_keys),
         stored: stored(problem),
         cluster: 1,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
-        v_in_k: problem.cache.v_in_k && shares_rows(problem.dims, listed),
+        v_in_k,
         listed,
         two_caches: problem.walks_caches(),
         row_bytes: lists::row_bytes(problem),
         vector_store: stores_vectors(problem),
         split_keys,
-        fold_parts: 1,
+        // Pairs fold their parts faster than the merge reads them; more CTAs wait for each other longer.
+        fold_parts: if v_in_k && !listed && split_keys > 0 { 2 } else { 1 },
     }
 }
 
