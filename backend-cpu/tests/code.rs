@@ -25,6 +25,9 @@ fn noise(count: u64, seed: u64) -> Vec<f32> {
     (0..count).map(|_| draw.unit() as f32 * 1.5).collect()
 }
 
+/// Seeds from here on have a slope for each head.
+const OF_HEADS: u64 = 300;
+
 /// Memory of the tensors that functions capture.
 struct Memory {
     /// Tensors in wide words, so that every type is aligned.
@@ -40,7 +43,10 @@ impl Memory {
             if problem.code.stored(name).is_none() {
                 continue;
             }
-            let shape: Vec<u32> = (0..rank).map(|_| 2 + draw.below(9) as u32).collect();
+            let mut shape: Vec<u32> = (0..rank).map(|_| 2 + draw.below(9) as u32).collect();
+            if name == "slopes" && seed >= OF_HEADS {
+                shape = vec![problem.dims.num_heads_q];
+            }
             let tensor = CapturedTensor::dense(name, &shape);
             let mut bytes: Vec<u8> = vec![];
             for _ in 0..tensor.num_elems() {
@@ -80,6 +86,11 @@ fn error(found: &[f32], wanted: &[f64]) -> f64 {
 
 /// Runs a problem forward and backward and compares all results with float64.
 fn check(device: &Device, problem: FwdProblem, seed: u64) {
+    check_gradients(device, problem, seed, true);
+}
+
+/// The same, with gradients of captured tensors where they are `captured`. What the plans say of functions.
+fn check_gradients(device: &Device, problem: FwdProblem, seed: u64, is_captured: bool) -> [String; 2] {
     let text = format!("seed {seed}: {:?}", problem.code);
     let memory = Memory::new(&problem, seed);
     let captured: Vec<CapturedTensor> = memory.tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
@@ -92,13 +103,13 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
         })
     });
     let wanted: Vec<CapturedGrad> =
-        floats.map(|tensor| CapturedGrad { name: tensor.name.clone(), dtype: DType::F32 }).collect();
+        floats.filter(|_| is_captured).map(|tensor| CapturedGrad { name: tensor.name.clone(), dtype: DType::F32 }).collect();
     let [q, k, v, dout] = [(fwd.shape_q(), 1), (fwd.shape_k(), 2), (fwd.shape_v(), 3), (fwd.shape_o(), 4)]
         .map(|(shape, salt)| noise(shape.num_elems(), seed * 8 + salt));
     let slices = memory.slices();
     let score = ScoreArgs::default().captured(&slices).numbers(&memory.numbers);
     let mut o = vec![f32::NAN; fwd.shape_o().num_elems() as usize];
-    let mut lse = vec![f32::NAN; (DIMS.batch * DIMS.num_heads_q * DIMS.seqlen_q) as usize];
+    let mut lse = vec![f32::NAN; (DIMS.batch * DIMS.num_heads_q * fwd.dims.seqlen_q) as usize];
     let stream = device.default_stream();
     let plan = device.plan_fwd(&fwd, &PlanOptions::default()).unwrap();
     let inputs = [&q, &k, &v].map(|x| DevSlice::host(x));
@@ -106,6 +117,7 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
     let mut args =
         FwdArgs::new(sq, sk, sv, DevSliceMut::host(&mut o)).score(score).lse(DevSliceMut::host(&mut lse));
     plan.run(&mut args, &stream).unwrap_or_else(|e| panic!("{text}: {e}"));
+    let of_forward_plan = words(plan.details());
     let exact = forward(&fwd, &args, Precision::Exact).unwrap();
     for head in &exact {
         for i in 0..head.span.seqlen_q {
@@ -136,6 +148,7 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
         .score(score)
         .dcaptured(dcaptured.iter_mut().map(|x| DevSliceMut::host(x)).collect());
     plan.run(&mut args, &stream).unwrap_or_else(|e| panic!("{text}: {e}"));
+    let of_plans = [of_forward_plan, words(plan.details())];
     let exact = backward(&bwd, &args, Precision::Exact).unwrap();
     drop(args);
     let [dq, dk, dv] = &grads;
@@ -157,6 +170,12 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
         let off = error(found, wanted);
         assert!(off < 1e-4, "{text}: gradient of {} is off by {off}: {found:?}, not {wanted:?}", grad.name);
     }
+    of_plans
+}
+
+/// Words of a plan on its functions.
+fn words(details: &[(&str, String)]) -> String {
+    details.iter().find(|(name, _)| *name == "functions").map(|(_, words)| words.clone()).unwrap_or_default()
 }
 
 fn device() -> Device {
@@ -205,6 +224,52 @@ fn common_forms_have_the_results_and_gradients_of_float64() {
         check(&device, problem.clone(), 100 + seed as u64);
         // A score of -inf hides its pair before the soft-cap would make it finite.
         check(&device, problem.softcap(9.0), 200 + seed as u64);
+    }
+}
+
+/// What kernels have built in is planned so, of more queries than keys too, and beside a band of the call's own.
+#[test]
+fn functions_that_kernels_have_built_in_are_computed_as_such() {
+    let device = device();
+    let shorter = Dims { seqlen_q: DIMS.seqlen_k + 4, ..DIMS };
+    let square = Dims { seqlen_q: DIMS.seqlen_k, ..DIMS };
+    let alibi = "slopes: f32[_]; s + slopes[h] * (k - q)";
+    let capped = "slopes: f32[_]; 2 * tanh(s / 2) + -slopes[h] * abs(q - k)";
+    for (seed, (dims, score, mask, band, forward, backward)) in [
+        (DIMS, "", "k <= q", "0", "the mask is the band t", ""),
+        (shorter, "", "k <= q", "0", "the mask is the band t", ""),
+        (DIMS, "", "k <= q", "b", "the mask is the band b:-1,-16", ""),
+        (DIMS, "", "q - k <= 9 and k - q <= 3", "0", "the mask is the band t:9,3", ""),
+        (shorter, "", "k > q - 9 and q >= k + 2", "0", "the mask is the band g:9,-1", ""),
+        (DIMS, "", "k - q <= seqlen_k - seqlen_q", "0", "the mask is the band b", ""),
+        (DIMS, "", "k <= q and k % 3 != 1", "0", "the mask is the band t and `k % 3 != 1`", ""),
+        (DIMS, "3 * tanh(s / 3)", "", "b", "the score is softcap 3", ""),
+        (DIMS, "s * 0.5", "k <= q", "0", "the mask is the band t; the score is softmax_scale 0.1", ""),
+        (square, alibi, "k <= q", "0", "the mask is the band t; the score is ALiBi by slopes", "t"),
+        (DIMS, alibi, "k <= q", "0", "the mask is the band t; the score is ALiBi by slopes", "t"),
+        (DIMS, alibi, "k <= q + 3", "0", "the mask is the band t:-1,3", ""),
+        (square, alibi, "k <= q and k % 2 == 0", "0", "the mask is the band t and `k % 2 == 0`; the score", "t"),
+        (square, capped, "", "0", "the score is ALiBi by slopes, softcap 2", "t"),
+        (square, capped, "ids: i32[_]; ids[q] == ids[k]", "b", "the score is ALiBi by slopes, softcap 2", "t"),
+        (DIMS, capped, "", "t", "the score is ALiBi by slopes, softcap 2", "t"),
+        (DIMS, capped, "", "0", "", ""),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let of = |text: &str| if text.is_empty() { None } else { Some(text.parse::<Function>().unwrap()) };
+        let problem = FwdProblem::batch(DType::F32, dims)
+            .mask(band.parse().unwrap())
+            .score_code(of(score))
+            .mask_code(of(mask));
+        let seed = OF_HEADS + seed as u64;
+        let said = check_gradients(&device, problem.clone(), seed, false);
+        let fits = |said: &String| said.starts_with(forward) && said.is_empty() == forward.is_empty();
+        assert!(said.iter().all(fits), "{score} {mask} {band}: {said:?}");
+        // Slopes whose gradients are wanted stay captured.
+        let learned = check_gradients(&device, problem, seed, true);
+        assert_eq!(learned[1].contains("ALiBi"), false, "{learned:?}");
+        assert_eq!(learned[0].contains("ALiBi"), !backward.is_empty(), "{learned:?}");
     }
 }
 

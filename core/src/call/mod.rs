@@ -17,8 +17,9 @@ use std::fmt::Debug;
 
 use crate::args::{
     BwdArgs, CacheSlice, ChooseArgs, CombineArgs, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace,
-    SeqArgs, check_bwd, check_choose, check_combine, check_fwd,
+    ScoreArgs, SeqArgs, check_bwd, check_choose, check_combine, check_fwd,
 };
+use crate::built_in::BuiltIn;
 use crate::bwd::{BwdProblem, ValidBwd};
 use crate::cache::{of_other_sizes, of_other_sizes_bwd};
 use crate::code_source::CodeSource;
@@ -177,6 +178,21 @@ pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
         Some(CodeSource { code, gradients: self.captured_gradients() })
     }
 
+    /// The problem with what its functions have of kernels' own, which a plan computes in its place.
+    ///
+    /// # Errors
+    /// What that problem is refused for.
+    #[doc(hidden)]
+    fn built_in(&self) -> Result<Option<BuiltIn<Self>>, ProblemError> {
+        Ok(None)
+    }
+
+    /// The operands of the score of a call; none of a combine.
+    #[doc(hidden)]
+    fn score_args<'a, 'b>(_args: &'b mut Self::Args<'a>) -> Option<&'b mut ScoreArgs<'a>> {
+        None
+    }
+
     /// Wanted gradients of the tensors that a score as code captures.
     #[doc(hidden)]
     fn captured_gradients(&self) -> &[CapturedGrad] {
@@ -264,6 +280,15 @@ impl Problem for ValidFwd {
 
     fn of_wide_cache(&self) -> Result<Option<Self>, ProblemError> {
         self.over_wide_cache().map(FwdProblem::validate).transpose()
+    }
+
+    fn built_in(&self) -> Result<Option<BuiltIn<Self>>, ProblemError> {
+        let Some(BuiltIn { problem, slopes, words }) = FwdProblem::built_in(self, false) else { return Ok(None) };
+        Ok(Some(BuiltIn { problem: problem.validate()?, slopes, words }))
+    }
+
+    fn score_args<'a, 'b>(args: &'b mut Self::Args<'a>) -> Option<&'b mut ScoreArgs<'a>> {
+        Some(&mut args.score)
     }
 
     fn is_empty(&self) -> bool {
@@ -370,6 +395,18 @@ impl Problem for ValidBwd {
             sums.extend(stretches(dbias.as_mut_ptr(), wanted.strides, shape, wanted.dtype));
         }
         sums
+    }
+
+    fn built_in(&self) -> Result<Option<BuiltIn<Self>>, ProblemError> {
+        let Some(BuiltIn { problem, slopes, words }) = self.fwd.built_in(!self.dcaptured.is_empty()) else {
+            return Ok(None);
+        };
+        let problem = BwdProblem { fwd: problem, ..BwdProblem::clone(self) };
+        Ok(Some(BuiltIn { problem: problem.validate()?, slopes, words }))
+    }
+
+    fn score_args<'a, 'b>(args: &'b mut Self::Args<'a>) -> Option<&'b mut ScoreArgs<'a>> {
+        Some(&mut args.score)
     }
 
     fn is_empty(&self) -> bool {

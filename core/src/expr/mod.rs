@@ -9,6 +9,7 @@
 //!   Program       its values over blocks of pairs, a register machine      program
 //!   derive        derivatives, through the score and to captures           derive
 //!   bounds        its values over a tile, by interval arithmetic           bounds
+//!   forms         bands, soft-cap, ALiBi: what kernels have built in       forms
 //!   device        C++ that g++, NVRTC and clang compile                    device
 //!                 and its bounds over a tile there                         device_bounds
 //! ```
@@ -35,6 +36,7 @@ mod device_bounds;
 #[doc(hidden)]
 pub mod draw;
 mod eval;
+mod forms;
 mod graph;
 mod program;
 mod surface;
@@ -50,6 +52,7 @@ pub use derive::{CaptureSlope, Slopes};
 pub use device::DEVICE_PRELUDE;
 pub use device_bounds::BOUNDS_PRELUDE;
 pub use eval::{Captured, HostTensor, Number, Pair, Rounding, Value};
+pub use forms::{AlibiTerm, Bands, Distance, Limits, ScoreForm};
 pub use graph::{Binary, Capture, CaptureKind, Graph, Id, MAX_RANK, Node, Stored, Type, Unary, Variable};
 pub use program::{Block, Lanes, Program, ScalarMath, VectorMath};
 pub use surface::{At, Bool, Element, Float, Int, Score, Tensor, number, select, whole_number};

@@ -608,3 +608,172 @@ fn blocks_compute_each_operation_as_pairs_do() {
         }
     }
 }
+
+/// A drawn conjunction: bounds of distances in forms that people write, and drawn masks.
+fn conjunction(draw: &mut Draw) -> String {
+    let bound = |draw: &mut Draw| {
+        let c = draw.below(15) as i64 - 7;
+        let m = 1 + draw.below(4) as i64;
+        match draw.below(12) {
+            0 => "q >= k".to_owned(),
+            1 => format!("q - k <= {c}"),
+            2 => format!("k - q < {c}"),
+            3 => format!("not (k > q + {c})"),
+            4 => format!("abs(q - k) <= {c}"),
+            5 => format!("{c} > abs(k - q + {m})"),
+            6 => format!("{m} * q + {c} >= k * {m}"),
+            7 => format!("k - q <= seqlen_k - seqlen_q + {c}"),
+            8 => format!("not (q + seqlen_k - k < seqlen_q or k + {c} > q + 9)"),
+            9 => format!("k == q + {c}"),
+            10 => format!("{m} * (k - q - (seqlen_k - seqlen_q)) > -{m} * q + {m} * q - {c}"),
+            _ => "q - k <= shift".to_owned(),
+        }
+    };
+    let parts: Vec<String> = (0..1 + draw.below(4))
+        .map(|_| if draw.below(4) == 0 { "(k % 3 != 1)".to_owned() } else { format!("({})", bound(draw)) })
+        .collect();
+    format!("shift: int; {}", parts.join(" and "))
+}
+
+fn shows(limits: Limits, distance: i64) -> bool {
+    limits.lo.is_none_or(|lo| lo <= distance) && limits.hi.is_none_or(|hi| distance <= hi)
+}
+
+fn seen_by(bands: &Bands, pair: &Pair, memory: &Memory) -> bool {
+    let distance = i64::from(pair.k) - i64::from(pair.q);
+    let diagonal = i64::from(pair.seqlen_k) - i64::from(pair.seqlen_q);
+    let rest = bands.rest.as_ref().is_none_or(|rest| {
+        rest.eval(pair, &memory.of(rest.captures()), Rounding::Exact).bool()
+    });
+    rest && shows(bands.top_left, distance) && shows(bands.bottom_right, distance - diagonal)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    /// A mask is its band and the rest of it, at every pair of drawn lengths, queries fewer than keys or more.
+    #[test]
+    fn a_mask_is_its_bands_and_its_rest(seed: u64, is_drawn: bool, knows: bool) {
+        let mut draw = Draw::new(seed);
+        let function = if is_drawn {
+            draw::mask(seed, Kind::Any).unwrap()
+        } else {
+            conjunction(&mut draw).parse().unwrap()
+        };
+        let memory = Memory::new(seed);
+        let numbers: Vec<Option<Number>> = memory
+            .of(function.captures())
+            .iter()
+            .map(|captured| match captured {
+                Captured::Number(number) if knows => Some(*number),
+                _ => None,
+            })
+            .collect();
+        let takes_all = draw.below(3) > 0;
+        let found = function.bands(|align| takes_all || align == crate::MaskAlign::TopLeft, &numbers);
+        let inlined = function.with_built_in(&numbers).unwrap();
+        for _ in 0..4 {
+            let (seqlen_q, seqlen_k) = (1 + draw.below(20) as u32, 1 + draw.below(20) as u32);
+            for at in 0..seqlen_q * seqlen_k {
+                let (q, k) = (at / seqlen_k, at % seqlen_k);
+                let pair = Pair { score: 0.0, b: 1, h: 2, q, k, seqlen_q, seqlen_k };
+                let of = |function: &Function| {
+                    function.eval(&pair, &memory.of(function.captures()), Rounding::Exact).bool()
+                };
+                let expected = of(&function);
+                if let Some(bands) = &found {
+                    prop_assert_eq!(seen_by(bands, &pair, &memory), expected, "{} at {:?}: {:?}", function, pair, bands);
+                }
+                if let Some(inlined) = &inlined {
+                    prop_assert_eq!(of(inlined), expected, "{} at {:?}: {}", function, pair, inlined);
+                }
+            }
+        }
+    }
+
+    /// A score that is recognised has the values that its form says.
+    #[test]
+    fn a_score_is_its_form(seed: u64, cap in 0.25f32..40.0, factor in 0.05f32..8.0) {
+        let mut draw = Draw::new(seed);
+        let core = draw.of(&["s", "s * F", "F * s", "s / F", "-(-(s))"]).replace('F', &format!("{factor:?}"));
+        let bent = format!("{cap:?} * tanh(({core}) / {cap:?})");
+        let of = draw.of(&[core.as_str(), bent.as_str(), "s + 0.5", "tanh(s)"]).to_owned();
+        let text = match draw.below(6) {
+            0 => format!("slopes: f32[_]; {of} + slopes[h] * (k - q)"),
+            1 => format!("slopes: f32[_]; slopes[h] * (k - q) + ({of})"),
+            2 => format!("slopes: f32[_]; {of} - (q - k) * slopes[h]"),
+            3 => format!("slopes: f32[_]; {of} + -slopes[h] * abs(q - k)"),
+            4 => format!("slopes: f32[_]; {of} - slopes[h] * (k - q)"),
+            _ => of,
+        };
+        let function: Function = text.parse().unwrap();
+        let memory = Memory::new(seed);
+        let Some(form) = function.score_form(&[]) else { return Ok(()) };
+        for _ in 0..30 {
+            let pair = pair(&mut draw);
+            let x = form.factor * pair.score;
+            let mut expected = form.softcap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh());
+            let captured = memory.of(function.captures());
+            if let Some(AlibiTerm { capture, per_batch, distance }) = form.alibi {
+                prop_assert!(!per_batch);
+                let Captured::Tensor(tensor) = captured[capture] else { unreachable!() };
+                let slope = tensor.read(tensor.offset([i64::from(pair.h)].into_iter())).float();
+                let far = f64::from(pair.q) - f64::from(pair.k);
+                expected -= slope * if matches!(distance, Distance::Signed(_)) { far } else { far.abs() };
+            }
+            let actual = function.eval(&pair, &captured, Rounding::Exact).float();
+            prop_assert!((actual - expected).abs() <= 1e-9 * (1.0 + expected.abs()), "{}: {} {}", function, actual, expected);
+        }
+    }
+}
+
+#[test]
+fn what_kernels_have_is_found_in_each_way_to_say_it() {
+    let bands = |text: &str| text.parse::<Function>().unwrap().bands(|_| true, &[]);
+    let only = |lo: Option<i64>, hi: Option<i64>| Limits { lo, hi };
+    for (text, lo, hi) in [
+        ("q >= k", None, Some(0)),
+        ("k <= q", None, Some(0)),
+        ("not (k > q)", None, Some(0)),
+        ("q - k >= 3", None, Some(-3)),
+        ("(q >= k) and (q - k <= 64)", Some(-64), Some(0)),
+        ("abs(q - k) < 5", Some(-4), Some(4)),
+        ("2 * q >= 2 * k - 3", None, Some(1)),
+        ("2 * q + 3 > 2 * k and k + 4 >= q", Some(-4), Some(1)),
+    ] {
+        let found = bands(text).unwrap_or_else(|| panic!("{text}"));
+        assert_eq!((found.top_left, found.rest), (only(lo, hi), None), "{text}");
+        assert!(found.bottom_right.is_empty(), "{text}");
+    }
+    let found = bands("k - q <= seqlen_k - seqlen_q").unwrap();
+    assert_eq!((found.top_left, found.bottom_right), (Limits::default(), only(None, Some(0))));
+    let found = bands("(q >= k) and ((q - k) % 4 == 0)").unwrap();
+    assert_eq!(found.rest.unwrap().to_string(), "(q - k) % 4 == 0");
+    for text in [
+        "k < 5",
+        "q >= k or k < 128",
+        "q != k",
+        "q + k >= 3",
+        "q >= 2 * k",
+        "k - q <= seqlen_k",
+        "q * q >= k * k",
+        "w: int; q - k <= w",
+        "float(q) >= float(k)",
+    ] {
+        assert!(bands(text).is_none(), "{text}");
+    }
+    let form = |text: &str| text.parse::<Function>().unwrap().score_form(&[]);
+    assert_eq!(form("30.0 * tanh(s / 30.0)").unwrap().softcap, Some(30.0));
+    assert_eq!(form("tanh(s * 0.5) * 2.0").unwrap().factor, 1.0);
+    assert_eq!(form("s * 3.0").unwrap().factor, 3.0);
+    for text in ["s * -1.0", "0.0 * s", "s + 1.0", "s * s", "cap: float; cap * tanh(s / cap)", "tanh(s) * -2.0"] {
+        assert!(form(text).is_none(), "{text}");
+    }
+    let numbers = [Some(Number::Float(20.0))];
+    let capped: Function = "cap: float; cap * tanh(s / cap)".parse().unwrap();
+    assert_eq!(capped.score_form(&numbers).unwrap().softcap, Some(20.0));
+    assert_eq!(capped.with_built_in(&numbers).unwrap().unwrap().to_string(), "20.0 * tanh(s / 20.0)");
+    let window: Function = "w: int; d: int; (q - k <= w) and (k % d == 0)".parse().unwrap();
+    let numbers = [Some(Number::Int(7)), Some(Number::Int(3))];
+    assert_eq!(window.with_built_in(&numbers).unwrap().unwrap().to_string(), "d: int; q - k <= 7 and k % d == 0");
+}

@@ -17,12 +17,12 @@ pub use options::{Accuracy, PlanOptions, Promises};
 pub use sums::ScoreSums;
 pub(crate) use sums::in_order;
 
-use crate::args::{DevSlice, MaskArgs, MemorySpace, SeqArgs};
+use crate::args::{DevSlice, MaskArgs, MemorySpace, ScoreArgs, SeqArgs};
 use crate::bwd::ValidBwd;
 use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
-use crate::error::{ProblemError, Refusal, Result};
+use crate::error::{ProblemError, Refusal, Result, ensure};
 use crate::layout::Totals;
 use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
@@ -112,6 +112,25 @@ struct Sealed<P: Problem> {
     checks_lengths: bool,
     /// Whether the batch is 0, so that nothing is launched.
     has_no_sequence: bool,
+    /// Place of the captured tensor that is the call's ALiBi slopes.
+    slopes: Option<usize>,
+}
+
+/// Operands of a score whose captured tensor of a place, the first or the last of `rest` more, is ALiBi's slopes.
+///
+/// # Errors
+/// A count of captured tensors that is not the functions', and slopes of the caller's own.
+fn with_slopes(given: ScoreArgs<'_>, at: usize, rest: usize) -> Result<ScoreArgs<'_>> {
+    let count = given.captured.len();
+    ensure!(
+        count == rest + 1,
+        "captured",
+        "captured: {count} tensors given, but {} wanted",
+        rest + 1
+    );
+    ensure!(given.alibi_slopes.is_none(), "alibi_slopes", "alibi_slopes: 1 given, but the problem is without ALiBi");
+    let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
+    Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..given })
 }
 
 /// Zeros on a stream, or in host memory.
@@ -174,6 +193,7 @@ impl<P: Problem> Plan<P> {
         planned: Planned<P>,
         checks_lengths: bool,
         has_no_sequence: bool,
+        slopes: Option<usize>,
     ) -> Self {
         let Planned { mut parts, launch } = planned;
         let space = device.memory().space();
@@ -187,7 +207,16 @@ impl<P: Problem> Plan<P> {
             parts.promises.graph_capturable &= space == MemorySpace::Host;
         }
         parts.promises.graph_capturable &= problem.dropout().is_none();
-        Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence }))
+        Self(Arc::new(Sealed {
+            problem,
+            device,
+            space,
+            parts,
+            launch,
+            checks_lengths,
+            has_no_sequence,
+            slopes,
+        }))
     }
 
     /// Tells the program's logger what was chosen.
@@ -261,10 +290,29 @@ impl<P: Problem> Plan<P> {
         Err(ProblemError::new("p_drop", text).into())
     }
 
+    /// A run with the captured slopes, where the plan has ALiBi for a score as code, in their place of the arguments.
+    ///
     /// # Safety
     /// As [`Stream::from_raw`].
     unsafe fn checked_run(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence } = &*self.0;
+        let (Some(at), Some(score)) = (self.0.slopes, P::score_args(args)) else {
+            // SAFETY: the caller keeps the contract of `checked_run`.
+            return unsafe { self.run_as_planned(args, stream) };
+        };
+        let given = *score;
+        *score = with_slopes(given, at, self.0.problem.code().map_or(0, |code| code.captured.len()))?;
+        // SAFETY: the caller keeps the contract of `checked_run`.
+        let done = unsafe { self.run_as_planned(args, stream) };
+        if let Some(score) = P::score_args(args) {
+            *score = given;
+        }
+        done
+    }
+
+    /// # Safety
+    /// As [`Stream::from_raw`].
+    unsafe fn run_as_planned(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
+        let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence, .. } = &*self.0;
         problem.check(args, parts.workspace, *space)?;
         if let (Some(object), Some(fwd)) =
             (P::mask_args(args).and_then(|masks| masks.built), problem.forward())
@@ -507,7 +555,7 @@ mod tests {
     fn plan(parts: PlanParts) -> FwdPlan {
         let problem = crate::toy::problem();
         let planned = Planned { parts, launch: Box::new(Nothing) };
-        Plan::new(Device::new(Toy::in_host_memory()), problem, planned, false, false)
+        Plan::new(Device::new(Toy::in_host_memory()), problem, planned, false, false, None)
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub mod block_scales;
 mod blocks;
+pub mod built_in;
 pub mod bwd;
 mod cache;
 mod code;

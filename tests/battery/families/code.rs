@@ -42,6 +42,7 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     bounds(&mut cases);
+    built_in(&mut cases);
     cases
 }
 
@@ -64,6 +65,8 @@ fn bounds(cases: &mut Vec<Case>) {
         ("window", dims, "abs(q - k) <= 20"),
         ("prefix", dims, "k < 140 or k <= q"),
         ("blocks", dims, blocks),
+        ("staircase", dims, "k // 8 <= q // 8"),
+        ("ring", dims, "abs(q - k) <= 20 or k == q + 150"),
         ("heads_neighbourhood", of_heads, "abs(q // 17 - k // 17) <= 2 and abs(q % 17 - k % 17) <= 2"),
         ("heads_blocks", of_heads, blocks),
     ] {
@@ -74,6 +77,52 @@ fn bounds(cases: &mut Vec<Case>) {
         let name = format!("code/backward/bf16/bounds/mask_{what}");
         let drawn = data(&name);
         cases.push(Case::backward(name, BwdProblem::new(problem), Lengths::default(), drawn));
+    }
+}
+
+/// Functions that kernels have built in, whole or in part: of fewer keys than queries, packed, and beside a band.
+fn built_in(cases: &mut Vec<Case>) {
+    let dims = Dims {
+        batch: 2,
+        seqlen_q: 150,
+        seqlen_k: 130,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        head_dim_qk: 32,
+        head_dim_v: 32,
+    };
+    let longer = Dims { seqlen_q: 70, ..dims };
+    let masks = [
+        ("mask_causal", dims, "k <= q", "0"),
+        ("mask_before", dims, "q - k >= 5 and q - k < 60", "0"),
+        ("mask_beyond", longer, "k - q >= 30 and k - q <= 90", "0"),
+        ("mask_end", longer, "not (k - q > seqlen_k - seqlen_q)", "0"),
+        ("mask_beside", longer, "q + 2 >= k", "b:50,-1"),
+        ("mask_dilated", dims, "k <= q and (q - k) % 3 == 0", "0"),
+        ("mask_packed", longer, "k <= q + 3", "0"),
+        ("mask_packed_end", longer, "k - q <= seqlen_k - seqlen_q", "b"),
+    ];
+    let scores = [
+        ("score_softcap", longer, "3.0 * tanh(s / 3.0)", "b"),
+        ("score_scale", longer, "s * 1.5", "t:20,4"),
+        ("score_softened_scale", dims, "2.0 * tanh(s * 0.25)", "0"),
+    ];
+    for (what, dims, text, band) in masks.into_iter().chain(scores) {
+        let (mut problem, mut lengths) = (masked(DType::Bf16, dims, band), Lengths::default());
+        if what.starts_with("mask_packed") {
+            problem = group(DType::Bf16, dims, &SEQUENCES, band);
+            lengths = Lengths::packed(&SEQUENCES);
+        }
+        problem = match what.starts_with("mask") {
+            true => problem.mask_code(text.parse().ok()),
+            false => problem.score_code(text.parse().ok()),
+        };
+        let name = format!("code/forward/bf16/built_in/{what}");
+        let drawn = data(&name);
+        cases.push(Case::forward(name, problem.clone(), lengths.clone(), drawn));
+        let name = format!("code/backward/bf16/built_in/{what}");
+        let drawn = data(&name);
+        cases.push(Case::backward(name, BwdProblem::new(problem), lengths, drawn));
     }
 }
 

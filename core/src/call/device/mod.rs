@@ -14,6 +14,7 @@ use crate::args::MemorySpace;
 use crate::backend::{
     DeviceMemory, FmhaBackend, refuse_block_scales, refuse_code, refuse_lists, refuse_outputs, unsupported,
 };
+use crate::built_in::BuiltIn;
 use crate::bwd::ValidBwd;
 use crate::cache::{Precompile, only_plans};
 use crate::call::{Planned, Problem};
@@ -158,10 +159,10 @@ impl Device {
         &self,
         problem: &P,
         options: &PlanOptions,
-        plan: impl FnOnce(&P, &PlanOptions) -> Result<Planned<P>>,
+        plan: impl Fn(&P, &PlanOptions) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
         let options = &options.with_contained();
-        let plan = self.seal(problem, options, |problem| plan(problem, options));
+        let plan = self.seal_built_in(problem, options, |problem| plan(problem, options));
         match &plan {
             Ok(plan) => plan.record(),
             Err(error) => record!(debug, PLAN, "{} on {}: no plan: {error}", P::OPERATION, self.name()),
@@ -169,11 +170,27 @@ impl Device {
         plan
     }
 
+    /// A plan of what functions have of kernels' own, where kernels take that.
+    fn seal_built_in<P: Problem>(
+        &self,
+        problem: &P,
+        options: &PlanOptions,
+        plan: impl Fn(&P) -> Result<Planned<P>>,
+    ) -> Result<Plan<P>> {
+        let Some(BuiltIn { problem: folded, slopes, words }) = problem.built_in()? else {
+            return self.seal(problem, options, None, plan);
+        };
+        // Kernels that were compiled ahead may have the functions alone.
+        let sealed = self.seal(&folded, options, Some((slopes, words)), &plan);
+        sealed.or_else(|_| self.seal(problem, options, None, plan))
+    }
+
     fn seal<P: Problem>(
         &self,
         problem: &P,
         options: &PlanOptions,
-        plan: impl FnOnce(&P) -> Result<Planned<P>>,
+        built_in: Option<(Option<usize>, String)>,
+        plan: impl Fn(&P) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
         refuse_code(&*self.0, problem)?;
         refuse_lists(&*self.0, problem)?;
@@ -186,11 +203,16 @@ impl Device {
             planned.parts.workspace = Workspace::NONE;
             planned.parts.steps.clear();
         }
+        let mut slopes = None;
+        if let Some((place, words)) = built_in {
+            slopes = place;
+            planned.parts.details.push(("functions", words));
+        }
         let parts = &planned.parts;
         options
             .check_promises(&parts.kernel, &parts.promises)
             .map_err(|refusal| unsupported(self.name(), vec![refusal]))?;
-        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some()))
+        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some(), slopes))
     }
 
     /// Whether work is queued and a run returns before it is done. Without streams a run computes before it returns.

@@ -418,7 +418,7 @@ fn a_plan_of_no_sequences_launches_nothing_and_clears_the_sums() {
 #[test]
 fn a_backend_that_knows_of_no_code_refuses_it_by_each_kernels_name() {
     let (device, log) = open(Toy::on_a_device());
-    for (text, what) in [("s * 2", "score as code"), ("k <= q", "mask as code")] {
+    for (text, what) in [("s * s", "score as code"), ("k <= 2 * q", "mask as code")] {
         let function: crate::expr::Function = text.parse().unwrap();
         let coded = FwdProblem::clone(&problem());
         let coded = if function.is_mask() { coded.mask_code(function) } else { coded.score_code(function) };
