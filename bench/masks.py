@@ -1,18 +1,27 @@
 """Times masks and scores beside torch's compiled FlexAttention: `PYTHONPATH=bindings/python python3 bench/masks.py KIT`.
 
-KIT is the peers' kit (its timing serves here; `none`: this file's own). Rows are masks and scores that users write: each
-goes as functions through `fmha.flex` and, where ranges of keys say it, as data through `fmha.attention(mask=Intervals)`.
-Outputs come first: O of every way is held to float64 on some rows of some heads, dQ, dK and dV (and the gradient of
-what a score captures) to those of the first way alone; WRONG stands behind a figure that is beyond the bound. Then the
-ways are timed in turns, forward
-and backward, in milliseconds; the ratio is torch's time to the better of ours, and its geometric mean ends the table.
-torch's mask is built before, and so is not timed, nor is the mask object's; the other ways of ours make their lists in
-each call.
+KIT is the peers' kit (its timing serves here; `none`: this file's own). Parts, in this order, all of them unless --parts
+says fewer; each result is printed as it is known, tables come last, and what --seconds does not hold is said to be left
+out:
+
+    rows     masks and scores that users write: as functions through `fmha.flex`, and where ranges of keys say them as
+             data through `fmha.attention(mask=Intervals)`. O of every way is held to float64 on some rows of some heads,
+             dQ, dK and dV (and the gradient of what a score captures) to those of the first way alone; WRONG stands
+             behind a figure that is beyond the bound. Then the ways take turns, forward and backward, in milliseconds;
+             the ratio is torch's time to the best of ours. Torch's mask is built before, and so are the mask object and
+             the lists that `fmha.flex` keeps with a mask; intervals make their lists in each call.
+    lists    block lists, random and clustered, blocks of 64 x 64 and 128 x 128, 64 of 1713 blocks in each row of blocks:
+             TFLOP/s of the selected work, forward, backward and deterministic backward, beside torch's FlexAttention over
+             the same BlockMask.
+    making   making the lists of 131072 tokens in documents of mean 4096, 32 heads, one mask, beside its forward.
+    exact    deterministic backward beside the other, of causal intervals, and whether 100 repeats have one set of bits.
+    compile  first call of an expression that nobody has compiled beside the same call without one, the cache on disk empty.
 
     --rows REGEX      some of the rows
     --backward 0      forward alone
     --sizes B,H,S,D   of other sizes than 2,16,8192,128; --heads-kv N for grouped heads
-    --rounds N        rounds of the turns (7), the median counts
+    --rounds N        rounds of the turns (5), the median counts
+    --seconds N       stop beginning new measurements after so many (240)
     --jobs N          processes that first compile all rows into the caches on disk, theirs and ours (0: none)
     --flash           FlashAttention 4 beneath torch's (kernel_options BACKEND=FLASH), where torch has it
     --torch 0         ours alone, as where torch compiles nothing
@@ -23,7 +32,9 @@ import math
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -42,12 +53,15 @@ parser.add_argument("--rows", default=".")
 parser.add_argument("--backward", type=int, default=1)
 parser.add_argument("--sizes", default="2,16,8192,128")
 parser.add_argument("--heads-kv", type=int, default=0)
-parser.add_argument("--rounds", type=int, default=7)
+parser.add_argument("--rounds", type=int, default=5)
+parser.add_argument("--parts", default="rows,lists,making,exact,compile")
+parser.add_argument("--seconds", type=float, default=240.0)
 parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
 parser.add_argument("--flash", action="store_true")
 parser.add_argument("--torch", type=int, default=1)
 parser.add_argument("--device", default="cuda")
 arguments = parser.parse_args()
+BEGAN = time.monotonic()
 BATCH, HEADS, LENGTH, DIM = (int(x) for x in arguments.sizes.split(","))
 HEADS_KV = arguments.heads_kv or HEADS
 DEVICE = torch.device(arguments.device)
@@ -243,7 +257,27 @@ def compile_row(name):
     return f"{name}: first calls in seconds: {', '.join(seconds)}"
 
 
+def held(what, seconds=0.0):
+    """Whether there is time for something that takes about so many seconds."""
+    left = arguments.seconds - (time.monotonic() - BEGAN)
+    if left < seconds:
+        print(f"left out: {what}, for which {left:.0f} of {arguments.seconds:.0f} seconds are left", flush=True)
+    return left >= seconds
+
+
+def medians(calls, rounds=None):
+    """Milliseconds of calls that take turns."""
+    times = {name: [] for name in calls}
+    for call in calls.values():
+        event_times(call, 2, True)
+    for _ in range(rounds or arguments.rounds):
+        for name, call in calls.items():
+            times[name] += event_times(call, 1, True)
+    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+
+
 def run(row):
+    """A row's cells by kind: what each way takes, with WRONG where its results are, and the ratio."""
     (q, k, v), dout, wanted = operands(row)
     rows = torch.randperm(LENGTH, device=DEVICE)[:64]
     places = [(0, 0), (BATCH - 1, HEADS - 1)]
@@ -268,41 +302,255 @@ def run(row):
         for a, b in zip(gradients[names[0]], gradients[name]):
             wrong[name] |= relative_error(b.float(), a.double()) > 2e-2
     del gradients
-    cells = []
-    ratios = {}
+    found = {}
     for kind, calls in (("forward", forward), ("backward", backward)):
-        times = {name: [] for name in calls}
-        for call in calls.values():
-            event_times(call, 2, True)
-        for _ in range(arguments.rounds):
-            for name, call in calls.items():
-                times[name] += event_times(call, 1, True)
-        median = {name: sorted(t)[len(t) // 2] for name, t in times.items()}
-        for name, t in median.items():
-            cells.append(f"{kind} {name} {t:.3f}{' WRONG' if wrong[name] else ''}")
+        # Torch's backward to what a score captures may take seconds.
+        slow = [name for name, call in calls.items() if event_times(call, 1, True)[0] > 300]
+        median = medians({name: call for name, call in calls.items() if name not in slow})
+        median.update({name: event_times(calls[name], 1, True)[0] for name in slow})
+        cells = {name: f"{t:.3f}{' WRONG' if wrong[name] else ''}" for name, t in median.items()}
         ours = [t for name, t in median.items() if name in ("functions", "intervals", "object") and not wrong[name]]
         if ours and "torch" in median:
-            ratios[kind] = median["torch"] / min(ours)
-            cells.append(f"{kind} ratio {ratios[kind]:.2f}")
-    print(f"{row.name}: " + "  ".join(cells), flush=True)
-    return ratios
+            cells["ratio"] = f"{median['torch'] / min(ours):.2f}"
+        if cells:
+            found[kind] = cells
+            print(f"{row.name}, {kind}: " + "  ".join(f"{name} {x}" for name, x in cells.items()), flush=True)
+    return found
+
+
+def table_of(columns, rows):
+    """Prints rows of cells by the names of their columns."""
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for cells in rows:
+        print("| " + " | ".join(str(cells.get(name, "")) for name in columns) + " |")
+
+
+def part_rows():
+    all_rows, ratios = [], {}
+    for row in table():
+        if not re.search(arguments.rows, row.name) or not held(f"row {row.name}", 12):
+            continue
+        torch.compiler.reset()
+        for kind, cells in run(row).items():
+            all_rows.append({"mask": row.name, "": kind, **cells})
+            if "ratio" in cells:
+                ratios.setdefault(kind, []).append(float(cells["ratio"]))
+    notes = []
+    for kind, of in ratios.items():
+        mean = math.exp(sum(math.log(r) for r in of) / len(of))
+        notes.append(f"{kind}: geometric mean {mean:.2f}, least {min(of):.2f}, of {len(of)} rows")
+    return ["mask", "", "torch", "functions", "intervals", "object", "built in", "ratio"], all_rows, notes
+
+
+def listed_blocks(kind, side, of):
+    """`[1, 1, rows, columns]` of bools: in each row of blocks 64 of 1713 of them, one at least."""
+    torch.manual_seed(3)
+    count = max(1, round(of * 64 / 1713))
+    at = torch.zeros(1, 1, of, of, dtype=torch.bool, device=DEVICE)
+    for row in range(of):
+        if kind == "random":
+            columns = torch.randperm(of, device=DEVICE)[:count]
+        else:
+            # Runs of four neighbours, and the diagonal's own.
+            first = torch.randint(0, max(of - 3, 1), (max(1, math.ceil(count / 4)),), device=DEVICE)
+            columns = (first[:, None] + torch.arange(4, device=DEVICE)).flatten().clamp(max=of - 1).unique()[:count]
+        at[0, 0, row, columns] = True
+    return at
+
+
+def part_lists():
+    """64 of 1713 blocks in each row of blocks, and so tokens by their size; fewer heads than the rows'."""
+    heads, rows = (8 if DEVICE.type != "cpu" else 1), []
+    for side in (64, 128):
+        of = 1713 if DEVICE.type != "cpu" else 8
+        length = of * side
+        for kind in ("random", "clustered"):
+            if not held(f"block lists {side} x {side}, {kind}", 20):
+                continue
+            torch.compiler.reset()
+            at = listed_blocks(kind, side, of)
+            counts = at.sum(-1, dtype=torch.int32)
+            indices = at.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+            mask = torchs.BlockMask.from_kv_blocks(
+                torch.zeros_like(counts), torch.zeros_like(indices), counts, indices, BLOCK_SIZE=side, seq_lengths=(length, length)
+            )
+            torch.manual_seed(0)
+            q, k, v, dout = (
+                torch.randn(1, heads, length, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)
+            )
+            q, k, v = (x.requires_grad_(bool(arguments.backward)) for x in (q, k, v))
+            compiled = torch.compile(torchs.flex_attention, dynamic=False)
+            calls = {"torch": lambda: compiled(q, k, v, block_mask=mask)} if arguments.torch else {}
+            calls["ours"] = lambda: fmha.flex.flex_attention(q, k, v, block_mask=mask)
+            # Work: two products of each selected pair forward, five backward.
+            flops = 4.0 * counts.sum().item() * side * side * DIM * heads
+            sample = torch.randperm(length, device=DEVICE)[:64]
+            seen = at[0, 0].repeat_interleave(side, 1)[sample // side].bool()
+            with torch.no_grad():
+                scores = q[0, 0][sample].double() @ k[0, 0].double().T / math.sqrt(DIM)
+                expected = torch.softmax(scores.masked_fill(~seen, -math.inf), -1) @ v[0, 0].double()
+            cells = {"blocks": f"{side} x {side} {kind}, {counts.sum().item()} of {of * of}"}
+            gradients = {}
+            forward, backward = {}, {}
+            for name, call in calls.items():
+                try:
+                    out = call()
+                    bad = " WRONG" if relative_error(out[0, 0][sample], expected) > 1e-2 else ""
+                    forward[name] = torch.no_grad()(call)
+                    if arguments.backward:
+                        grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+                        backward[name] = lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+                        gradients[name] = grads
+                    cells[name] = bad
+                except Exception as error:  # noqa: BLE001
+                    print(f"  lists {side} {kind}: {name}: {' '.join(repr(error).split())[:300]}", flush=True)
+            if len(gradients) == 2:
+                for a, b in zip(*gradients.values()):
+                    if relative_error(b.float(), a.double()) > 2e-2:
+                        cells["ours"] = " WRONG"
+            for name, ms in medians(forward, 3).items():
+                cells[f"{name} forward"] = f"{flops / ms / 1e9:.0f}{cells.get(name, '')}"
+            del gradients
+            for name, ms in medians(backward, 3).items():
+                cells[f"{name} backward"] = f"{2.5 * flops / ms / 1e9:.0f}{cells.get(name, '')}"
+            print("lists: " + "  ".join(f"{name} {x}" for name, x in cells.items()), flush=True)
+            rows.append(cells)
+            del q, k, v, dout, forward, backward, calls
+    names = ["blocks", "torch forward", "ours forward", "torch backward", "ours backward"]
+    return names, rows, ["lists: TFLOP/s of selected work; wanted 330 of 64 x 64, 550 of 128 x 128, backward 0.65 of it"]
+
+
+def part_making():
+    length, heads = (131072, 32) if DEVICE.type != "cpu" else (1024, 2)
+    if not held("making lists", 10):
+        return [], [], []
+    torch.manual_seed(5)
+    ends, at = [], 0
+    while at < length:
+        at = min(length, at + int(torch.randint(2048, 6144, ()).item()) * length // 131072 + 1)
+        ends.append(at)
+    end = torch.tensor(ends, device=DEVICE)
+    begin = torch.cat([end.new_zeros(1), end[:-1]])
+    i = torch.arange(length, device=DEVICE)
+    of = torch.searchsorted(end, i, right=True)
+    rows = []
+    for name, ranges in (("documents", (begin[of], end[of])), ("documents, causal", (begin[of], i + 1))):
+        data = fmha.Intervals(torch.stack([x.to(torch.int32) for x in ranges])[None, None].contiguous())
+        q, k, v = (torch.randn(1, length, heads, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+        built = fmha.MaskObject(q, k, v, data, backward=False)
+        calls = {
+            "building an object": built.build,
+            "forward by it": lambda: fmha.attention(q, k, v, mask=built),
+            "forward that makes lists": lambda: fmha.attention(q, k, v, mask=data),
+        }
+        cells = {name: f"{ms:.3f}" for name, ms in medians(calls, 3).items()}
+        ms = [float(cells[name]) for name in ("forward by it", "forward that makes lists")]
+        cells["making"] = f"{100 * (ms[1] - ms[0]) / ms[0]:.1f} %"
+        rows.append({"131072 tokens, 32 heads": name, **cells})
+        print("making: " + "  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
+    return ["131072 tokens, 32 heads", *calls, "making"], rows, ["making: below 5 % of the forward is wanted"]
+
+
+def part_exact():
+    if not held("deterministic backward", 10):
+        return [], [], []
+    i = torch.arange(LENGTH, device=DEVICE)
+    doc, begin, end = documents(max(LENGTH // 8, 2))
+    rows = []
+    for name, pair in (("causal", (0, i + 1)), ("documents full", (begin, end))):
+        data = fmha.Intervals(endpoints(pair))
+        torch.manual_seed(0)
+        q, k, v, dout = (torch.randn(BATCH, LENGTH, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        calls, bits = {}, []
+        for way, options in (("backward", {}), ("deterministic", {"deterministic": True})):
+            try:
+                out = fmha.attention(q, k, v, mask=data, **options)
+                calls[way] = lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            except Exception as error:  # noqa: BLE001
+                print(f"  {name}: {way}: {' '.join(repr(error).split())[:300]}", flush=True)
+        cells = {way: f"{ms:.3f}" for way, ms in medians(calls).items()}
+        if "deterministic" in calls:
+            first = calls["deterministic"]()
+            bits = [all(torch.equal(a, b) for a, b in zip(first, calls["deterministic"]())) for _ in range(100)]
+            cells["repeats with other bits"] = f"{bits.count(False)} of {len(bits)}"
+        if len(calls) == 2:
+            cells["price"] = f"{float(cells['deterministic']) / float(cells['backward']):.2f}"
+        rows.append({"intervals": name, **cells})
+        print("exact: " + "  ".join(f"{name} {x}" for name, x in rows[-1].items()), flush=True)
+    return ["intervals", "backward", "deterministic", "price", "repeats with other bits"], rows, []
+
+
+#: Two first calls of a process of its own, forward and backward each: without an expression, then with one.
+FIRST = """
+import sys, time, torch, fmha, fmha.flex
+device = sys.argv[1]
+q, k, v = (torch.randn(1, 4, 1024, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+wait = torch.cuda.synchronize if device != "cpu" else (lambda: None)
+def first(**how):
+    begin = time.perf_counter()
+    out = fmha.flex.flex_attention(q, k, v, **how)
+    wait()
+    forward = time.perf_counter() - begin
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    wait()
+    return f"{forward:.3f} {time.perf_counter() - begin - forward:.3f}"
+x = torch.zeros(1, device=device)
+wait()
+mask = lambda b, h, i, j: (i >= j) & ((i * 7 + j) % 5 != 1)
+block = fmha.flex.create_block_mask(mask, None, None, 1024, 1024, device=device)
+hows = {"none": {}, "score": {"score_mod": lambda s, b, h, i, j: s * torch.sigmoid(s * 0.25)}, "mask": {"block_mask": block}}
+print(first(**hows[sys.argv[2]]))
+"""
+
+
+def part_compile():
+    rows, own = [], {}
+    for what in ("none", "score", "mask"):
+        if not held(f"first call, {what}", 12):
+            continue
+        with tempfile.TemporaryDirectory() as empty:
+            environment = {**os.environ, "FMHA_CACHE_DIR": empty}
+            given = [sys.executable, "-c", FIRST, arguments.device, what]
+            done = subprocess.run(given, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            print(f"  first call, {what}: {done.stderr[-300:]}", flush=True)
+            continue
+        own[what] = [float(x) for x in done.stdout.split()[-2:]]
+        cells = {"expression": what, "forward s": f"{own[what][0]:.2f}", "backward s": f"{own[what][1]:.2f}"}
+        if what != "none" and "none" in own:
+            ratios = [a / b for a, b in zip(own[what], own["none"])]
+            cells["of none"] = " ".join(f"{x:.2f}" for x in ratios)
+        rows.append(cells)
+        print("compile: " + "  ".join(f"{name} {x}" for name, x in cells.items()), flush=True)
+    return ["expression", "forward s", "backward s", "of none"], rows, ["compile: within 1.3 of none is wanted"]
+
+
+PARTS = {"rows": part_rows, "lists": part_lists, "making": part_making, "exact": part_exact, "compile": part_compile}
 
 
 def main():
     print(f"B{BATCH} H{HEADS}/{HEADS_KV} S{LENGTH} D{DIM} bf16, ms; torch {torch.__version__}", flush=True)
-    all_ratios = {}
-    rows = [row for row in table() if re.search(arguments.rows, row.name)]
-    if arguments.jobs:
-        with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(rows)) or 1) as pool:
+    wanted = arguments.parts.split(",")
+    rows = [row for row in table() if re.search(arguments.rows, row.name)] if "rows" in wanted else []
+    if arguments.jobs and rows:
+        with multiprocessing.get_context("spawn").Pool(min(arguments.jobs, len(rows))) as pool:
             for said in pool.imap_unordered(compile_row, [row.name for row in rows]):
                 print(said, flush=True)
-    for row in rows:
-        torch.compiler.reset()
-        for kind, ratio in run(row).items():
-            all_ratios.setdefault(kind, []).append(ratio)
-    for kind, ratios in all_ratios.items():
-        mean = math.exp(sum(math.log(r) for r in ratios) / len(ratios))
-        print(f"{kind}: geometric mean {mean:.2f}, least {min(ratios):.2f}, of {len(ratios)} rows")
+    tables = []
+    for part in wanted:
+        try:
+            tables.append((part, *PARTS[part]()))
+        except Exception as error:  # noqa: BLE001: the other parts still have their turn
+            print(f"  {part}: {' '.join(repr(error).split())[:300]}", flush=True)
+    for part, columns, cells, notes in tables:
+        if cells:
+            print(f"\n{part}\n")
+            table_of(columns, cells)
+        for note in notes:
+            print(note)
+    print(f"{time.monotonic() - BEGAN:.0f} seconds in all")
 
 
 if __name__ == "__main__":

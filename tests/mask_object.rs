@@ -6,9 +6,10 @@
 mod amd;
 
 use fmha_conformance::apart::run_test;
+use fmha_core::expr::Number;
 use fmha_core::{
     BwdArgs, BwdPlan, BwdProblem, DType, DevBuffer, DevSlice, Device, Dims, FwdArgs, FwdPlan, FwdProblem,
-    Intervals, MaskArgs, MaskAxes, MaskObject, PlanOptions, SeqArgs, Stream,
+    Intervals, MaskArgs, MaskAxes, MaskObject, PlanOptions, ScoreArgs, SeqArgs, Stream,
 };
 use half::bf16;
 
@@ -50,6 +51,8 @@ struct Memory {
     lse: DevBuffer,
     gradients: [DevBuffer; 3],
     scratch: [Option<DevBuffer>; 2],
+    /// Numbers that functions capture.
+    numbers: Vec<Number>,
 }
 
 impl Memory {
@@ -66,9 +69,10 @@ impl Memory {
             v: drawn(3, KV),
             dout: drawn(4, Q),
             o: zeros(Q),
-            lse: memory.alloc_of(DType::F32, (2 * 2 * ROWS) as u64).unwrap(),
+            lse: memory.alloc_of(DType::F32, (2 * 4 * ROWS) as u64).unwrap(),
             gradients: [zeros(Q), zeros(KV), zeros(KV)],
             scratch: [forward.workspace(), backward.workspace()].map(|it| memory.workspace(it).unwrap()),
+            numbers: vec![],
         }
     }
 
@@ -76,6 +80,7 @@ impl Memory {
         let workspace = self.scratch[0].as_mut().map(DevBuffer::slice_mut);
         let mut args = FwdArgs::new(self.q.slice(), self.k.slice(), self.v.slice(), self.o.slice_mut())
             .lse(self.lse.slice_mut())
+            .score(ScoreArgs::default().numbers(&self.numbers))
             .masks(masks)
             .workspace(workspace);
         plan.run(&mut args, stream)
@@ -88,6 +93,7 @@ impl Memory {
             [self.o.slice(), self.lse.slice(), self.dout.slice()],
             self.gradients.each_mut().map(DevBuffer::slice_mut),
         )
+        .score(ScoreArgs::default().numbers(&self.numbers))
         .masks(masks)
         .workspace(workspace);
         plan.run(&mut args, stream)
@@ -178,6 +184,34 @@ fn holds_on(device: &Device, kernels: Kernels) {
         captured(device, &mut memory, plans, (&mut object, &mut long), [&by_long, &by_short]);
     }
     refuses(device, &mut memory, plans, &object, kernels.walk_lists);
+    of_a_function(device, kernels);
+}
+
+/// An object of a mask as code alone, with its numbers, of heads enough that kernels have it in bits.
+fn of_a_function(device: &Device, kernels: Kernels) {
+    let [of_forward, of_backward] = kernels.options();
+    let dims = Dims { num_heads_q: 4, num_heads_kv: 2, head_dim_qk: 32, head_dim_v: 32, ..DIMS };
+    let function: fmha_core::expr::Function = "w: int; q // w == k // w or k % w == 3".parse().unwrap();
+    let problem = FwdProblem::batch(DType::Bf16, dims).write_lse(true).mask_code(function);
+    let forward = device.plan_fwd(&problem.clone().validate().unwrap(), &of_forward).unwrap();
+    let backward = device.plan_bwd(&BwdProblem::new(problem).validate().unwrap(), &of_backward).unwrap();
+    let plans = (&forward, &backward);
+    let lasts = [forward.has_lasting_lists(), backward.has_lasting_lists()];
+    assert_eq!(lasts, [kernels.walk_lists; 2], "{}", device.name());
+    let (mut memory, none) = (Memory::new(device, plans), MaskArgs::default());
+    let mut object = MaskObject::new(Some(&forward), Some(&backward), Default::default()).unwrap();
+    let error = object.build(&SeqArgs::default(), &none, &device.default_stream()).unwrap_err().to_string();
+    assert!(error.contains("numbers: 0 given, but the functions capture 1"), "{error}");
+    for width in [70, 37] {
+        memory.numbers = vec![Number::Int(width)];
+        let wanted = both(device, &mut memory, plans, none);
+        // SAFETY: the default stream is always there.
+        unsafe { object.build_on_raw(&SeqArgs::default(), &none, &memory.numbers, 0).unwrap() };
+        assert!(both(device, &mut memory, plans, object.args()) == wanted, "{}: {width}", device.name());
+    }
+    memory.numbers = vec![Number::Int(41)];
+    let error = memory.forward(&forward, object.args(), &device.default_stream()).unwrap_err().to_string();
+    assert!(error.contains("mask: built for w Int(37), but the call has Int(41)"), "{error}");
 }
 
 fn documents_at(endpoints: DevSlice<'_>) -> MaskArgs<'_> {

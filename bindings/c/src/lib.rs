@@ -230,10 +230,10 @@ pub unsafe extern "C" fn fmha_drop(plan: *mut FmhaPlan) {
     });
 }
 
-/// An object for the masks as data of calls of `forward`, `backward` or both, either of which may be null: memory for
-/// copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the calls: total_q
-/// and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`) with `*object`
-/// untouched. Refused where a mask as code captures something.
+/// An object for the masks, as data or as code, of calls of `forward`, `backward` or both, either of which may be null:
+/// memory for copies of their tensors, and for the lists of tiles that kernels walk. `args` are those of one of the
+/// calls: total_q and total_k are read, and no address. Returns 0 and sets `*object`, or not 0 (see `fmha_last_error`)
+/// with `*object` untouched. Refused where a mask as code captures a tensor.
 ///
 /// # Safety
 /// `forward` and `backward` are null or from `fmha_plan`; `args` is null or arguments; `object` is null or writable.
@@ -257,8 +257,8 @@ pub unsafe extern "C" fn fmha_mask_object(
 
 /// Queues copies of the arguments' mask tensors and the making of the lists on the arguments' stream, and returns: runs
 /// whose FmhaArgs.built is the object read that, until it is built again. It may be captured: each replay builds.
-/// `plan` is one of the object's; of its arguments lengths and masks alone are read. Whoever builds waits for runs on
-/// other streams that use the object.
+/// `plan` is one of the object's; of its arguments lengths, masks and captured numbers alone are read. Whoever builds
+/// waits for runs on other streams that use the object.
 ///
 /// # Safety
 /// `object` is null or from `fmha_mask_object`; the rest as `fmha_run`.

@@ -2,6 +2,7 @@
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
+use fmha::expr::Number;
 use fmha::{
     BlockList, BlockLists, BwdPlan, ElemType, FwdPlan, FwdProblem, Intervals, MaskArgs, MaskAxes, MaskBits,
     MaskObject, Masks, ProblemError, SeqArgs, Shape, Strides, Totals,
@@ -102,10 +103,22 @@ impl FmhaMaskObject {
 
     /// # Safety
     /// As [`MaskObject::build_on_raw`].
-    pub(crate) unsafe fn build(&self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: u64) -> Result<()> {
+    pub(crate) unsafe fn build(
+        &self,
+        seq: &SeqArgs<'_>,
+        masks: &MaskArgs<'_>,
+        numbers: &[Number],
+        stream: u64,
+    ) -> Result<()> {
         let mut object = self.object.write().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the caller keeps the contract of `build`.
-        unsafe { object.build_on_raw(seq, masks, stream) }
+        unsafe { object.build_on_raw(seq, masks, numbers, stream) }
+    }
+
+    /// Bytes of the device's memory that it takes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.object.read().unwrap_or_else(PoisonError::into_inner).bytes()
     }
 }
 
@@ -118,7 +131,7 @@ pub(crate) unsafe fn built<'a>(
     problem: &FwdProblem,
     given: &FmhaArgs,
 ) -> Result<Option<RwLockReadGuard<'a, MaskObject>>, ProblemError> {
-    if problem.masks.is_empty() {
+    if problem.masks.is_empty() && problem.code.mask.is_none() {
         unwanted("built", given.built, "masks")?;
     }
     // SAFETY: the caller keeps the contract of `built`.

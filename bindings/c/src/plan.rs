@@ -11,7 +11,7 @@ use fmha::{
 
 use crate::Result;
 use crate::choose;
-use crate::code::Captures;
+use crate::code::{CapturedArgs, Captures};
 use crate::host::{self, AnyPass, Choice, Given};
 use crate::masks::{self, FmhaMaskObject};
 use crate::structs::{
@@ -377,6 +377,17 @@ impl FmhaPlan {
         FmhaMaskObject::new(forward, backward, totals)
     }
 
+    /// Whether its lists of tiles are the same in all runs with the same captured numbers, so that an object may hold
+    /// them.
+    #[must_use]
+    pub fn has_lasting_lists(&self) -> bool {
+        match &*self.planned {
+            Planned::Forward(plan, _) => plan.has_lasting_lists(),
+            Planned::Backward(plan, _) => plan.has_lasting_lists(),
+            Planned::Combine(_) | Planned::Choose(_) => false,
+        }
+    }
+
     /// Builds an object from the lengths and masks of a run.
     ///
     /// # Errors
@@ -385,9 +396,9 @@ impl FmhaPlan {
     /// # Safety
     /// As [`Self::run`]; operands beside lengths and masks are not read.
     pub unsafe fn build_mask(&self, object: &FmhaMaskObject, given: &FmhaArgs) -> Result<(), Error> {
-        let problem = match &*self.planned {
-            Planned::Forward(plan, _) => &**plan.problem(),
-            Planned::Backward(plan, _) => &**plan.problem().fwd(),
+        let (problem, captures) = match &*self.planned {
+            Planned::Forward(plan, captures) => (&**plan.problem(), captures),
+            Planned::Backward(plan, captures) => (&**plan.problem().fwd(), captures),
             other => return wrong_kind("fmha_build_mask", other),
         };
         host::struct_bytes::<FmhaArgs>(given.struct_bytes)?;
@@ -396,7 +407,11 @@ impl FmhaPlan {
         // SAFETY: the caller keeps the contract of `build_mask`.
         unsafe {
             let (seq, masks) = (memory.seq(problem, given, totals)?, memory.masks(problem, given, totals)?);
-            object.build(&seq, &masks, given.stream as u64)
+            let captured = match given.captured.is_null() {
+                true => CapturedArgs::default(),
+                false => memory.captured(problem, captures, given)?,
+            };
+            object.build(&seq, &masks, captured.numbers(), given.stream as u64)
         }
     }
 

@@ -28,9 +28,11 @@ def bind(
     names: Tuple[str, str] = ("score_code", "mask_code"),
     device: Any = None,
     masks: Optional[Masks] = None,
+    folds: bool = False,
 ) -> Optional[Code]:
     """The code of a call, and its masks as data; ``None`` where it has neither. ``door`` knows its library's tensors,
-    ``names`` are those of the arguments, and ``device`` is Q's."""
+    ``names`` are those of the arguments, and ``device`` is Q's. With ``folds`` numbers
+    of what kernels have built in are the text's: the call has nothing that such a part would not go with."""
     if isinstance(score, Code):
         # Another door of this package has bound it.
         return score if masks is None else score._replace(masks=masks)
@@ -56,6 +58,8 @@ def bind(
             with door.Dispatching():
                 text = tracer.trace(kind, name, function, _VARIABLES[kind])
         own, reads = door.read_function(name, text, kind == "mask")
+        if folds and reads and not tracer.is_compiling:
+            own, reads = _folded(door, name, kind, (own, reads), tracer.captured())
         texts.append(own)
         declared.update(reads)
     values = {**given, **tracer.captured()}
@@ -64,6 +68,18 @@ def bind(
             raise ValueError(f"captured: {name} is given, but no function reads it")
     code = _ordered(door, texts, declared, values)
     return code if masks is None else code._replace(masks=masks)
+
+
+def _folded(
+    door: Any, name: str, kind: str, read: Tuple[str, Tuple[Tuple[str, str], ...]], values: Mapping[str, Any]
+) -> Tuple[str, Tuple[Tuple[str, str], ...]]:
+    own, reads = read
+    numbers = tuple(name for name, of in reads if "[" not in of)
+    # A score whose tensors have gradients stays a function there, with its numbers.
+    if not numbers or kind == "score" and len(numbers) < len(reads):
+        return read
+    folded = _native.built_in(own, numbers, tuple(_number(name, dict(reads)[name], values[name]) for name in numbers))
+    return read if folded == own else door.read_function(name, folded, kind == "mask")
 
 
 def _mapping(captured: Any) -> Dict[str, Any]:

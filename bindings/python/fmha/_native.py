@@ -303,6 +303,18 @@ def read_function(name: str, given: str, is_mask: bool) -> Tuple[str, Tuple[Tupl
     return own, tuple(re.findall(r"(?:^|; )([A-Za-z]\w*): ([^;]+)(?=;)", own))
 
 
+library.fmha_py_built_in.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_double)]
+
+
+@functools.lru_cache(maxsize=1024)
+def built_in(given: str, names: Tuple[str, ...], values: Tuple[float, ...]) -> str:
+    """A function's own text with those numbers as constants that a part needs which kernels have built in: a window, a
+    soft-cap. Another value is then another plan, and compiles nothing."""
+    numbers = (ctypes.c_double * len(values))(*values)
+    check(library.fmha_py_built_in(given.encode(), ",".join(names).encode(), numbers))
+    return text()
+
+
 def refuse(request: Request, operator: Optional[str] = None) -> None:
     """Raises what is wrong with a request on every device; ``operator``: of torch's, whose results are not put in."""
     check(library.fmha_py_check(ctypes.byref(request), operator and operator.encode()))

@@ -58,6 +58,9 @@ _DETERMINISTIC, _WANTS_DBIAS, _WANTS_DSINK = (
     _native.OPTIONS[name] for name in ("deterministic", "wants_dbias", "wants_dsink")
 )
 
+#: The option of calls whose lists of tiles serve later ones.
+KEEPS_LISTS = _native.OPTIONS["keeps_lists"]
+
 #: Where the type of O and the options are among the numbers that all operators take.
 _AT_DTYPE_O, _AT_OPTIONS = _native.NUMBERS.index("dtype_o"), _native.NUMBERS.index("options")
 _AT_P_DROP, _AT_SEED = _native.NUMBERS.index("p_drop"), _native.NUMBERS.index("seed")
@@ -471,6 +474,9 @@ class _Coded(torch.autograd.Function):
         if wants[5]:
             _refuse_gradients(alibi_slopes=alibi_slopes)
         numbers = list(ctx.numbers)
+        if numbers[_AT_OPTIONS] & KEEPS_LISTS and torch.cuda.is_current_stream_capturing():
+            # A graph keeps lists of its own: these may go before it.
+            numbers[_AT_OPTIONS] &= ~KEEPS_LISTS
         if bias is not None and wants[3]:
             numbers[_AT_OPTIONS] |= _WANTS_DBIAS
             bias = _of_its_own(bias)

@@ -739,6 +739,77 @@ def _with_labels(tracer: Tracer, function: Callable[..., Any]) -> Callable[..., 
     return tracer.seen[id(function)]
 
 
+#: Modules whose functions are what they are.
+_CONSTANT_MODULES = frozenset(("torch", "math", "builtins", "operator", "numpy"))
+
+#: Values that are what they print.
+_VALUES = (int, float, bool, str, bytes, type(None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _global_names(code: types.CodeType) -> Tuple[str, ...]:
+    """Names that a function and those inside it may read from its globals."""
+    inner = (_global_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
+
+
+def facts(function: Any, is_tensor: Callable[[Any], bool]) -> Optional[List[Any]]:
+    """All that a function's trace depends on, to compare by :func:`same`; ``None`` where something else may be read:
+    an object's attribute, a list, a tensor whose number is."""
+    found: List[Any] = []
+    return found if _note(function, is_tensor, found, []) else None
+
+
+def same(a: List[Any], b: List[Any]) -> bool:
+    """Whether two functions' facts are the same."""
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b):
+        # Text tells 0.0 from -0.0, and a NaN is itself.
+        if x is not y and not (type(x) is type(y) and type(x) in _VALUES and repr(x) == repr(y)):
+            return False
+    return True
+
+
+def _note(held: Any, is_tensor: Callable[[Any], bool], found: List[Any], path: List[Any]) -> bool:
+    found.append(held)
+    kind = type(held)
+    if kind in _VALUES:
+        return True
+    if kind is types.FunctionType:
+        if any(held is x for x in path):
+            return True
+        if len(path) > 8:
+            return False
+        if (held.__module__ or "").partition(".")[0] in _CONSTANT_MODULES:
+            return True
+        path = [*path, held]
+        parts = [held.__code__, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values()]
+        found.append(parts[0])
+        try:
+            parts[1:1] = [cell.cell_contents for cell in held.__closure__ or ()]
+        except ValueError:
+            return False
+        scope = held.__globals__
+        parts += [scope[name] for name in _global_names(held.__code__) if name in scope]
+        return all(_note(part, is_tensor, found, path) for part in parts[1:])
+    if kind is functools.partial:
+        parts = [held.func, *held.args, *held.keywords.values()]
+        found += list(held.keywords)
+        return all(_note(part, is_tensor, found, path) for part in parts)
+    if kind is types.ModuleType:
+        return held.__name__.partition(".")[0] in _CONSTANT_MODULES
+    if kind is types.BuiltinFunctionType or isinstance(held, type):
+        return True
+    if is_tensor(held):
+        # The number of one on the host is an argument, and may change in place.
+        if held.device.type == "cpu" and held.numel() == 1 and not held.requires_grad:
+            return False
+        found += [held.requires_grad, str(held.dtype), str(tuple(held.shape)), str(tuple(held.stride()))]
+        return True
+    return False
+
+
 def _marked(tracer: Tracer, name: str, held: Any) -> Any:
     kind = type(held)
     if kind is float or kind is int:

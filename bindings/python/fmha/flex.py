@@ -9,7 +9,9 @@ closure or of a module is an argument of the call; so is a tensor of no axes on 
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
@@ -21,6 +23,7 @@ from ._explain import described
 from ._mask_data import BlockLists, Masks, split
 from ._numbers import flag, shown
 from ._theirs import bind
+from ._trace import facts, same
 
 __all__ = ["BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
 
@@ -170,6 +173,7 @@ def flex_attention(
     bound = bind(softmax_scale=scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     code = code_of(score_mod, block_mask, (q, k, v), bound)
+    bound = _keeping(block_mask, code, query, bound)
     greatest = None
     if aux is not None and getattr(aux, "max_scores", False):
         greatest = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -182,6 +186,20 @@ def flex_attention(
         scores = {} if greatest is None else {"max_scores": greatest}
         return o, AuxOutput(lse=lse if aux.lse else None, **scores)
     return (o, lse) if wants_lse else o
+
+
+def _keeping(
+    block_mask: Optional[BlockMask], code: Optional[_code.Code], query: torch.Tensor, bound: Tuple[Any, Any]
+) -> Tuple[Any, Any]:
+    """A call whose lists of tiles are kept: its mask is of :func:`create_block_mask`, whose caller builds once, and its
+    function captures no tensor. A captured call makes its own, which its graph keeps."""
+    if code is None or not code.mask or not isinstance(block_mask, _OfAFunction) or not query.is_cuda:
+        return bound
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return bound
+    tensors, numbers = bound
+    numbers = _torch.as_asked(numbers)
+    return tensors, (*numbers[:-1], numbers[-1] | _torch.KEEPS_LISTS)
 
 
 def _aux(return_aux: Any, wants_lse: bool) -> Any:
@@ -233,6 +251,8 @@ def code_of(
     they are a table that the mask's function reads where no fast kernel of the device has both."""
     query, key = (x.transpose(1, 2) for x in qkv[:2])
     mask, lists = mask_of(block_mask, query, key)
+    if lists is None:
+        return _traced(score_mod, mask, names, query.device)
     code = _code.bind(_torch, score_mod, mask, None, names, query.device, lists)
     if block_mask is None or lists is None or code is None or not code.is_text() or _takes_lists(qkv, bound, code):
         return code
@@ -242,6 +262,32 @@ def code_of(
         return blocks.seen(inner, b, h, q_idx, kv_idx)
 
     return _code.bind(_torch, score_mod, in_blocks, None, names, query.device)
+
+
+def _traced(
+    score_mod: Optional[ScoreMod], mask: Optional[MaskMod], names: Tuple[str, str], device: torch.device
+) -> Optional[_code.Code]:
+    """The functions of a call without lists. What was traced is kept with the first of them, and holds while all that it
+    was made of is the same."""
+    first = mask if score_mod is None else score_mod
+    is_kept = isinstance(first, (types.FunctionType, functools.partial)) and not torch.compiler.is_compiling()
+    of_score = [] if score_mod is None or not is_kept else facts(score_mod, _is_tensor)
+    of_mask = [] if mask is None or not is_kept else facts(mask, _is_tensor)
+    if not is_kept or of_score is None or of_mask is None:
+        return _code.bind(_torch, score_mod, mask, None, names, device, folds=True)
+    known = [str(device), names[0], *of_score, "mask", *of_mask]
+    kept = vars(first).get("_fmha_traced")
+    if kept is not None and same(kept[0], known):
+        return kept[1]
+    code = _code.bind(_torch, score_mod, mask, None, names, device, folds=True)
+    # A converted copy of a tensor does not see what changes in it.
+    if code is not None and all(any(x is y for y in known) for x in code.tensors):
+        vars(first)["_fmha_traced"] = (known, code)
+    return code
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 #: What :func:`_takes_lists` has found, by what a plan depends on.

@@ -173,6 +173,17 @@ impl Call {
         options(self.numbers.options)
     }
 
+    /// Everything of the call that lists of a mask as code depend on: its plan, captured numbers, and the stream that
+    /// they are made on.
+    pub fn key_of_lists(&self) -> Key {
+        let mut key = self.key();
+        if let Some(code) = &self.code {
+            code.key_numbers(&mut key);
+        }
+        key.push(self.args.stream.addr() as u64);
+        key
+    }
+
     /// Everything of the call that a plan depends on, in numbers.
     pub fn key(&self) -> Key {
         let numbers = &self.numbers;

@@ -68,6 +68,12 @@ impl Coded {
         }
     }
 
+    /// Adds to a key the numbers that the functions capture.
+    pub(crate) fn key_numbers(&self, key: &mut Key) {
+        key.extend(self.args.iter().map(|args| u64::from(args.real.to_bits()) ^ word(args.integer).rotate_left(32)));
+        key.extend(self.args.iter().map(|args| word(args.integer)));
+    }
+
     /// # Errors
     /// A tensor whose elements are of another type than a function declares.
     pub(crate) fn check_types(&self) -> Result<(), Wrong> {

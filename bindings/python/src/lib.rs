@@ -10,6 +10,7 @@ pub mod call;
 pub mod choose;
 mod code;
 pub mod combine;
+mod lasting;
 pub mod lists;
 mod masks;
 mod objects;
@@ -28,7 +29,7 @@ use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use fmha_core::expr::Function;
+use fmha_core::expr::{Capture, CaptureKind, Function, Number, Type};
 use request::{NUMBERS, OPTIONS, Request, SLOT_NAMES};
 
 thread_local! {
@@ -203,6 +204,43 @@ pub unsafe extern "C" fn fmha_py_function(
             return Err(format!("{name}: `{function}` is {is}"));
         }
         keep(&function.to_string());
+        Ok(())
+    })
+}
+
+/// The text of a score or a mask with those captured numbers as constants that a part of it needs which kernels have
+/// built in, a band, a scale or a soft-cap: what [`fmha_py_text`] has, and the text as it was where there is none.
+/// `names` of numbers are separated by commas, and `values` are as many.
+///
+/// # Safety
+/// Both texts are null or C strings, and there are as many values as names.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_built_in(
+    text: *const c_char,
+    names: *const c_char,
+    values: *const f64,
+) -> c_int {
+    guard(|| {
+        if text.is_null() || names.is_null() || values.is_null() {
+            return Err("text is null".to_owned());
+        }
+        // SAFETY: not null, and the caller's promise.
+        let (text, names) = unsafe { (CStr::from_ptr(text), CStr::from_ptr(names)) };
+        let (text, names) = (text.to_string_lossy(), names.to_string_lossy());
+        let function: Function = text.parse().map_err(|error| format!("{error}"))?;
+        let number = |capture: &Capture| {
+            let at = names.split(',').position(|name| name == capture.name)?;
+            // SAFETY: the caller promised as many values as names.
+            let value = unsafe { *values.add(at) };
+            match capture.kind {
+                CaptureKind::Number(Type::Float) => Some(Number::Float(value as f32)),
+                CaptureKind::Number(_) => Some(Number::Int(value as i64)),
+                CaptureKind::Tensor { .. } => None,
+            }
+        };
+        let numbers: Vec<_> = function.captures().iter().map(number).collect();
+        let found = function.with_built_in(&numbers).map_err(|error| error.to_string())?;
+        keep(&found.map_or(text.into_owned(), |found| found.to_string()));
         Ok(())
     })
 }

@@ -11,7 +11,8 @@ use lru::LruCache;
 use crate::call::{Call, Key, Wrong, options};
 use crate::combine::Combine;
 use crate::objects;
-use crate::request::{Request, Slot};
+use crate::lasting;
+use crate::request::{KEEPS_LISTS, Request, Slot};
 use crate::shapes::one_device;
 use crate::tensor::Device;
 
@@ -139,6 +140,14 @@ pub fn run<W>(
     let object = objects::of(request);
     if let Some(object) = &object {
         args.built = object.pointer();
+    }
+    let lasting = if request.numbers.options & KEEPS_LISTS == 0 || object.is_some() {
+        None
+    } else {
+        lasting::of(&call, &plan, &args)
+    };
+    if let Some(lists) = &lasting {
+        args.built = Arc::as_ptr(lists);
     }
     // SAFETY: who made the request promised its pointers; scratch is as large as the plan wants.
     said(unsafe { plan.run(&args) })

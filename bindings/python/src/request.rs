@@ -223,7 +223,7 @@ pub fn kept(at: i64) -> Result<Numbers, String> {
 }
 
 /// Names of the bits of [`Numbers::options`], from the lowest.
-pub const OPTIONS: [&str; 10] = [
+pub const OPTIONS: [&str; 11] = [
     "allow_fallback",
     "exact",
     "deterministic",
@@ -234,6 +234,7 @@ pub const OPTIONS: [&str; 10] = [
     "adds",
     "adds_to",
     "row_invariant",
+    "keeps_lists",
 ];
 
 /// A kernel that is correct but far from fast may serve.
@@ -256,6 +257,8 @@ pub const ADDS: i64 = 128;
 pub const ADDS_TO: i64 = 256;
 /// The bits of a query row depend on that row and the keys that it sees alone.
 pub const ROW_INVARIANT: i64 = 512;
+/// Lists of tiles that a mask as code makes serve later calls too: nobody captures this one.
+pub const KEEPS_LISTS: i64 = 1024;
 
 /// A tensor or a number that a score or a mask as code captures.
 #[derive(Clone, Copy, Debug)]
@@ -472,6 +475,7 @@ mod tests {
             ADDS,
             ADDS_TO,
             ROW_INVARIANT,
+            KEEPS_LISTS,
         ];
         assert_eq!(bits.len(), OPTIONS.len());
         for (i, bit) in bits.into_iter().enumerate() {

@@ -382,6 +382,69 @@ def test_a_new_value_of_a_number_is_the_same_text():
     assert _code.bind(_torch, None, lambda b, h, q, k: q - k < GLOBAL, None).numbers == (7.0,)
 
 
+def test_functions_that_kernels_have_are_planned_as_such():
+    def window(width):
+        return lambda b, h, q, k: (q >= k) & (q - k <= width) & ((q + k) % 3 != 1)
+
+    def capped(cap):
+        return lambda s, b, h, q, k: cap * torch.tanh(s / cap)
+
+    for width, cap in ((3, 4.0), (5, 0.5), (-2, 9.0)):
+        compare(lambda _: capped(cap), lambda _: window(width), {})
+        # Numbers of a band and of a soft-cap are the text's: a plan for each.
+        code = flex._traced(capped(cap), window(width), ("score_mod", "mask_mod"), torch.device(DEVICE))
+        assert code.numbers == () and code.score == f"{cap} * tanh(s / {cap})", code
+        assert f"q - k <= {width}" in code.mask
+    slopes = torch.rand(4, device=DEVICE)
+    compare(lambda _: lambda s, b, h, q, k: s + slopes[h] * (k - q), lambda _: causal, {}, rows=13)
+    compare(lambda tables: lambda s, b, h, q, k: s - tables["slopes"][h] * (k - q).abs(), None, {"slopes": moving(4)}, rows=13)
+    rows = [x.transpose(1, 2) for x in inputs(heads=(4, 4), rows=13, moves=False)]
+    said = fmha.explain(*rows, score_code="slopes: f32[_]; 2 * tanh(s / 2) + slopes[h] * (k - q)", mask_code="k <= q", captured={"slopes": slopes})
+    assert "the mask is the band t; the score is ALiBi by slopes, softcap 2" in said, said
+    # Numbers of parts that nobody has built in stay arguments.
+    code = flex._traced(None, lambda b, h, q, k: (q - k) % slopes_of <= 1, ("score_mod", "mask_mod"), torch.device(DEVICE))
+    assert code.numbers == (3.0,), code
+
+
+slopes_of = 3
+
+
+def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
+    traced = lambda score, mask=None: flex._traced(score, mask, ("score_mod", "mask_mod"), torch.device(DEVICE))  # noqa: E731
+    table, factor, held = torch.rand(4, device=DEVICE), 2.0, [1.0]
+
+    def score(s, b, h, q, k):
+        return s * factor + table[h] + slopes_of
+
+    first = traced(score)
+    assert traced(score) is first and first.numbers == (2.0, 3.0)
+    table += 1
+    assert traced(score) is first
+    factor = 5.0
+    assert traced(score).numbers == (5.0, 3.0)
+    table = torch.rand(4, device=DEVICE)
+    assert traced(score).tensors[0] is table
+    table.requires_grad_()
+    assert traced(score).tensors[0].requires_grad
+    global slopes_of
+    slopes_of = 4
+    assert traced(score).numbers == (5.0, 4.0)
+    slopes_of = 3
+    # What may change unseen is traced each time.
+    number = torch.tensor(2.0, device="cpu")
+    for unseen in (lambda s, b, h, q, k: s * held[0], lambda s, b, h, q, k: s * number):
+        one = traced(unseen)
+        assert traced(unseen) is not one
+    before = traced(lambda s, b, h, q, k: s + number)
+    number += 1
+    assert before.numbers == (2.0,) and traced(lambda s, b, h, q, k: s + number).numbers == (3.0,)
+    partial = functools.partial(lambda s, b, h, q, k, by: s * by, by=2.5)
+    assert traced(partial) is traced(partial)
+    mask = lambda b, h, q, k: q >= k  # noqa: E731
+    both = traced(score, mask)
+    assert traced(score, mask) is both and traced(score, lambda b, h, q, k: q >= k) is not both
+
+
 def truth(score, b, h, q, k):
     return score if q > k else -score
 

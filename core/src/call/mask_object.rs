@@ -5,6 +5,7 @@ use crate::backend::DevBuffer;
 use crate::call::Problem;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Result, ensure};
+use crate::expr::{CaptureKind, Number};
 use crate::layout::Totals;
 use crate::plan::{BwdPlan, FwdPlan, Plan};
 use crate::problem::{Code, FwdProblem};
@@ -57,6 +58,8 @@ pub struct ListsCall<'a, P: Problem> {
     pub seq: &'a SeqArgs<'a>,
     /// Masks as data.
     pub masks: &'a MaskArgs<'a>,
+    /// Numbers that functions capture.
+    pub numbers: &'a [Number],
     /// Which of the plan's lists.
     pub list: TileLists,
     /// Where they go.
@@ -95,6 +98,8 @@ pub struct MaskObject {
     lists: Vec<(TileLists, u64)>,
     forward: Option<FwdPlan>,
     backward: Option<BwdPlan>,
+    /// Numbers that functions captured at the last build.
+    numbers: Vec<Number>,
     memory: DevBuffer,
     is_built: bool,
     /// Whether a build has run: its memory has lists, if those of another build.
@@ -115,17 +120,18 @@ impl MaskObject {
     ///
     /// # Errors
     /// No plan; a problem without masks as data; plans whose masks, lengths, heads or device differ, with what differs;
-    /// a mask as code that captures something, of which there is no copy; memory that is not there.
+    /// a mask as code that captures a tensor, of which there is no copy; memory that is not there.
     pub fn new(forward: Option<&FwdPlan>, backward: Option<&BwdPlan>, totals: Totals) -> Result<Self> {
         let (device, like) = match (forward, backward) {
             (Some(plan), _) => (plan.device(), FwdProblem::clone(plan.problem())),
             (None, Some(plan)) => (plan.device(), FwdProblem::clone(plan.problem().fwd())),
             (None, None) => return Err(refused("plan: a mask object has 0 of them, and serves 1 at least")),
         };
-        if like.masks.is_empty() {
+        if like.masks.is_empty() && like.code.mask.is_none() {
             return Err(refused("mask: the problem has 0 masks as data, of which an object is built"));
         }
-        if let Some(capture) = like.code.mask.as_ref().and_then(|mask| mask.graph().captures().first()) {
+        let mut captures = like.code.mask.iter().flat_map(|mask| mask.captures());
+        if let Some(capture) = captures.find(|capture| matches!(capture.kind, CaptureKind::Tensor { .. })) {
             let name = &capture.name;
             return Err(refused(&format!(
                 "mask: its function captures {name}, of which a mask object has no copy"
@@ -157,6 +163,7 @@ impl MaskObject {
             lists,
             forward: forward.cloned(),
             backward: backward.cloned(),
+            numbers: Vec::new(),
             memory,
             is_built: false,
             has_lists: false,
@@ -177,10 +184,12 @@ impl MaskObject {
     pub fn build(&mut self, seq: &SeqArgs<'_>, masks: &MaskArgs<'_>, stream: &Stream) -> Result<()> {
         let handle = stream.of(&self.device)?;
         // SAFETY: `Stream::of` gave a live handle of this device's.
-        unsafe { self.build_on_raw(seq, masks, handle) }
+        unsafe { self.build_on_raw(seq, masks, &[], handle) }
     }
 
-    /// Builds as [`build`](Self::build) does, on a stream given by its driver's handle (0: the default one).
+    /// Builds as [`build`](Self::build) does, for calls whose functions capture these numbers
+    /// ([`ScoreArgs::numbers`](crate::ScoreArgs::numbers)), on a stream given by its driver's handle (0: the default
+    /// one).
     ///
     /// # Safety
     /// As [`Stream::from_raw`].
@@ -191,8 +200,10 @@ impl MaskObject {
         &mut self,
         seq: &SeqArgs<'_>,
         masks: &MaskArgs<'_>,
+        numbers: &[Number],
         stream: u64,
     ) -> Result<()> {
+        self.like.code.check_numbers(numbers)?;
         if masks.built.is_some() {
             return Err(refused("mask: a mask object is not built from another one's tensors"));
         }
@@ -210,6 +221,7 @@ impl MaskObject {
         }
         // A build that fails half way leaves new tensors beside old lists.
         self.is_built = false;
+        self.numbers = numbers.to_vec();
         for (copied, slice) in self.tensors.iter().zip(masks.tensors()) {
             let (Some(copied), Some(slice)) = (copied, slice) else { continue };
             let (from, to) = (slice.as_ptr(), self.memory.as_ptr().wrapping_add(copied.place as usize));
@@ -256,7 +268,7 @@ impl MaskObject {
             made.push(list);
             let Some(address) = self.list_at(list.of, list.block, list.is_ordered) else { continue };
             // SAFETY: the caller keeps the contract of `build_of`; the object has room for the list.
-            unsafe { plan.build_list(seq, masks, list, (address, stream))? };
+            unsafe { plan.build_list(seq, masks, &self.numbers, list, (address, stream))? };
         }
         Ok(())
     }
@@ -318,8 +330,10 @@ impl MaskObject {
         device: &Device,
         kernel: &str,
         lists: &[TileLists],
+        numbers: &[Number],
     ) -> Result<(), ProblemError> {
         self.is_for(problem, device)?;
+        self.has_numbers(numbers)?;
         same_rows(self.totals, totals)?;
         for wanted in lists {
             if self.list_at(wanted.of, wanted.block, wanted.is_ordered).is_none() {
@@ -330,6 +344,20 @@ impl MaskObject {
             }
         }
         ensure!(self.is_built, "mask", "mask: the object was built 0 times before the call");
+        Ok(())
+    }
+
+    /// Refuses numbers of the mask's function other than those of the last build.
+    fn has_numbers(&self, given: &[Number]) -> Result<(), ProblemError> {
+        let Some(mask) = &self.like.code.mask else { return Ok(()) };
+        for (((name, _), own), given) in self.like.code.numbers().iter().zip(&self.numbers).zip(given) {
+            let is_read = mask.captures().iter().any(|capture| capture.name == *name);
+            ensure!(
+                !is_read || own == given,
+                "mask",
+                "mask: built for {name} {own:?}, but the call has {given:?}"
+            );
+        }
         Ok(())
     }
 

@@ -482,10 +482,17 @@ impl Function {
         if !self.is_mask() {
             return if self.score_form(numbers).is_some() { self.given(self.root(), numbers).map(Some) } else { Ok(None) };
         }
+        let parts = forms.conjuncts(self.root());
+        // One diagonal: of lengths that a call brings, a plan has one.
+        let has_top_left = parts.iter().any(|&(id, is_true)| {
+            forms.limits(id, is_true).is_some_and(|(_, align)| align == MaskAlign::TopLeft)
+        });
+        let align = if has_top_left { MaskAlign::TopLeft } else { MaskAlign::BottomRight };
         let mut graph = Graph::default();
         let (mut all, mut has_changed): (Option<Id>, bool) = (None, false);
-        for (id, is_true) in forms.conjuncts(self.root()) {
-            let is_band = forms.has_number[id.index()] && forms.limits(id, is_true).is_some();
+        for (id, is_true) in parts {
+            let limits = forms.limits(id, is_true).filter(|(_, other)| *other == align);
+            let is_band = forms.has_number[id.index()] && limits.is_some();
             has_changed |= is_band;
             let own = if is_band { self.given(id, numbers)? } else { Self::of(self.graph(), id)? };
             let mut part = graph.copy(own.graph(), &[own.root()])?[0];

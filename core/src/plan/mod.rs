@@ -23,7 +23,8 @@ use crate::call::{Call, Launch, Planned, Problem};
 use crate::combine::ValidCombine;
 use crate::device::{Device, Stream};
 use crate::error::{ProblemError, Refusal, Result, ensure};
-use crate::layout::Totals;
+use crate::expr::{CaptureKind, Number};
+use crate::layout::{KvLayout, QLayout, Totals};
 use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::check_masks;
@@ -103,6 +104,7 @@ pub struct PlanParts {
 }
 
 struct Sealed<P: Problem> {
+    /// The caller's problem.
     problem: P,
     device: Device,
     space: MemorySpace,
@@ -112,8 +114,16 @@ struct Sealed<P: Problem> {
     checks_lengths: bool,
     /// Whether the batch is 0, so that nothing is launched.
     has_no_sequence: bool,
+    /// The form of the problem that is computed, where functions are what kernels have built in.
+    folded: Option<Folded<P>>,
+}
+
+/// A problem whose functions are what kernels have built in.
+pub(crate) struct Folded<P> {
+    /// The problem that is computed.
+    pub(crate) problem: P,
     /// Place of the captured tensor that is the call's ALiBi slopes.
-    slopes: Option<usize>,
+    pub(crate) slopes: Option<usize>,
 }
 
 /// Operands of a score whose captured tensor of a place, the first or the last of `rest` more, is ALiBi's slopes.
@@ -193,7 +203,7 @@ impl<P: Problem> Plan<P> {
         planned: Planned<P>,
         checks_lengths: bool,
         has_no_sequence: bool,
-        slopes: Option<usize>,
+        folded: Option<Folded<P>>,
     ) -> Self {
         let Planned { mut parts, launch } = planned;
         let space = device.memory().space();
@@ -215,7 +225,7 @@ impl<P: Problem> Plan<P> {
             launch,
             checks_lengths,
             has_no_sequence,
-            slopes,
+            folded,
         }))
     }
 
@@ -295,12 +305,13 @@ impl<P: Problem> Plan<P> {
     /// # Safety
     /// As [`Stream::from_raw`].
     unsafe fn checked_run(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        let (Some(at), Some(score)) = (self.0.slopes, P::score_args(args)) else {
+        let slopes = self.0.folded.as_ref().and_then(|folded| folded.slopes);
+        let (Some(at), Some(score)) = (slopes, P::score_args(args)) else {
             // SAFETY: the caller keeps the contract of `checked_run`.
             return unsafe { self.run_as_planned(args, stream) };
         };
         let given = *score;
-        *score = with_slopes(given, at, self.0.problem.code().map_or(0, |code| code.captured.len()))?;
+        *score = with_slopes(given, at, self.computed().code().map_or(0, |code| code.captured.len()))?;
         // SAFETY: the caller keeps the contract of `checked_run`.
         let done = unsafe { self.run_as_planned(args, stream) };
         if let Some(score) = P::score_args(args) {
@@ -312,13 +323,15 @@ impl<P: Problem> Plan<P> {
     /// # Safety
     /// As [`Stream::from_raw`].
     unsafe fn run_as_planned(&self, args: &mut P::Args<'_>, stream: u64) -> Result<()> {
-        let Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence, .. } = &*self.0;
+        let Sealed { device, space, parts, launch, checks_lengths, has_no_sequence, .. } = &*self.0;
+        let problem = self.computed();
         problem.check(args, parts.workspace, *space)?;
+        let numbers = P::score_args(args).map_or(&[][..], |score| score.numbers);
         if let (Some(object), Some(fwd)) =
-            (P::mask_args(args).and_then(|masks| masks.built), problem.forward())
+            (P::mask_args(args).and_then(|masks| masks.built), self.0.problem.forward())
         {
             let totals = problem.lengths(args).map_or(Totals::NONE, |(_, seq)| seq.totals);
-            object.serves(fwd, totals, device, self.kernel(), &self.tile_lists())?;
+            object.serves(fwd, totals, device, self.kernel(), &self.tile_lists(), numbers)?;
         }
         problem.tell_types(args);
         let args = P::borrowed(args);
@@ -328,7 +341,7 @@ impl<P: Problem> Plan<P> {
             (Some((problem, seq)), _) if *space == MemorySpace::Host => {
                 let resolve = if *checks_lengths { checked_spans } else { spans };
                 sequences = resolve(problem, seq)?;
-                if let Some(second) = self.0.problem.second(args)? {
+                if let Some(second) = self.computed().second(args)? {
                     if *checks_lengths {
                         second.checked_spans()?
                     } else {
@@ -350,7 +363,7 @@ impl<P: Problem> Plan<P> {
                 let read =
                     |slice: DevSlice<'_>, bytes: &mut [u8]| unsafe { queues.read(slice.as_ptr(), bytes) };
                 check_lengths(problem, seq, P::mask_args(args), read)?;
-                if let Some(second) = self.0.problem.second(args)? {
+                if let Some(second) = self.computed().second(args)? {
                     let checked = check_lengths(&second.problem, &second.seq, Some(&second.masks()), read);
                     checked.map_err(second::of_second)?;
                 }
@@ -378,6 +391,23 @@ impl<P: Problem> Plan<P> {
         unsafe { launch.launch(&call) }
     }
 
+    /// Whether its lists of tiles are the same in all calls: they follow from the problem, and from numbers that the
+    /// mask as code captures.
+    #[must_use]
+    pub fn has_lasting_lists(&self) -> bool {
+        let Some(fwd) = self.0.problem.forward() else { return false };
+        let mut captures = fwd.code.mask.iter().flat_map(|mask| mask.captures());
+        let layout = fwd.layout;
+        fwd.masks.is_empty()
+            && fwd.code.mask.is_some()
+            && captures.all(|capture| matches!(capture.kind, CaptureKind::Number(_)))
+            && layout.q == QLayout::Batch
+            && layout.kv == KvLayout::Strided
+            && !layout.seqused_q
+            && !layout.seqused_k
+            && !self.tile_lists().is_empty()
+    }
+
     /// Lists of tiles that the plan's launches walk under masks.
     pub(crate) fn tile_lists(&self) -> Vec<TileLists> {
         let Sealed { launch, has_no_sequence, .. } = &*self.0;
@@ -395,12 +425,18 @@ impl<P: Problem> Plan<P> {
         &self,
         seq: &SeqArgs<'_>,
         masks: &MaskArgs<'_>,
+        numbers: &[Number],
         list: TileLists,
         (address, stream): (u64, u64),
     ) -> Result<()> {
-        let call = ListsCall { problem: &self.0.problem, seq, masks, list, address, stream };
+        let call = ListsCall { problem: self.computed(), seq, masks, numbers, list, address, stream };
         // SAFETY: the caller keeps the contract of `build_list`.
         unsafe { self.0.launch.build_list(&call) }
+    }
+
+    /// The problem as it is computed.
+    fn computed(&self) -> &P {
+        self.0.folded.as_ref().map_or(&self.0.problem, |folded| &folded.problem)
     }
 
     /// The problem that the plan computes.

@@ -91,7 +91,16 @@ impl FwdProblem {
             MaskAlign::BottomRight => (bands.top_left.moved(-diagonal), bands.bottom_right),
         };
         let limits = Limits { lo: own.lo, hi: own.hi }.and(top_left).and(bottom_right);
-        let shape = self.shape_of(limits, align)?;
+        let other = match align {
+            MaskAlign::TopLeft => (limits.moved(-diagonal), MaskAlign::BottomRight),
+            MaskAlign::BottomRight => (limits.moved(diagonal), MaskAlign::TopLeft),
+        };
+        let is_plain = |shape: &MaskShape| !matches!(shape, MaskShape::Generic { .. });
+        // From the other diagonal a band may be a causal one or a window, which generic coordinates are not to kernels.
+        let shape = match self.fixed_diagonal() {
+            Some(_) => self.shape_of(limits, align).filter(is_plain).or_else(|| self.shape_of(other.0, other.1)),
+            None => self.shape_of(limits, align),
+        }?;
         let mask = MaskSpec { shape, sink_columns: 0 };
         if matches!(self.score.bias, Bias::Alibi { .. })
             && mask.alibi_align() != self.mask.alibi_align()
@@ -114,10 +123,6 @@ impl FwdProblem {
         const FAR: i64 = i32::MAX as i64 - 1;
         let lo = limits.lo.filter(|&lo| lo > -FAR);
         let hi = limits.hi.filter(|&hi| hi < FAR);
-        let is_empty = lo.is_some_and(|lo| lo >= FAR || hi.is_some_and(|hi| lo > hi));
-        if is_empty || hi.is_some_and(|hi| hi <= -FAR) {
-            return None;
-        }
         let before = |lo: i64| u32::try_from(-lo).ok();
         match (lo, hi) {
             (None, None) => Some(MaskShape::None),

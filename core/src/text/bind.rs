@@ -11,6 +11,7 @@ use crate::bwd::BwdProblem;
 use crate::code_source::CodeSource;
 use crate::combine::CombineProblem;
 use crate::dropout::{keep_scale, keep_threshold};
+use crate::expr::Number;
 use crate::layout::{KvLayout, QLayout, Strides};
 use crate::mask::MaskAlign;
 use crate::problem::FwdProblem;
@@ -28,12 +29,13 @@ pub fn fwd_params(problem: &FwdProblem, args: &FwdArgs<'_>) -> FwdParams {
     params
 }
 
-/// Arguments of a launch that makes lists of tiles: lengths and mask, and no operand. A mask as code captures nothing.
+/// Arguments of a launch that makes lists of tiles: lengths, mask and captured numbers, and no operand. A mask as code
+/// captures no tensor.
 #[must_use]
-pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>) -> FwdParams {
+pub fn list_params(problem: &FwdProblem, seq: &SeqArgs<'_>, numbers: &[Number]) -> FwdParams {
     // SAFETY: no memory at all.
     let none = unsafe { DevSlice::from_raw(MemorySpace::Device, std::ptr::null(), 0, ElemType::Bytes) };
-    inputs(problem, [&none; 3], seq, &ScoreArgs::default())
+    inputs(problem, [&none; 3], seq, &ScoreArgs { numbers, ..ScoreArgs::default() })
 }
 
 /// Q, K and V of a forward kernel, and where their rows lie; nothing else of a call.

@@ -22,7 +22,7 @@ use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
-use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, FwdPlan, Plan, PlanOptions, Workspace};
+use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, Workspace};
 use crate::problem::ValidFwd;
 use crate::queues::Queues;
 use crate::records::{PLAN, record};
@@ -181,7 +181,7 @@ impl Device {
             return self.seal(problem, options, None, plan);
         };
         // Kernels that were compiled ahead may have the functions alone.
-        let sealed = self.seal(&folded, options, Some((slopes, words)), &plan);
+        let sealed = self.seal(problem, options, Some((Folded { problem: folded, slopes }, words)), &plan);
         sealed.or_else(|_| self.seal(problem, options, None, plan))
     }
 
@@ -189,30 +189,30 @@ impl Device {
         &self,
         problem: &P,
         options: &PlanOptions,
-        built_in: Option<(Option<usize>, String)>,
+        built_in: Option<(Folded<P>, String)>,
         plan: impl Fn(&P) -> Result<Planned<P>>,
     ) -> Result<Plan<P>> {
-        refuse_code(&*self.0, problem)?;
-        refuse_lists(&*self.0, problem)?;
-        refuse_outputs(&*self.0, problem)?;
-        refuse_block_scales(&*self.0, problem)?;
-        let one = problem.of_one_sequence()?;
-        let mut planned = plan(one.as_ref().unwrap_or(problem))?;
+        let computed = built_in.as_ref().map_or(problem, |(folded, _)| &folded.problem);
+        refuse_code(&*self.0, computed)?;
+        refuse_lists(&*self.0, computed)?;
+        refuse_outputs(&*self.0, computed)?;
+        refuse_block_scales(&*self.0, computed)?;
+        let one = computed.of_one_sequence()?;
+        let mut planned = plan(one.as_ref().unwrap_or(computed))?;
         if one.is_some() {
             // A problem without sequences, planned as if it had one, launches nothing.
             planned.parts.workspace = Workspace::NONE;
             planned.parts.steps.clear();
         }
-        let mut slopes = None;
-        if let Some((place, words)) = built_in {
-            slopes = place;
+        let folded = built_in.map(|(folded, words)| {
             planned.parts.details.push(("functions", words));
-        }
+            folded
+        });
         let parts = &planned.parts;
         options
             .check_promises(&parts.kernel, &parts.promises)
             .map_err(|refusal| unsupported(self.name(), vec![refusal]))?;
-        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some(), slopes))
+        Ok(Plan::new(self.clone(), problem.clone(), planned, options.check_lengths, one.is_some(), folded))
     }
 
     /// Whether work is queued and a run returns before it is done. Without streams a run computes before it returns.
