@@ -1,21 +1,22 @@
 """Times masks and scores beside torch's compiled FlexAttention: `PYTHONPATH=bindings/python python3 bench/masks.py KIT`.
 
-KIT is the peers' kit (its timing serves here; `none`: this file's own). Parts, in this order, all of them unless --parts
-says fewer; each result is printed as it is known, tables come last, and what --seconds does not hold is said to be left
-out:
+KIT is the peers' kit, whose timing serves here (`none`: this file's own). Parts, in this order, all of them unless
+--parts says fewer; each result is printed as it is known, tables come last, and what --seconds does not hold is said to
+be left out:
 
     rows     masks and scores that users write: as functions through `fmha.flex`, and where ranges of keys say them as
-             data through `fmha.attention(mask=Intervals)`. O of every way is held to float64 on some rows of some heads,
-             dQ, dK and dV (and the gradient of what a score captures) to those of the first way alone; WRONG stands
-             behind a figure that is beyond the bound. Then the ways take turns, forward and backward, in milliseconds;
-             the ratio is torch's time to the best of ours. Torch's mask is built before, and so are the mask object and
-             the lists that `fmha.flex` keeps with a mask; intervals make their lists in each call.
-    lists    block lists, random and clustered, blocks of 64 x 64 and 128 x 128, 64 of 1713 blocks in each row of blocks:
-             TFLOP/s of the selected work, forward, backward and deterministic backward, beside torch's FlexAttention over
-             the same BlockMask.
+             data through `fmha.attention(mask=Intervals)`. O of every way is held to float64 on some rows of some
+             heads, dQ, dK and dV (and the gradient of what a score captures) to those of the first way alone; WRONG
+             stands behind a figure that is beyond the bound. Then the ways take turns, forward and backward, in
+             milliseconds; the ratio is torch's time to the best of ours. Torch's mask is built before, and so are the
+             mask object and the lists that `fmha.flex` keeps with a mask; intervals make their lists in each call.
+    lists    block lists, random and clustered, blocks of 64 x 64 and 128 x 128, 64 of 1713 blocks in each row of
+             blocks: TFLOP/s of the selected work, forward and backward, beside torch's FlexAttention over the same
+             BlockMask.
     making   making the lists of 131072 tokens in documents of mean 4096, 32 heads, one mask, beside its forward.
-    exact    deterministic backward beside the other, of causal intervals, and whether 100 repeats have one set of bits.
-    compile  first call of an expression that nobody has compiled beside the same call without one, the cache on disk empty.
+    exact    deterministic backward beside the other, over intervals, and whether 100 repeats have one set of bits.
+    compile  first call of an expression that nobody has compiled beside the same call without one, the cache on disk
+             empty.
 
     --rows REGEX      some of the rows
     --backward 0      forward alone
@@ -329,7 +330,9 @@ def table_of(columns, rows):
 def part_rows():
     all_rows, ratios = [], {}
     for row in table():
-        if not re.search(arguments.rows, row.name) or not held(f"row {row.name}", 12):
+        # The other parts have their seconds too.
+        others = 15 * arguments.parts.count(",")
+        if not re.search(arguments.rows, row.name) or not held(f"row {row.name}", 12 + others):
             continue
         torch.compiler.reset()
         for kind, cells in run(row).items():
@@ -373,7 +376,12 @@ def part_lists():
             counts = at.sum(-1, dtype=torch.int32)
             indices = at.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
             mask = torchs.BlockMask.from_kv_blocks(
-                torch.zeros_like(counts), torch.zeros_like(indices), counts, indices, BLOCK_SIZE=side, seq_lengths=(length, length)
+                torch.zeros_like(counts),
+                torch.zeros_like(indices),
+                counts,
+                indices,
+                BLOCK_SIZE=side,
+                seq_lengths=(length, length),
             )
             torch.manual_seed(0)
             q, k, v, dout = (
@@ -461,7 +469,8 @@ def part_exact():
     for name, pair in (("causal", (0, i + 1)), ("documents full", (begin, end))):
         data = fmha.Intervals(endpoints(pair))
         torch.manual_seed(0)
-        q, k, v, dout = (torch.randn(BATCH, LENGTH, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+        sizes = (BATCH, LENGTH, HEADS, DIM)
+        q, k, v, dout = (torch.randn(sizes, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         calls, bits = {}, []
         for way, options in (("backward", {}), ("deterministic", {"deterministic": True})):
@@ -500,7 +509,8 @@ x = torch.zeros(1, device=device)
 wait()
 mask = lambda b, h, i, j: (i >= j) & ((i * 7 + j) % 5 != 1)
 block = fmha.flex.create_block_mask(mask, None, None, 1024, 1024, device=device)
-hows = {"none": {}, "score": {"score_mod": lambda s, b, h, i, j: s * torch.sigmoid(s * 0.25)}, "mask": {"block_mask": block}}
+score = lambda s, b, h, i, j: s * torch.sigmoid(s * 0.25)
+hows = {"none": {}, "score": {"score_mod": score}, "mask": {"block_mask": block}}
 print(first(**hows[sys.argv[2]]))
 """
 

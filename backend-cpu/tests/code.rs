@@ -89,7 +89,8 @@ fn check(device: &Device, problem: FwdProblem, seed: u64) {
     check_gradients(device, problem, seed, true);
 }
 
-/// The same, with gradients of captured tensors where they are `captured`. What the plans say of functions.
+/// Compares as [`check`] does, with gradients of captured tensors where `is_captured`, and returns what the plans
+/// say of functions.
 fn check_gradients(device: &Device, problem: FwdProblem, seed: u64, is_captured: bool) -> [String; 2] {
     let text = format!("seed {seed}: {:?}", problem.code);
     let memory = Memory::new(&problem, seed);
@@ -102,8 +103,10 @@ fn check_gradients(device: &Device, problem: FwdProblem, seed: u64, is_captured:
             })
         })
     });
-    let wanted: Vec<CapturedGrad> =
-        floats.filter(|_| is_captured).map(|tensor| CapturedGrad { name: tensor.name.clone(), dtype: DType::F32 }).collect();
+    let wanted: Vec<CapturedGrad> = floats
+        .filter(|_| is_captured)
+        .map(|tensor| CapturedGrad { name: tensor.name.clone(), dtype: DType::F32 })
+        .collect();
     let [q, k, v, dout] = [(fwd.shape_q(), 1), (fwd.shape_k(), 2), (fwd.shape_v(), 3), (fwd.shape_o(), 4)]
         .map(|(shape, salt)| noise(shape.num_elems(), seed * 8 + salt));
     let slices = memory.slices();
@@ -248,9 +251,23 @@ fn functions_that_kernels_have_built_in_are_computed_as_such() {
         (square, alibi, "k <= q", "0", "the mask is the band t; the score is ALiBi by slopes", "t"),
         (DIMS, alibi, "k <= q", "0", "the mask is the band t; the score is ALiBi by slopes", "t"),
         (DIMS, alibi, "k <= q + 3", "0", "the mask is the band t:-1,3", ""),
-        (square, alibi, "k <= q and k % 2 == 0", "0", "the mask is the band t and `k % 2 == 0`; the score", "t"),
+        (
+            square,
+            alibi,
+            "k <= q and k % 2 == 0",
+            "0",
+            "the mask is the band t and `k % 2 == 0`; the score",
+            "t",
+        ),
         (square, capped, "", "0", "the score is ALiBi by slopes, softcap 2", "t"),
-        (square, capped, "ids: i32[_]; ids[q] == ids[k]", "b", "the score is ALiBi by slopes, softcap 2", "t"),
+        (
+            square,
+            capped,
+            "ids: i32[_]; ids[q] == ids[k]",
+            "b",
+            "the score is ALiBi by slopes, softcap 2",
+            "t",
+        ),
         (DIMS, capped, "", "t", "the score is ALiBi by slopes, softcap 2", "t"),
         (DIMS, capped, "", "0", "", ""),
     ]
@@ -268,7 +285,7 @@ fn functions_that_kernels_have_built_in_are_computed_as_such() {
         assert!(said.iter().all(fits), "{score} {mask} {band}: {said:?}");
         // Slopes whose gradients are wanted stay captured.
         let learned = check_gradients(&device, problem, seed, true);
-        assert_eq!(learned[1].contains("ALiBi"), false, "{learned:?}");
+        assert!(!learned[1].contains("ALiBi"), "{learned:?}");
         assert_eq!(learned[0].contains("ALiBi"), !backward.is_empty(), "{learned:?}");
     }
 }

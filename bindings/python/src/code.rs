@@ -70,7 +70,9 @@ impl Coded {
 
     /// Adds to a key the numbers that the functions capture.
     pub(crate) fn key_numbers(&self, key: &mut Key) {
-        key.extend(self.args.iter().map(|args| u64::from(args.real.to_bits()) ^ word(args.integer).rotate_left(32)));
+        key.extend(
+            self.args.iter().map(|args| u64::from(args.real.to_bits()) ^ word(args.integer).rotate_left(32)),
+        );
         key.extend(self.args.iter().map(|args| word(args.integer)));
     }
 

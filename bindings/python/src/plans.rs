@@ -10,8 +10,8 @@ use lru::LruCache;
 
 use crate::call::{Call, Key, Wrong, options};
 use crate::combine::Combine;
-use crate::objects;
 use crate::lasting;
+use crate::objects;
 use crate::request::{KEEPS_LISTS, Request, Slot};
 use crate::shapes::one_device;
 use crate::tensor::Device;

@@ -283,7 +283,9 @@ impl Problem for ValidFwd {
     }
 
     fn built_in(&self) -> Result<Option<BuiltIn<Self>>, ProblemError> {
-        let Some(BuiltIn { problem, slopes, words }) = FwdProblem::built_in(self, false) else { return Ok(None) };
+        let Some(BuiltIn { problem, slopes, words }) = FwdProblem::built_in(self, false) else {
+            return Ok(None);
+        };
         Ok(Some(BuiltIn { problem: problem.validate()?, slopes, words }))
     }
 

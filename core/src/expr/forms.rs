@@ -35,7 +35,7 @@ impl Limits {
         Self { lo: both(self.lo, other.lo, i64::max), hi: both(self.hi, other.hi, i64::min) }
     }
 
-    /// The same bounds of a distance that is `by` more.
+    /// Bounds of a distance that is `by` more.
     #[must_use]
     pub fn moved(self, by: i64) -> Self {
         Self { lo: self.lo.map(|lo| lo.saturating_add(by)), hi: self.hi.map(|hi| hi.saturating_add(by)) }
@@ -159,8 +159,7 @@ struct Forms<'a> {
 impl<'a> Forms<'a> {
     /// `numbers`: one for each capture, where it is a number that is known.
     fn new(graph: &'a Graph, numbers: &[Option<Number>]) -> Self {
-        let mut forms =
-            Self { graph, linear: vec![], constant: vec![], scaled: vec![], has_number: vec![] };
+        let mut forms = Self { graph, linear: vec![], constant: vec![], scaled: vec![], has_number: vec![] };
         let number = |at: u32| numbers.get(at as usize).copied().flatten();
         for node in graph.nodes() {
             let linear = forms.linear_of(node, number);
@@ -305,9 +304,7 @@ impl<'a> Forms<'a> {
     fn slope_term(&self, id: Id) -> Option<(i64, AlibiTerm)> {
         match *self.graph.node(id) {
             Node::Unary(Unary::Neg, a) => self.slope_term(a).map(|(factor, term)| (-factor, term)),
-            Node::Binary(Binary::Mul, a, b) => {
-                self.slope_times(a, b).or_else(|| self.slope_times(b, a))
-            }
+            Node::Binary(Binary::Mul, a, b) => self.slope_times(a, b).or_else(|| self.slope_times(b, a)),
             _ => None,
         }
     }
@@ -480,7 +477,11 @@ impl Function {
             return Ok(None);
         }
         if !self.is_mask() {
-            return if self.score_form(numbers).is_some() { self.given(self.root(), numbers).map(Some) } else { Ok(None) };
+            return if self.score_form(numbers).is_some() {
+                self.given(self.root(), numbers).map(Some)
+            } else {
+                Ok(None)
+            };
         }
         let parts = forms.conjuncts(self.root());
         // One diagonal: of lengths that a call brings, a plan has one.

@@ -642,9 +642,10 @@ fn shows(limits: Limits, distance: i64) -> bool {
 fn seen_by(bands: &Bands, pair: &Pair, memory: &Memory) -> bool {
     let distance = i64::from(pair.k) - i64::from(pair.q);
     let diagonal = i64::from(pair.seqlen_k) - i64::from(pair.seqlen_q);
-    let rest = bands.rest.as_ref().is_none_or(|rest| {
-        rest.eval(pair, &memory.of(rest.captures()), Rounding::Exact).bool()
-    });
+    let rest = bands
+        .rest
+        .as_ref()
+        .is_none_or(|rest| rest.eval(pair, &memory.of(rest.captures()), Rounding::Exact).bool());
     rest && shows(bands.top_left, distance) && shows(bands.bottom_right, distance - diagonal)
 }
 
@@ -766,7 +767,9 @@ fn what_kernels_have_is_found_in_each_way_to_say_it() {
     assert_eq!(form("30.0 * tanh(s / 30.0)").unwrap().softcap, Some(30.0));
     assert_eq!(form("tanh(s * 0.5) * 2.0").unwrap().factor, 1.0);
     assert_eq!(form("s * 3.0").unwrap().factor, 3.0);
-    for text in ["s * -1.0", "0.0 * s", "s + 1.0", "s * s", "cap: float; cap * tanh(s / cap)", "tanh(s) * -2.0"] {
+    for text in
+        ["s * -1.0", "0.0 * s", "s + 1.0", "s * s", "cap: float; cap * tanh(s / cap)", "tanh(s) * -2.0"]
+    {
         assert!(form(text).is_none(), "{text}");
     }
     let numbers = [Some(Number::Float(20.0))];
@@ -775,5 +778,8 @@ fn what_kernels_have_is_found_in_each_way_to_say_it() {
     assert_eq!(capped.with_built_in(&numbers).unwrap().unwrap().to_string(), "20.0 * tanh(s / 20.0)");
     let window: Function = "w: int; d: int; (q - k <= w) and (k % d == 0)".parse().unwrap();
     let numbers = [Some(Number::Int(7)), Some(Number::Int(3))];
-    assert_eq!(window.with_built_in(&numbers).unwrap().unwrap().to_string(), "d: int; q - k <= 7 and k % d == 0");
+    assert_eq!(
+        window.with_built_in(&numbers).unwrap().unwrap().to_string(),
+        "d: int; q - k <= 7 and k % d == 0"
+    );
 }

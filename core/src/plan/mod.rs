@@ -132,13 +132,12 @@ pub(crate) struct Folded<P> {
 /// A count of captured tensors that is not the functions', and slopes of the caller's own.
 fn with_slopes(given: ScoreArgs<'_>, at: usize, rest: usize) -> Result<ScoreArgs<'_>> {
     let count = given.captured.len();
+    ensure!(count == rest + 1, "captured", "captured: {count} tensors given, but {} wanted", rest + 1);
     ensure!(
-        count == rest + 1,
-        "captured",
-        "captured: {count} tensors given, but {} wanted",
-        rest + 1
+        given.alibi_slopes.is_none(),
+        "alibi_slopes",
+        "alibi_slopes: 1 given, but the problem is without ALiBi"
     );
-    ensure!(given.alibi_slopes.is_none(), "alibi_slopes", "alibi_slopes: 1 given, but the problem is without ALiBi");
     let captured = if at == 0 { &given.captured[1..] } else { &given.captured[..rest] };
     Ok(ScoreArgs { alibi_slopes: Some(given.captured[at]), captured, ..given })
 }

@@ -98,7 +98,9 @@ impl FwdProblem {
         let is_plain = |shape: &MaskShape| !matches!(shape, MaskShape::Generic { .. });
         // From the other diagonal a band may be a causal one or a window, which generic coordinates are not to kernels.
         let shape = match self.fixed_diagonal() {
-            Some(_) => self.shape_of(limits, align).filter(is_plain).or_else(|| self.shape_of(other.0, other.1)),
+            Some(_) => {
+                self.shape_of(limits, align).filter(is_plain).or_else(|| self.shape_of(other.0, other.1))
+            }
             None => self.shape_of(limits, align),
         }?;
         let mask = MaskSpec { shape, sink_columns: 0 };
@@ -183,7 +185,8 @@ impl FwdProblem {
     fn slopes_of(&self, term: AlibiTerm) -> Option<usize> {
         let score = self.code.score.as_ref()?;
         let name = &score.captures()[term.capture].name;
-        let is_alone = self.code.mask.as_ref().is_none_or(|mask| mask.captures().iter().all(|own| own.name != *name));
+        let is_alone =
+            self.code.mask.as_ref().is_none_or(|mask| mask.captures().iter().all(|own| own.name != *name));
         let at = self.code.captured.iter().position(|tensor| tensor.name == *name)?;
         let is_at_end = at == 0 || at + 1 == self.code.captured.len();
         let heads = self.dims.num_heads_q;
@@ -231,7 +234,8 @@ mod tests {
 
     fn shows(problem: &FwdProblem, [seqlen_q, seqlen_k]: [u32; 2], [q, k]: [u32; 2]) -> bool {
         let pair = Pair { score: 0.0, b: 0, h: 1, q, k, seqlen_q, seqlen_k };
-        let by_function = problem.code.mask.as_ref().is_none_or(|mask| mask.eval(&pair, &[], Rounding::Exact).bool());
+        let by_function =
+            problem.code.mask.as_ref().is_none_or(|mask| mask.eval(&pair, &[], Rounding::Exact).bool());
         by_function && problem.mask.band(seqlen_q, seqlen_k).visible(q, k)
     }
 
@@ -287,7 +291,8 @@ mod tests {
 
     #[test]
     fn what_a_band_would_change_stays_a_function() {
-        let causal = || FwdProblem::batch(DType::Bf16, dims(4, 6)).mask_code("k <= q".parse::<Function>().ok());
+        let causal =
+            || FwdProblem::batch(DType::Bf16, dims(4, 6)).mask_code("k <= q".parse::<Function>().ok());
         let folds = |problem: FwdProblem| problem.built_in(false).is_some();
         assert!(folds(causal()));
         assert!(folds(causal().mask("b".parse().unwrap())));
@@ -295,7 +300,8 @@ mod tests {
         assert!(!folds(causal().mask("t:5,3,2".parse().unwrap())));
         assert!(!folds(causal().bias(Bias::Alibi { per_batch: false })));
         assert!(!folds(causal().tree_mask(true)));
-        let score = |text: &str| FwdProblem::batch(DType::Bf16, dims(4, 4)).score_code(text.parse::<Function>().ok());
+        let score =
+            |text: &str| FwdProblem::batch(DType::Bf16, dims(4, 4)).score_code(text.parse::<Function>().ok());
         assert!(folds(score("2.0 * tanh(s / 2.0)")));
         assert!(!folds(score("2.0 * tanh(s / 2.0)").softcap(3.0)));
         assert!(folds(score("s * 2.0").softcap(3.0)));
