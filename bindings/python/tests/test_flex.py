@@ -406,6 +406,17 @@ def test_functions_that_kernels_have_are_planned_as_such():
     assert code.numbers == (3.0,), code
 
 
+def test_lists_of_a_mask_that_are_kept_are_those_of_its_numbers():
+    sizes = dict(heads=(4, 2), rows=150, columns=130, dim=32, dtype=torch.bfloat16)
+    for side in (7, 11, 7):
+        for _ in range(2):
+            near = lambda _: lambda b, h, q, k: (q // side - k // side).abs() <= 1  # noqa: E731, B023
+            compare(None, near, {}, 2e-2, **sizes)
+    stream = torch.cuda.Stream() if DEVICE == "cuda" else None
+    with torch.cuda.stream(stream):
+        compare(None, near, {}, 2e-2, **sizes)
+
+
 slopes_of = 3
 
 
