@@ -30,7 +30,7 @@ pub(crate) fn of(call: &Call, plan: &FmhaPlan, args: &fmha_c::FmhaArgs) -> Optio
         return Some(found);
     }
     let of_plan = |forward, backward| FmhaPlan::mask_object(forward, backward, args);
-    // What is refused here makes its lists in the workspace, as without an object.
+    // A call that is refused here makes its lists in the workspace, as without an object.
     let made = of_plan(Some(plan), None).or_else(|_| of_plan(None, Some(plan))).ok()?;
     if made.bytes() > MOST_BYTES / 2 {
         return None;

@@ -441,7 +441,7 @@ def test_a_trace_is_kept_while_all_that_it_read_is_the_same():
     slopes_of = 4
     assert traced(score).numbers == (5.0, 4.0)
     slopes_of = 3
-    # What may change unseen is traced each time.
+    # A function that reads a thing which may change unseen is traced each time.
     number = torch.tensor(2.0, device="cpu")
     for unseen in (lambda s, b, h, q, k: s * held[0], lambda s, b, h, q, k: s * number):
         one = traced(unseen)

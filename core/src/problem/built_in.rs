@@ -16,7 +16,7 @@ pub struct BuiltIn<P> {
     pub problem: P,
     /// Place of the captured tensor that its ALiBi slopes are.
     pub slopes: Option<usize>,
-    /// What became of the functions, for people.
+    /// Text for people on what became of the functions.
     pub words: String,
 }
 
