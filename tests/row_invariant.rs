@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 
 use fmha_conformance::apart::run_test;
 use fmha_conformance::rows::{
-    BLOCKS, Bounds, Keys, Outcome, Planning, SHORT, Story, View, compare, compare_gradients, draw,
-    draw_training,
+    BLOCKS, Bounds, Keys, Outcome, Planning, Rare, SHORT, Story, View, compare, compare_gradients, draw,
+    draw_training, is_far_apart,
 };
-use fmha_core::{BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
+use fmha_core::{BlockFormat, BwdProblem, DType, Device, FwdProblem, Intervals, MaskAxes, PlanOptions};
 use fmha_cpu::{Config, CpuBackend};
 
 /// Keys of the CPU's parts.
@@ -22,7 +22,19 @@ const CPU: Bounds = Bounds {
     most_rows: 400,
     dims: &[8, 16, 33, 64],
     fp8_caches: true,
+    rare: &[
+        Rare::Fp8(DType::E4m3Fn),
+        Rare::Fp8(DType::E5m2),
+        Rare::Scales(BlockFormat::Mxfp8E4m3),
+        Rare::Scales(BlockFormat::Nvfp4),
+        Rare::Latent,
+        Rare::Score,
+    ],
+    forced: true,
 };
+
+/// Pairs of an emulated device, beside SHORT's: half of the pairs far apart, latent attention.
+const EMULATED: Bounds = Bounds { rare: &[Rare::Latent], forced: true, ..SHORT };
 
 /// Fields of the tile of an architecture: parts of as many keys as [`SHORT`] has. Hopper's kernels have no field `tma`.
 fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
@@ -33,9 +45,10 @@ fn in_parts(arch: &str) -> Vec<(&'static str, &'static str)> {
 /// Lengths on either side of one part and two.
 const OWN_PARTS: Bounds = Bounds { part: 1100, most_rows: 20, dims: &[64, 128], ..SHORT };
 
-/// On Hopper one of two kernels has a call; their blocks divide parts of 128.
+/// On Hopper one of two kernels has a call; their blocks divide parts of 128. A function of a score is `sm80`'s.
 fn bounds(arch: &str) -> Bounds {
-    if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..SHORT } } else { SHORT }
+    let bounds = Bounds { rare: &[Rare::Latent, Rare::Score], ..EMULATED };
+    if arch == "sm_90a" { Bounds { dims: &[16, 64, 128, 200], ..bounds } } else { bounds }
 }
 
 fn number(name: &str, otherwise: u64) -> u64 {
@@ -106,6 +119,30 @@ fn a_row_has_the_same_gradients_in_every_call_of_the_cpu() {
 fn pairs_differ_where_nobody_asks_for_equal_rows() {
     let counts = search(&cpu(1), FORWARD, (1, 60), &CPU, &Planning { unasked: true, ..Planning::default() });
     assert!(counts.get("differ").is_some_and(|&count| count >= 5), "{counts:?}");
+}
+
+/// Half of the pairs that long searches draw, and more, have a row that sees three parts, at two places of a tile; some
+/// of these are a training call's. All that few stories have is among them.
+#[test]
+fn half_of_the_drawn_pairs_span_three_parts_at_two_places_of_a_tile() {
+    for (name, bounds, first, pairs) in [
+        ("the CPU", CPU, 1 << 20, 2000),
+        ("sm_80", bounds("sm_80"), 100, 60),
+        ("sm_90a", bounds("sm_90a"), 100, 60),
+        ("AMD", EMULATED, 100, 200),
+    ] {
+        let drawn: Vec<_> = (first..first + pairs).map(|seed| draw(seed, &bounds)).collect();
+        let far: Vec<_> =
+            drawn.iter().filter(|(story, views)| is_far_apart(story, views, bounds.part)).collect();
+        let trained =
+            far.iter().filter(|(_, views)| views.iter().any(|view| view.rows.start == 0)).count() as u64;
+        assert!(far.len() as u64 >= pairs / 2, "{name}: {} of {pairs} pairs are far apart", far.len());
+        assert!(trained >= pairs / 16, "{name}: {trained} of {pairs} pairs have a long training call");
+        for rare in bounds.rare {
+            let count = drawn.iter().filter(|(story, _)| story.rare == Some(*rare)).count();
+            assert!(count > 0, "{name}: no story of {pairs} has {rare:?}");
+        }
+    }
 }
 
 #[test]
@@ -205,6 +242,7 @@ fn folded(
         softcap: false,
         sink: false,
         alibi: false,
+        rare: None,
     };
     let training = View {
         rows: 0..len,
@@ -312,7 +350,7 @@ fn emulated_amd(arch: &str, (first, pairs): (u64, u64)) {
     let device = fmha_rocm::open(0, Some(arch)).unwrap();
     let planning =
         Planning { plan: PlanOptions::default().tile([("split_keys", "128")]), ..Planning::default() };
-    let counts = search(&device, FORWARD, (first, pairs), &SHORT, &planning);
+    let counts = search(&device, FORWARD, (first, pairs), &EMULATED, &planning);
     println!("{arch}: {counts:?}");
     let own = search(&device, FORWARD, (first, pairs.div_ceil(10)), &OWN_PARTS, &Planning::default());
     println!("{arch}, parts of its own: {own:?}");

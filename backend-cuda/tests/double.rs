@@ -287,6 +287,94 @@ fn a_run_is_captured_and_replayed() {
     }
 }
 
+/// One plan and one graph for all lengths up to the bound, 0 among them: parts of a fixed number of keys and equal
+/// shares of all, by `sm80` and by `sm90`. The call beside each replay walks each sequence's keys whole.
+#[test]
+fn a_graph_of_decoding_replays_with_any_lengths() {
+    const BOUND: usize = 600;
+    let Some(backend) = device() else { return };
+    let dims = Dims {
+        batch: 4,
+        seqlen_q: 2,
+        seqlen_k: BOUND as u32,
+        num_heads_q: 5,
+        num_heads_kv: 1,
+        head_dim_qk: 64,
+        head_dim_v: 64,
+    };
+    let mut problem = FwdProblem::batch(DType::F16, dims);
+    (problem.mask, problem.layout.seqused_k) = (MaskSpec::CAUSAL, true);
+    let problem = problem.validate().unwrap();
+    let numbers = |elems: usize, salt: usize| -> Vec<u8> {
+        let number = |i: usize| ((i * 37 + i / 64 * 11 + salt) % 101) as f64 / 50.0 - 1.0;
+        (0..elems).flat_map(|i| half::f16::from_f64(number(i)).to_le_bytes()).collect()
+    };
+    let memory = backend.memory();
+    let upload = |bytes: &[u8]| {
+        let mut buffer = memory.alloc(bytes.len() as u64).unwrap();
+        memory.upload(bytes, &mut buffer).unwrap();
+        buffer
+    };
+    let q = upload(&numbers(4 * 2 * 5 * 64, 1));
+    let (k, v) = (upload(&numbers(4 * BOUND * 64, 2)), upload(&numbers(4 * BOUND * 64, 3)));
+    for (kernel, shares, words) in [
+        ("sm80", "0", "keys in parts of 128"),
+        ("sm80", "8", "keys of all sequences in 8 equal shares"),
+        ("sm90", "8", "keys of all sequences in 8 equal shares"),
+    ] {
+        let cut = PlanOptions::default().kernel(kernel).tile([("split_keys", "128"), ("shares", shares)]);
+        let whole = PlanOptions::default().kernel("sm80").tile([("split_keys", "0")]);
+        let plans = [cut, whole].map(|options| backend.plan_fwd(&problem, &options).unwrap());
+        let said = plans.each_ref().map(|plan| format!("{plan}").contains(words));
+        assert_eq!(said, [true, false], "{kernel}: {words}");
+        let mut used = upload(&[0; 16]);
+        let mut os = [(); 2].map(|()| upload(&vec![0xff; q.bytes() as usize]));
+        let mut workspaces = plans.each_ref().map(|plan| memory.workspace(plan.workspace()).unwrap());
+        let stream = backend.stream().unwrap();
+        let mut run = |at: usize, used: &DevBuffer, os: &mut [DevBuffer; 2]| {
+            let mut args = FwdArgs::new(q.slice(), k.slice(), v.slice(), os[at].slice_mut());
+            args.seq.seqused_k = Some(used.slice());
+            args.workspace = workspaces[at].as_mut().map(DevBuffer::slice_mut);
+            plans[at].run(&mut args, &stream)
+        };
+        let graph = stream.capture(|| run(0, &used, &mut os)).unwrap();
+        let mut state = 59u32;
+        let mut drawn = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // One in four has no keys; the others' logarithms are about even.
+            let longest = BOUND >> (state >> 28 & 7);
+            if state >> 30 == 0 { 0 } else { 1 + (state >> 8) as usize % longest }
+        };
+        for replay in 0..8 {
+            // Lengths with all keys and with none among them.
+            let lengths: [usize; 4] = match replay {
+                0 => [BOUND; 4],
+                1 => [0; 4],
+                _ => [(); 4].map(|()| drawn()),
+            };
+            let bytes: Vec<u8> = lengths.iter().flat_map(|&length| (length as i32).to_le_bytes()).collect();
+            memory.upload(&bytes, &mut used).unwrap();
+            for o in &mut os {
+                memory.upload(&vec![0xff_u8; o.bytes() as usize], o).unwrap();
+            }
+            run(1, &used, &mut os).unwrap();
+            // SAFETY: the buffers of the captured call live until the end of this test.
+            unsafe { graph.replay(&stream) }.unwrap();
+            stream.synchronize().unwrap();
+            let [ours, theirs] = os.each_ref().map(|o| {
+                let mut bytes = vec![0_u8; o.bytes() as usize];
+                memory.download(o, &mut bytes).unwrap();
+                let elems: Vec<f64> = bytes.chunks_exact(2).map(|elem| DType::F16.read(elem)).collect();
+                elems
+            });
+            for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+                let is_near = (ours - theirs).abs() <= 2e-3;
+                assert!(is_near, "{kernel}, {words}, {lengths:?}, element {at}: {ours}, whole {theirs}");
+            }
+        }
+    }
+}
+
 /// A replay would have the seed of the recording, and with it the keep mask.
 #[test]
 fn a_call_that_drops_is_not_captured() {

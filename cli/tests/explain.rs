@@ -29,6 +29,59 @@ fn an_emulated_kernel_is_counted_and_its_cycles_are_called_modelled() {
     assert!((16384.0..16384.0 * 1.2).contains(&results), "{special}");
 }
 
+/// `--row-invariant` in text and in JSON: the plan of who promises it, and the name of who does not.
+#[test]
+fn explain_says_who_promises_rows_of_equal_bits() {
+    let explain = |rest: &str| fmha(&format!("explain -b 1 --heads 2 -s 300 -d 64 --mask b {rest}"));
+    for (device, kernel) in [
+        ("--backend cpu", "cpu-fwd"),
+        ("--arch sm_80", "sm80"),
+        ("--arch sm_90a", "sm90"),
+        ("--arch sm_100a", "sm80"),
+        ("--arch gfx942", "cdna_decode"),
+        ("--arch gfx1100", "rdna_decode"),
+    ] {
+        let ran = explain(&format!("{device} --row-invariant"));
+        if ran.status != 0
+            && (ran.err.contains("NVRTC") || ran.err.contains("hipcc") || ran.err.contains("clang"))
+        {
+            println!("absent: {}", ran.err.trim());
+            continue;
+        }
+        assert_eq!((ran.status, ran.err.as_str()), (0, ""), "{device}");
+        let line =
+            |name: &str| ran.out.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
+        assert!(line("kernel ").ends_with(kernel), "{device}: {}", ran.out);
+        assert!(line("promises ").contains("row-invariant"), "{device}: {}", ran.out);
+        let of_json = |wish: &str| {
+            let ran = explain(&format!("{device} --json {wish}"));
+            assert_eq!(ran.status, 0, "{device}: {}", ran.err);
+            serde_json::from_str::<serde_json::Value>(&ran.out).unwrap()
+        };
+        let said = of_json("--row-invariant");
+        assert_eq!((&said["kernel"], &said["row_invariant"]), (&kernel.into(), &true.into()), "{device}");
+        if kernel == "cpu-fwd" {
+            assert_eq!(of_json("")["row_invariant"], false, "{device}");
+        }
+    }
+    // Kernels that do not promise it are named, with what breaks it.
+    for (rest, said) in [
+        ("--arch sm_90a --prec fp8", "sm80: row_invariant true: dtype_qk e4m3fn"),
+        ("--arch sm_100a --kernel sm100", "sm100: row_invariant true"),
+        ("--arch gfx942 --kernel cdna_fwd", "cdna_fwd: row_invariant true"),
+        ("--backend cpu --keep k<=q", "row_invariant true: a mask as code"),
+        ("--arch sm_80 --keep k<=q", "row_invariant true: mask_code"),
+    ] {
+        let ran = explain(&format!("{rest} --row-invariant"));
+        assert!(
+            ran.status != 0 && (ran.out.clone() + &ran.err).contains(said),
+            "{rest}: {}{}",
+            ran.out,
+            ran.err
+        );
+    }
+}
+
 #[test]
 fn small_outputs_are_planned_and_belong_to_forward() {
     let ran = fmha("explain --backend cpu -s 64 -d 8 --row-max --head-max --key-sum");

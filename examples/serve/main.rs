@@ -12,8 +12,8 @@
 //! bit. So are the logits of the last step if the whole request is computed in one call. A final check uses
 //! no cache and no device, with attention by its definition.
 //!
-//! A decode step over a recorded mix of lengths is timed as well, and compared with each sequence padded to
-//! the longest.
+//! A decode step over a mix of lengths is timed as well, and compared with each sequence padded to the
+//! longest.
 
 mod attention;
 mod engine;
@@ -134,7 +134,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         );
         return Ok(());
     }
-    mix::compare(&device, &lengths)
+    mix::compare(&device, (&lengths, options.lengths.as_deref()))
 }
 
 /// Largest difference from the reference, as a share of a token's largest logit: operands and O are f16.

@@ -1,13 +1,13 @@
-//! Gain from work items of similar size: a decode step over a recorded mix of cache lengths, compared with
-//! the step in which each sequence is as long as the longest.
+//! Gain from work items of similar size: a decode step over a mix of cache lengths, compared with the step in
+//! which each sequence is as long as the longest.
 
 use std::path::Path;
 use std::time::Instant;
 
 use fmha::{DType, DevBuffer, Device, Dims, Error, FwdArgs, FwdProblem, PlanOptions, SeqArgs, Stream, f16};
 
-/// Lengths that come with the example; the file says where they are from.
-const RECORDED: &str = include_str!("lengths.txt");
+/// Lengths that come with the example, drawn by a seed as the file says.
+const DRAWN: &str = include_str!("lengths.txt");
 /// Qwen 2.5 7B has 28 query heads on 4; of a quarter of them a step on a CPU takes some milliseconds.
 const HEADS: (u32, u32) = (7, 1);
 const HEAD_DIM: u32 = 64;
@@ -25,7 +25,7 @@ pub(crate) fn lengths(path: Option<&Path>) -> Result<Vec<u32>, String> {
         Some(path) => {
             std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?
         }
-        None => RECORDED.to_owned(),
+        None => DRAWN.to_owned(),
     };
     let lines =
         text.lines().enumerate().filter(|(_, line)| !line.starts_with('#') && !line.trim().is_empty());
@@ -135,11 +135,15 @@ impl Decode {
     }
 }
 
-/// Says tokens a second of a layer's attention over these lengths, and with each sequence padded to the longest.
+/// Says tokens a second of a layer's attention over these lengths, of a file if there is one, and with each
+/// sequence padded to the longest.
 ///
 /// # Errors
 /// What the device refuses, or its driver said; a row that is not what attention is.
-pub(crate) fn compare(device: &Device, lengths: &[u32]) -> Result<(), Box<dyn std::error::Error>> {
+pub(crate) fn compare(
+    device: &Device,
+    (lengths, path): (&[u32], Option<&Path>),
+) -> Result<(), Box<dyn std::error::Error>> {
     let (batch, longest) = (lengths.len(), lengths.iter().copied().max().unwrap_or(1));
     let mut decode = Decode::new(device, batch as u32, longest)?;
     let padded = decode.seconds(&vec![longest; batch])?;
@@ -151,8 +155,9 @@ pub(crate) fn compare(device: &Device, lengths: &[u32]) -> Result<(), Box<dyn st
         }
     }
     let keys: u64 = lengths.iter().map(|&length| u64::from(length)).sum();
+    let from = path.map(|path| format!(" from {}", path.display())).unwrap_or_default();
     println!(
-        "a recorded mix of {batch} lengths, {} to {longest} keys, {keys} together, kernel {}:",
+        "a mix of {batch} lengths{from}, {} to {longest} keys, {keys} together, kernel {}:",
         lengths.iter().min().unwrap_or(&0),
         decode.plan.kernel()
     );

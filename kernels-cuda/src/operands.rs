@@ -153,3 +153,28 @@ pub(crate) fn refuse_row_invariant(options: &PlanOptions, kernel: &'static str) 
     }
     Ok(())
 }
+
+/// Refuses what keeps no rows of equal bits, or was tried with no pair of calls that have rows in common: Q in FP8, so
+/// O in FP8 too, which goes with no other Q; a mask as code, which hides keys that other calls leave out, so that the
+/// keys that a row sees begin elsewhere in its parts.
+///
+/// # Errors
+/// In `kernel`'s name, the field and its value.
+pub(crate) fn refuse_unlike_rows(problem: &FwdProblem, kernel: &'static str) -> Result<(), Refusal> {
+    let dtype = problem.dtypes.qk;
+    if dtype.is_fp8() {
+        return Err(Refusal::new(
+            kernel,
+            format!("row_invariant true: dtype_qk {dtype} is not a type of 16 bits"),
+        ));
+    }
+    match &problem.code.mask {
+        Some(mask) => Err(Refusal::new(
+            kernel,
+            format!(
+                "row_invariant true: mask_code \"{mask}\": parts of keys that it hides differ from a band's"
+            ),
+        )),
+        None => Ok(()),
+    }
+}

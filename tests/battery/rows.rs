@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    BwdProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskAlign, MaskShape, PlanOptions, Result,
-    SeqSpan, Strides,
+    BlockFormat, BwdProblem, DType, Device, Dims, FwdProblem, KvLayout, MaskAlign, MaskShape, PlanOptions,
+    Result, SeqSpan, Strides,
 };
 
 use crate::check::{Selection, check_fwd};
@@ -17,8 +17,8 @@ use crate::families::pages;
 use crate::init::mix;
 use crate::law::BIT_FOR_BIT;
 use crate::run::Options;
-use crate::tensor::{Operand, Tensor};
-use crate::tensors::{Data, HostBwd, HostFwd, Lengths};
+use crate::tensor::{Operand, Operands, Tensor};
+use crate::tensors::{Data, HostBwd, HostFwd, Lengths, scale_code, set_coded_row};
 use crate::verdict::Verdict;
 
 /// A source of numbers that a seed decides.
@@ -75,6 +75,21 @@ pub struct Story {
     pub sink: bool,
     /// Slopes of ALiBi.
     pub alibi: bool,
+    /// Something that few stories have.
+    pub rare: Option<Rare>,
+}
+
+/// Something that a story has beside the rest, in kernels that promise equal rows with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rare {
+    /// Q, K and V in FP8.
+    Fp8(DType),
+    /// Q, K and V with scales by blocks.
+    Scales(BlockFormat),
+    /// Latent attention: V is the first 512 elements of K's 576.
+    Latent,
+    /// A function that adds to a score by its key's place.
+    Score,
 }
 
 /// How K and V lie.
@@ -122,7 +137,21 @@ pub struct Bounds {
     pub dims: &'static [u32],
     /// Whether caches of FP8 are among the stories.
     pub fp8_caches: bool,
+    /// Choice of one story in [`ONE_RARE`].
+    pub rare: &'static [Rare],
+    /// Whether each second seed's row sees three parts or more, and lies at two places of a tile. In one of
+    /// [`ONE_TRAINS`] such pairs one call is a training call of few heads, whatever `most_rows` is.
+    pub forced: bool,
 }
+
+/// One story in so many has what few have.
+const ONE_RARE: u32 = 8;
+/// One pair in so many, of those that are forced, has a training call.
+const ONE_TRAINS: u32 = 4;
+/// Rows of the smallest tile: two rows of one remainder lie alike in a tile.
+const TILE_ROWS: u32 = 16;
+/// Most rows of a call of wide latent rows with many.
+const LATENT_ROWS: u32 = 20;
 
 /// Pairs of a few hundred keys, for emulated devices whose tiles have parts of 128.
 pub const SHORT: Bounds = Bounds {
@@ -131,6 +160,8 @@ pub const SHORT: Bounds = Bounds {
     most_rows: 70,
     dims: &[16, 64, 72],
     fp8_caches: true,
+    rare: &[],
+    forced: false,
 };
 
 /// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
@@ -140,7 +171,8 @@ pub const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp
 #[must_use]
 pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let mut dice = Dice::new(seed);
-    let is_long = dice.chance(2);
+    let is_forced = bounds.forced && seed.is_multiple_of(2);
+    let is_long = dice.chance(2) || is_forced;
     let len = if is_long {
         dice.within(2 * bounds.part + 1..4 * bounds.part)
     } else {
@@ -152,7 +184,7 @@ pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let dim_v = dice.one_of(bounds.dims);
     let dim_qk = if dice.chance(5) { dice.one_of(bounds.dims) } else { dim_v };
     let is_wide = matches!(dtype, DType::F16 | DType::Bf16);
-    let story = Story {
+    let mut story = Story {
         seed: mix(seed),
         dtype,
         // Mostly unrounded, so that the last bits of sums are seen.
@@ -165,10 +197,62 @@ pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
         softcap: dice.chance(6),
         sink: dice.chance(8),
         alibi: dice.chance(8),
+        rare: None,
     };
     let row = if is_long { dice.within(2 * bounds.part..len) } else { dice.below(len) };
-    let views = [0, 1].map(|_| view(&mut dice, &story, row, bounds));
+    // Numbers of their own, so that other bounds draw the same pairs without them.
+    let mut own = Dice::new(seed ^ 0x0f0c_ed00);
+    if !bounds.rare.is_empty() && own.chance(ONE_RARE) {
+        story.take(own.one_of(bounds.rare));
+    }
+    let is_latent = story.rare == Some(Rare::Latent);
+    let bounds = &Bounds { most_rows: if is_latent { LATENT_ROWS } else { bounds.most_rows }, ..*bounds };
+    if !is_forced {
+        let views = [0, 1].map(|_| view(&mut dice, &story, row, bounds));
+        return (story, views);
+    }
+    story.left = story.left.map(|left| left.max(2 * bounds.part));
+    let mut first = view(&mut dice, &story, row, bounds);
+    if !is_latent && own.chance(ONE_TRAINS) {
+        story.heads = [own.within(1..3), 1];
+        story.dims = [bounds.dims[0]; 2];
+        (first.rows, first.unmasked) = (0..own.within(row + 1..len + 1), false);
+    }
+    let place = |view: &View| (row - view.rows.start) % TILE_ROWS;
+    let mut second = view(&mut dice, &story, row, bounds);
+    while place(&second) == place(&first) {
+        second = view(&mut dice, &story, row, bounds);
+    }
+    let views = if own.chance(2) { [first, second] } else { [second, first] };
     (story, views)
+}
+
+/// Whether both calls have a row that sees three parts of so many keys or more, at two places of a tile.
+#[must_use]
+pub fn is_far_apart(story: &Story, [a, b]: &[View; 2], part: u32) -> bool {
+    let mut rows = a.rows.start.max(b.rows.start)..a.rows.end.min(b.rows.end);
+    let first_key = |row: u32| story.left.map_or(0, |left| row.saturating_sub(left));
+    a.rows.start.abs_diff(b.rows.start) % TILE_ROWS > 0
+        && rows.any(|row| row / part - first_key(row) / part >= 2)
+}
+
+impl Story {
+    /// Makes the story one of those that have what few have.
+    fn take(&mut self, rare: Rare) {
+        self.rare = Some(rare);
+        match rare {
+            Rare::Fp8(dtype) => (self.dtype, self.dtype_o, self.dtype_cache) = (dtype, DType::F32, None),
+            Rare::Scales(_) => {
+                (self.dtype_o, self.dtype_cache) = (DType::F32, None);
+                if self.dtype == DType::F16 {
+                    self.dtype = DType::Bf16;
+                }
+            }
+            // V is what K is.
+            Rare::Latent => (self.dims, self.heads) = ([576, 512], [self.heads[0].min(3), 1]),
+            Rare::Score => {}
+        }
+    }
 }
 
 /// A call that has the row.
@@ -189,11 +273,17 @@ fn view(dice: &mut Dice, story: &Story, row: u32, bounds: &Bounds) -> View {
         }
     };
     let must_page = story.dtype_cache.is_some();
-    let keys = match dice.below(3) {
+    let mut keys = match dice.below(3) {
         0 => Keys::Strided,
         1 if !must_page => Keys::Packed,
         _ => Keys::Paged(dice.one_of(&[1, 2, 3, 16, 17, 32, 64, 100, 128])),
     };
+    if let Some(Rare::Scales(format)) = story.rare {
+        keys = match keys {
+            Keys::Paged(rows) => Keys::Paged(rows.next_multiple_of(format.block_size())),
+            _ => Keys::Strided,
+        };
+    }
     // Keys that are packed go with queries that are.
     let packed = keys == Keys::Packed || keys != Keys::Strided && dice.chance(2);
     let most = story.len + bounds.part;
@@ -284,6 +374,12 @@ impl View {
         if story.alibi {
             problem.score.bias = fmha_core::Bias::Alibi { per_batch: false };
         }
+        match story.rare {
+            Some(Rare::Scales(format)) => problem = problem.with_block_scales(format),
+            Some(Rare::Latent) => (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k),
+            Some(Rare::Score) => problem = problem.score_code(SCORE.parse().ok()),
+            Some(Rare::Fp8(_)) | None => {}
+        }
         (problem, lengths)
     }
 
@@ -309,13 +405,18 @@ impl View {
                 span.seqlen_k - span.seqlen_q.min(span.seqlen_k)
             };
             let of_q = |i: u32| (span.q_batch, span.q_row + i);
-            put(
-                host.operands.expect_mut(Operand::Q),
-                (seed, OF_Q),
-                (0..span.seqlen_q).map(|i| (first + i, of_q(i))),
-            );
-            for (operand, salt) in [(Operand::K, OF_K), (Operand::V, OF_V)] {
-                put(host.operands.expect_mut(operand), (seed, salt), (0..).zip(places.iter().copied()));
+            let queries: Vec<_> = (0..span.seqlen_q).map(|i| (first + i, of_q(i))).collect();
+            let keys: Vec<_> = (0..).zip(places.iter().copied()).collect();
+            for (operand, salt, rows) in
+                [(Operand::Q, OF_Q, &queries), (Operand::K, OF_K, &keys), (Operand::V, OF_V, &keys)]
+            {
+                match story.rare {
+                    Some(Rare::Latent) if operand == Operand::V => {}
+                    Some(Rare::Scales(format)) => {
+                        put_scaled(&mut host.operands, operand, format, (seed, salt), story.dims, rows);
+                    }
+                    _ => put(host.operands.expect_mut(operand), (seed, salt), rows.iter().copied()),
+                }
             }
         }
         Ok(host)
@@ -328,20 +429,57 @@ const OF_K: u64 = 2;
 const OF_V: u64 = 3;
 const OF_DOUT: u64 = 4;
 
-/// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late,
-/// and by little and by much.
-fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
-    let mut values = vec![0_f32; tensor.shape.dim as usize];
+/// A function of a score: what it adds depends on the key alone, as a call's first query is another row in each view.
+const SCORE: &str = "s * 0.75 + float(k % 7) * 0.125";
+
+/// A row's numbers. Some rows are larger than others, so that maxima rise late, and by little and by much.
+fn draw_row((seed, salt): (u64, u64), head: u32, position: u32, values: &mut [f32]) {
     let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
+    let mut state = mix(seed ^ salt << 56 ^ u64::from(head) << 40 ^ u64::from(position));
+    let scale = [0.25, 1.0, 1.0, 1.0, 2.0, 1.0, 0.5, 4.0][(state >> 7 & 7) as usize] * spread;
+    for value in values {
+        state = mix(state.wrapping_add(0x9e37_79b9_7f4a_7c15));
+        *value = ((state >> 40) as f32 / 8_388_608.0 - 1.0) * scale;
+    }
+}
+
+/// Rows by their positions in a sequence, and where they lie.
+fn put(tensor: &mut Tensor, of: (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
+    let mut values = vec![0_f32; tensor.shape.dim as usize];
     for (position, (batch, row)) in rows {
         for head in 0..tensor.shape.head {
-            let mut state = mix(seed ^ salt << 56 ^ u64::from(head) << 40 ^ u64::from(position));
-            let scale = [0.25, 1.0, 1.0, 1.0, 2.0, 1.0, 0.5, 4.0][(state >> 7 & 7) as usize] * spread;
-            for value in &mut values {
-                state = mix(state.wrapping_add(0x9e37_79b9_7f4a_7c15));
-                *value = ((state >> 40) as f32 / 8_388_608.0 - 1.0) * scale;
-            }
+            draw_row(of, head, position, &mut values);
             tensor.set_row([batch, row, head], &values);
+        }
+    }
+}
+
+/// [`put`] in a format with scales by blocks, and the scales, by the positions of their blocks.
+fn put_scaled(
+    operands: &mut Operands,
+    operand: Operand,
+    format: BlockFormat,
+    of: (u64, u64),
+    [dim_qk, dim_v]: [u32; 2],
+    rows: &[(u32, (u32, u32))],
+) {
+    let (of_scales, block, dim) = match operand {
+        Operand::Q => (Operand::BlockScaleQ, 1, dim_qk),
+        Operand::K => (Operand::BlockScaleK, 1, dim_qk),
+        _ => (Operand::BlockScaleV, format.block_size(), dim_v),
+    };
+    let mut values = vec![0_f32; dim as usize];
+    for &(position, (batch, row)) in rows {
+        for head in 0..operands.expect(operand).shape.head {
+            draw_row(of, head, position, &mut values);
+            set_coded_row(operands.expect_mut(operand), format, false, [batch, row, head], &values);
+            let scales = operands.expect_mut(of_scales);
+            for column in 0..scales.shape.dim {
+                let salt = [head, position / block, column]
+                    .into_iter()
+                    .fold(of.0 ^ of.1, |salt, x| mix(salt ^ u64::from(x)));
+                *scales.byte_mut([batch, row / block, head, column]) = scale_code(format, salt);
+            }
         }
     }
 }
@@ -398,14 +536,23 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
         hosts.push(host);
         kernels.push(plan.kernel().to_owned());
     }
+    Ok(match differing(story, views, [&hosts[0], &hosts[1]]) {
+        Some(what) => Outcome::Differ(what),
+        None => Outcome::Equal([kernels.remove(0), kernels.remove(0)]),
+    })
+}
+
+/// The first bits of the rows that two calls share, which have run, that differ.
+#[must_use]
+pub fn differing(story: &Story, views: &[View; 2], hosts: [&HostFwd; 2]) -> Option<String> {
     let [a, b] = views;
     let (begin, end) = (a.rows.start.max(b.rows.start), a.rows.end.min(b.rows.end));
-    let of = |at: usize| (&hosts[at], hosts[at].spans[views[at].place], views[at].rows.start);
+    let of = |at: usize| (hosts[at], hosts[at].spans[views[at].place], views[at].rows.start);
     let ((host_a, span_a, first_a), (host_b, span_b, first_b)) = (of(0), of(1));
     let (o_a, o_b) = (host_a.operands.expect(Operand::O), host_b.operands.expect(Operand::O));
     for i in begin..end {
         for head in 0..story.heads[0] {
-            let place = |said: String| Ok(Outcome::Differ(format!("row {i}, head {head}: {said}")));
+            let place = |said: String| Some(format!("row {i}, head {head}: {said}"));
             let at_a = [span_a.q_batch, span_a.q_row + i - first_a, head];
             let at_b = [span_b.q_batch, span_b.q_row + i - first_b, head];
             if let Some(d) = o_a.row_differs(at_a, o_b, at_b) {
@@ -424,13 +571,13 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
             }
         }
     }
-    Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
+    None
 }
 
 /// A story and two training calls that have a row of it: all of its rows, or some, which see the keys before them too.
 #[must_use]
 pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
-    let (story, _) = draw(seed, &Bounds { fp8_caches: false, ..*bounds });
+    let (story, _) = draw(seed, &Bounds { fp8_caches: false, rare: &[], forced: false, ..*bounds });
     let mut dice = Dice::new(seed ^ 0x7a1);
     let len = story.len.min(bounds.most_rows);
     let story = Story { len, dtype_o: story.dtype, ..story };

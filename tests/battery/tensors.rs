@@ -794,28 +794,13 @@ fn scaled_operands(
             let (batch, at) = (row.storage_batch, row.row);
             for head in 0..logical[index].head {
                 data.init.fill(operand, data.seed, [row.i_batch, head, row.i], &mut numbers);
-                if format != BlockFormat::Nvfp4 {
-                    tensor.set_row([batch, at, head], &numbers);
-                }
-                for (d, &number) in (0..).zip(&numbers).filter(|_| format == BlockFormat::Nvfp4) {
-                    let code = E2m1Pair::from_f64_saturating([number.into(), 0.0]).to_bits();
-                    let (place, half) = if pairs_of_keys {
-                        ([batch, at / 2, head, d], at % 2)
-                    } else {
-                        ([batch, at, head, d / 2], d % 2)
-                    };
-                    let byte = tensor.byte_mut(place);
-                    *byte = if half == 0 { *byte & 0xf0 | code } else { *byte & 0x0f | code << 4 };
-                }
+                set_coded_row(&mut tensor, format, pairs_of_keys, [batch, at, head], &numbers);
                 let scale_row = if index == 2 { at / block } else { at };
                 for column in 0..of_scales[index].dim {
                     let place = [batch, scale_row, head, column];
                     let salt =
                         place.into_iter().fold(data.seed ^ index as u64, |salt, x| mix(salt ^ u64::from(x)));
-                    *scale.byte_mut(place) = match format {
-                        BlockFormat::Nvfp4 => 0x28 + (salt % 17) as u8,
-                        _ => 125 + (salt % 3) as u8,
-                    };
+                    *scale.byte_mut(place) = scale_code(format, salt);
                 }
             }
         }
@@ -823,6 +808,37 @@ fn scaled_operands(
         operands.put(of_operand, scale);
     }
     Ok(())
+}
+
+/// Writes a row of numbers as elements of a format; E2M1 numbers lie in pairs along the row, or along its keys.
+pub(crate) fn set_coded_row(
+    tensor: &mut Tensor,
+    format: BlockFormat,
+    pairs_of_keys: bool,
+    [batch, at, head]: [u32; 3],
+    numbers: &[f32],
+) {
+    if format != BlockFormat::Nvfp4 {
+        return tensor.set_row([batch, at, head], numbers);
+    }
+    for (d, &number) in (0..).zip(numbers) {
+        let code = E2m1Pair::from_f64_saturating([number.into(), 0.0]).to_bits();
+        let (place, half) = if pairs_of_keys {
+            ([batch, at / 2, head, d], at % 2)
+        } else {
+            ([batch, at, head, d / 2], d % 2)
+        };
+        let byte = tensor.byte_mut(place);
+        *byte = if half == 0 { *byte & 0xf0 | code } else { *byte & 0x0f | code << 4 };
+    }
+}
+
+/// The byte of a scale that a salt decides.
+pub(crate) fn scale_code(format: BlockFormat, salt: u64) -> u8 {
+    match format {
+        BlockFormat::Nvfp4 => 0x28 + (salt % 17) as u8,
+        _ => 125 + (salt % 3) as u8,
+    }
 }
 
 /// Fills `rows` of every head. Numbers are made on all cores, a block of rows at a time.

@@ -12,6 +12,7 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 use crate::lists::{self, TokenParams};
 use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
+use crate::operands::refuse_unlike_rows;
 use crate::row_order;
 use crate::rows::keep_mask;
 use crate::schedule::TileSchedule;
@@ -76,6 +77,9 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
             return Err(refuse(
                 "row_invariant beside a column-major V: its blocks of keys are other than sm90's".to_owned(),
             ));
+        }
+        if options.row_invariant {
+            refuse_unlike_rows(problem, sm80::NAME)?;
         }
         if options.row_invariant && !problem.masks.is_empty() {
             return Err(refuse(

@@ -10,6 +10,7 @@ use fmha_core::{Accuracy, Dims, PlanOptions, Promises, VLayout, ValidBwd, Worksp
 use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
+use crate::operands::refuse_unlike_rows;
 use crate::sm80_bwd::{BwdSums, Sm80BwdTile};
 use crate::{row_order, sm80, sm80_bwd};
 
@@ -55,6 +56,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm80Bwd {
         let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
         sm80_bwd::accepts(problem)?;
         sm80::refuse_full_lists_beside_code(problem.fwd())?;
+        if options.row_invariant {
+            refuse_unlike_rows(problem.fwd(), sm80::NAME)?;
+        }
         if options.row_invariant && row_order::has_gradients_of_wgmma(problem, facts) {
             return Err(refuse(
                 "backward: row_invariant true: rows have the bits of sm90, which sums in another order"

@@ -136,12 +136,17 @@ fn leave_to_widened(problem: &ValidFwd) -> Result<(), String> {
     ))
 }
 
-/// Refuses pages where a row's bits are to depend on its sequence alone, whatever the batch and however many queries
-/// there are: one kernel has them all, and that of FP8 caches, which have the same bits, is to write no copy of them.
+/// Refuses pages that TMA does not read, and queries of FP8, where a row's bits are to depend on its sequence alone,
+/// whatever the batch and however many queries there are: one kernel has all calls over pages of a size.
 fn leave_pages(problem: &ValidFwd, facts: &DeviceFacts) -> Result<(), String> {
+    let is_ours = !problem.dtypes.qk.is_fp8() && sm90::reads_pages_by_tma(problem);
     match sm80::accepts(problem, facts.instructions.converts_fp8) {
-        Ok(()) => Err("batch_invariant: rows in pages are read by one kernel, sm80".to_owned()),
-        Err(_) => Ok(()),
+        Ok(()) if !is_ours => Err(format!(
+            "batch_invariant: dtype_qk {} over pages of {} rows: sm80 has all calls over these",
+            problem.dtypes.qk,
+            problem.layout.kv.page_size().unwrap_or(0)
+        )),
+        _ => Ok(()),
     }
 }
 

@@ -739,6 +739,27 @@ fn groups(cases: &mut Vec<Case>) {
             push(cases, name, problem, lengths);
         }
     }
+    // More heads of a group than a warp's rows, with tokens that leave rows of a tile over or fill several.
+    for (at, (heads, seqlen_q)) in
+        [((17, 1), 7), ((40, 1), 5), ((64, 1), 16), ((34, 2), 1)].into_iter().enumerate()
+    {
+        for cache in [None, Some(DType::E4m3Fn)] {
+            let page_size = [Some(64), None, Some(16), Some(5)][at];
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let stored = cache.map_or("wide".to_owned(), |cache| cache.to_string());
+            let name = format!("decode/groups/{}of{}/{stored}/q{seqlen_q}/{layout}", heads.0, heads.1);
+            let head_dim = [128, 64, 72, 128][at];
+            let sizes = Dims { batch: 4, ..dims(seqlen_q, 500, heads, head_dim) };
+            let mut problem = masked([DType::F16, DType::Bf16][at % 2], sizes, "b");
+            problem.cache.dtype = cache;
+            problem.layout.seqused_k = true;
+            let mut lengths = Lengths { seqused_k: vec![500, 0, 3, 331], ..Lengths::default() };
+            if let Some(page_size) = page_size {
+                (problem, lengths) = in_pages(problem, page_size, lengths, &name);
+            }
+            push(cases, name, problem, lengths);
+        }
+    }
 }
 
 /// Sequences of unlike lengths whose tiles are dealt out in shares: windows whose sink columns lie apart from their
@@ -878,7 +899,7 @@ fn tables_apart(cases: &mut Vec<Case>) {
 fn fixed_parts(cases: &mut Vec<Case>) {
     for dtype in [DType::F16, DType::Bf16] {
         for seqlen_q in [3, 40] {
-            for page_size in [None, Some(32)] {
+            for page_size in [None, Some(32), Some(20)] {
                 let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
                 let name = format!("decode/fixed_parts/{dtype}/q{seqlen_q}/{layout}");
                 let mut problem = masked(dtype, dims(seqlen_q, 4500, (2, 1), 64), "b");

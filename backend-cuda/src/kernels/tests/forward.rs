@@ -1,12 +1,13 @@
 //! Forward plans: launches, promises, words.
 
 use fmha_core::{
-    Accuracy, DType, Dims, FwdProblem, Intervals, MaskAxes, PlanOptions, Refusal, ScoreSums, Strides,
-    VLayout, Workspace,
+    Accuracy, BwdProblem, DType, Dims, FwdProblem, Intervals, KvLayout, MaskAxes, PlanOptions, Refusal,
+    ScoreSums, Strides, VLayout, Workspace,
 };
 use fmha_gpu::{Choice, Grid};
 use fmha_kernels_cuda::nvidia::DeviceFacts;
 use fmha_kernels_cuda::sm80::recipe::Sm80;
+use fmha_kernels_cuda::sm80_bwd::recipe::Sm80Bwd;
 use fmha_kernels_cuda::sm90::recipe::Sm90;
 use fmha_kernels_cuda::sm100::recipe::Sm100;
 
@@ -431,6 +432,71 @@ fn rows_that_only_one_kernel_takes_in_every_layout_are_refused_by_the_others_by_
         assert!(refusal.contains("row_invariant true") && refusal.contains("sm80"), "{refusal}");
     }
     assert!(choose::<Sm80, _>(&capped, &stated("sm_90a"), &options).unwrap().promises.row_invariant);
+}
+
+/// One kernel has all batch-invariant calls over pages of a size, however many queries they have: `sm90` where TMA
+/// reads the pages, and FP8 caches like those of 16 bits.
+#[test]
+fn hopper_has_batch_invariant_calls_over_pages_by_the_kernel_that_reads_them() {
+    let (facts, options) = (stated("sm_90a"), PlanOptions::default().batch_invariant(true));
+    for (page_size, is_read) in [(64, true), (16, true), (8, true), (37, false), (1, false)] {
+        for (batch, seqlens) in [
+            (1, [1, 4096]),
+            (1, [1, 32768]),
+            (64, [1, 700]),
+            (3, [4, 9000]),
+            (1, [16, 300]),
+            (2, [4000, 4000]),
+        ] {
+            for cache in [None, Some(DType::E4m3Fn)] {
+                let mut problem = of_lengths(seqlens, [32, 8], 128, "b");
+                problem.dims.batch = batch;
+                problem.layout.kv = KvLayout::Paged { page_size };
+                problem.cache.dtype = cache;
+                let choice = choose::<Sm90, _>(&problem.validate().unwrap(), &facts, &options);
+                let what = format!("pages of {page_size}, {batch} x {seqlens:?}, {cache:?}");
+                match choice {
+                    Ok(choice) => assert!(is_read && choice.promises.batch_invariant, "{what}"),
+                    Err(refusal) if is_read => {
+                        assert!(refusal.to_string().contains("sm90_widened once"), "{what}: {refusal}");
+                    }
+                    // Core has asked for the call over a cache of 16 bits before one of FP8.
+                    Err(refusal) => assert!(
+                        cache.is_some()
+                            || refusal.to_string().contains("batch_invariant: dtype_qk bf16 over pages"),
+                        "{what}: {refusal}"
+                    ),
+                }
+            }
+        }
+    }
+}
+
+/// No pair of calls is tried with FP8 queries, nor under a mask as code: plans name the field and its value.
+#[test]
+fn rows_of_equal_bits_are_of_16_bits_and_under_a_band() {
+    let options = PlanOptions::default().row_invariant(true);
+    let plain = of_lengths([300, 300], [4, 4], 128, "b");
+    let masked = plain.clone().mask_code("k % 7 < 6".parse().ok());
+    for arch in ["sm_89", "sm_90a", "sm_100a", "sm_120a"] {
+        for (qk, o) in
+            [(DType::E4m3Fn, DType::Bf16), (DType::E5m2, DType::F16), (DType::E4m3Fn, DType::E4m3Fn)]
+        {
+            let problem = plain.clone().dtype_qk(qk).dtype_v(qk).dtype_o(o).validate().unwrap();
+            assert!(
+                choose::<Sm80, _>(&problem, &stated(arch), &PlanOptions::default()).is_ok(),
+                "{arch}, {qk}"
+            );
+            let refusal = choose::<Sm80, _>(&problem, &stated(arch), &options).err().unwrap().to_string();
+            assert!(refusal.contains(&format!("row_invariant true: dtype_qk {qk}")), "{arch}: {refusal}");
+        }
+        let problem = masked.clone().validate().unwrap();
+        let refusal = choose::<Sm80, _>(&problem, &stated(arch), &options).err().unwrap().to_string();
+        assert!(refusal.contains("row_invariant true: mask_code \"k % 7 < 6\""), "{arch}: {refusal}");
+        let backward = BwdProblem::new(masked.clone().write_lse(true)).validate().unwrap();
+        let refusal = choose::<Sm80Bwd, _>(&backward, &stated(arch), &options).err().unwrap().to_string();
+        assert!(refusal.contains("row_invariant true: mask_code"), "{arch}: {refusal}");
+    }
 }
 
 /// Two endpoints a row, which all sequences and heads share.
