@@ -33,6 +33,7 @@ use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
 use crate::second;
 use crate::seq::{checked_spans, spans};
+use crate::quantize::ValidQuantize;
 use crate::sparse::ValidChoose;
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,
@@ -190,6 +191,8 @@ pub type BwdPlan = Plan<ValidBwd>;
 pub type CombinePlan = Plan<ValidCombine>;
 /// A plan that chooses keys or blocks.
 pub type ChoosePlan = Plan<ValidChoose>;
+/// A plan that brings a tensor to a format with scales by blocks.
+pub type QuantizePlan = Plan<ValidQuantize>;
 
 /// Description of a plan that launches nothing of its own.
 static NO_LAUNCH: Explain =
