@@ -364,6 +364,8 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaSecondArgs",
         "FmhaChooseProblem",
         "FmhaChooseArgs",
+        "FmhaQuantizeProblem",
+        "FmhaQuantizeArgs",
         "FmhaRanks",
     ]);
     lacks("not in the table, C", &of_calls, &c);

@@ -73,7 +73,10 @@ impl Case {
 
     fn name(&self) -> String {
         let QuantizeProblem { format, axis, pairs, dtype, shape, tensor_scale, .. } = &self.problem;
-        format!("{format} {axis:?} pairs {pairs:?} of {dtype} {shape:?}, scale {tensor_scale:?} {:?}", self.given)
+        format!(
+            "{format} {axis:?} pairs {pairs:?} of {dtype} {shape:?}, scale {tensor_scale:?} {:?}",
+            self.given
+        )
     }
 
     /// The elements and scales that the host has.
@@ -115,7 +118,8 @@ impl Case {
                 };
             }
             for (s, d) in (0..of_scales.seq).flat_map(|s| (0..of_scales.dim).map(move |d| (s, d))) {
-                scales[problem.scales.offset(b, s, h, d) as usize] = of_blocks[(s * of_scales.dim + d) as usize];
+                scales[problem.scales.offset(b, s, h, d) as usize] =
+                    of_blocks[(s * of_scales.dim + d) as usize];
             }
         }
         (elements, scales, (problem.tensor_scale == TensorScale::Written).then_some(scale))
@@ -161,9 +165,7 @@ impl Case {
         let name = format!("{} on {}", self.name(), device.name());
         let (wanted, found) = (self.expected(), self.run(device));
         assert_eq!(found.2.map(f32::to_bits), wanted.2.map(f32::to_bits), "{name}: the tensor's scale");
-        for (what, found, wanted) in
-            [("scale", &found.1, &wanted.1), ("element", &found.0, &wanted.0)]
-        {
+        for (what, found, wanted) in [("scale", &found.1, &wanted.1), ("element", &found.0, &wanted.0)] {
             let differs = found.iter().zip(wanted).position(|(a, b)| a != b);
             if let Some(at) = differs {
                 panic!("{name}: byte {at} of the {what}s is {:#x}, should be {:#x}", found[at], wanted[at]);
@@ -196,8 +198,7 @@ fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     let (dtypes, mut seed) = ([DType::Bf16, DType::F32, DType::F16], 0);
     for format in BlockFormat::ALL {
-        for (axis, by_columns) in
-            [(BlockAxis::Dim, false), (BlockAxis::Rows, false), (BlockAxis::Rows, true)]
+        for (axis, by_columns) in [(BlockAxis::Dim, false), (BlockAxis::Rows, false), (BlockAxis::Rows, true)]
         {
             for kind in 0..6 {
                 seed += 1;
@@ -241,7 +242,8 @@ fn cases() -> Vec<Case> {
         }
     }
     // Without elements the tensor's scale is 1; with zeros too, and where it would be subnormal.
-    let none = QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, Shape { seq: 0, ..shape });
+    let none =
+        QuantizeProblem::new(BlockFormat::Nvfp4, BlockAxis::Dim, DType::F32, Shape { seq: 0, ..shape });
     cases.push(Case::new(none, None, 0, 1));
     for most in [0.0, f32::MIN_POSITIVE * 2688.0, 3.158_97e-35, 3.158_975e-35, f32::from_bits(0x0641_ffff)] {
         let tensor = Shape { batch: 1, seq: 3, head: 1, dim: 32 };
@@ -266,7 +268,8 @@ fn ties() -> Vec<Case> {
         let mut case = Case::new(problem, Some(scale), 5, 9);
         for (row, of_row) in case.values.chunks_mut(16).enumerate() {
             // The middle between two scales, of which the lower is this code.
-            let [low, high] = [row as u8 / 2, row as u8 / 2 + 1].map(|code| BlockFormat::Nvfp4.scale(code & 0x7f));
+            let [low, high] =
+                [row as u8 / 2, row as u8 / 2 + 1].map(|code| BlockFormat::Nvfp4.scale(code & 0x7f));
             let middle = 3.0 * (low + high) * scale;
             of_row[0] = f32::from_bits(middle.to_bits() + row as u32 % 2);
             let next = |x: f32, by: i32| f32::from_bits(x.to_bits().saturating_add_signed(by));

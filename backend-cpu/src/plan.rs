@@ -13,15 +13,14 @@ use fmha_core::{
 use crate::CpuBackend;
 use crate::backward::Backward;
 use crate::choose::Choice;
-use crate::quantize::Conversion;
 use crate::combine::Combine;
 use crate::forward::{Blocks, FEW_QUERIES, Forward, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
+use crate::quantize::Conversion;
 use crate::tasks::Pool;
 
 /// Every kernel.
-pub(crate) const KERNELS: [&str; 5] =
-    ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"];
+pub(crate) const KERNELS: [&str; 5] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"];
 
 /// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
 /// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless

@@ -100,7 +100,8 @@ impl Conversion<'_> {
     /// Elements and scales of a head.
     fn converted(&self, values: &[f32], scale: f32) -> (Vec<u8>, Vec<u8>) {
         let (format, dim) = (self.problem.format, self.problem.shape.dim as usize);
-        let Ok(Quantized { elements, scales, .. }) = format.quantize(values, dim, self.problem.axis, scale) else {
+        let Ok(Quantized { elements, scales, .. }) = format.quantize(values, dim, self.problem.axis, scale)
+        else {
             // A tensor's scale that is not positive and finite.
             let (elements, scales) = (self.problem.stored(), self.problem.of_scales());
             let count = |shape: Shape| shape.seq as usize * shape.dim as usize;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
-use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::quantize::ValidQuantize;
+use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::sparse::ValidChoose;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
 use fmha_core::{
@@ -559,7 +559,11 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
         self.plan(problem, options)
     }
 
-    fn plan_quantize(&self, problem: &ValidQuantize, options: &PlanOptions) -> Result<Planned<ValidQuantize>> {
+    fn plan_quantize(
+        &self,
+        problem: &ValidQuantize,
+        options: &PlanOptions,
+    ) -> Result<Planned<ValidQuantize>> {
         self.plan(problem, options)
     }
 }

@@ -2,8 +2,8 @@
 
 use fmha_core::DevSlice;
 use fmha_core::fields::{Fields, knobs};
-use fmha_core::source::Literal;
 use fmha_core::quantize::ValidQuantize;
+use fmha_core::source::Literal;
 use fmha_core::sparse::ValidChoose;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::{TileClass, TileOptions, TunedTiles};

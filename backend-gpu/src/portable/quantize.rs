@@ -38,12 +38,7 @@ impl<V: Vendor> Kernel<ValidQuantize, V> for Quantize {
         About::new(NAME)
     }
 
-    fn fit(
-        _: &ValidQuantize,
-        _: &V::Facts,
-        options: &PlanOptions,
-        _: &TileOptions,
-    ) -> Result<(), Refusal> {
+    fn fit(_: &ValidQuantize, _: &V::Facts, options: &PlanOptions, _: &TileOptions) -> Result<(), Refusal> {
         options.refuse_tile(NAME)
     }
 

@@ -12,9 +12,9 @@ use crate::error::{Error, ProblemError, Refusal, Result};
 use crate::peers::Peers;
 use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::roofline::Roofline;
-use crate::quantize::ValidQuantize;
 use crate::sparse::ValidChoose;
 use crate::tune::Tune;
 

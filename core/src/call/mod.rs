@@ -33,10 +33,10 @@ use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
 use crate::problem::SmallOutputs;
 use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
+use crate::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 use crate::score::Bias;
 use crate::second::SecondCall;
 use crate::seq::SeqSpan;
-use crate::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 use crate::sparse::{ChooseProblem, ValidChoose};
 
 mod sealed {

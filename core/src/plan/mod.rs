@@ -29,11 +29,11 @@ use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::check_masks;
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
 use crate::second;
 use crate::seq::{checked_spans, spans};
-use crate::quantize::ValidQuantize;
 use crate::sparse::ValidChoose;
 
 /// Scratch memory of a run. Contents between runs mean nothing: what a run wants zero it clears itself,

@@ -31,8 +31,7 @@ pub enum Operation {
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 5] =
-        [Self::Forward, Self::Backward, Self::Combine, Self::Choose, Self::Quantize];
+    pub const ALL: [Self; 5] = [Self::Forward, Self::Backward, Self::Combine, Self::Choose, Self::Quantize];
 
     /// The name in keys, files and texts: `forward`.
     #[must_use]

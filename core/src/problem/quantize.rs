@@ -65,8 +65,7 @@ impl QuantizeProblem {
     /// A conversion between contiguous tensors.
     #[must_use]
     pub fn new(format: BlockFormat, axis: BlockAxis, dtype: DType, shape: Shape) -> Self {
-        let tensor_scale =
-            if format == BlockFormat::Nvfp4 { TensorScale::Written } else { TensorScale::One };
+        let tensor_scale = if format == BlockFormat::Nvfp4 { TensorScale::Written } else { TensorScale::One };
         let unset = Strides { batch: 0, seq: 0, head: 0, dim: 1 };
         let mut problem = Self {
             format,
@@ -233,7 +232,11 @@ mod tests {
             (with(|it| it.shape.seq = u32::MAX), "seq", "seq 4294967295 is larger"),
             (with(|it| it.dtype = DType::E4m3Fn), "dtype", "dtype e4m3fn"),
             (with(|it| it.pairs = BlockAxis::Rows), "pairs", "blocks of 16 elements"),
-            (with(|it| it.format = BlockFormat::Mxfp8E4m3), "tensor_scale", "Written beside format mxfp8_e4m3"),
+            (
+                with(|it| it.format = BlockFormat::Mxfp8E4m3),
+                "tensor_scale",
+                "Written beside format mxfp8_e4m3",
+            ),
             (with(|it| it.x.seq = -1), "x", "x.seq stride -1"),
             (with(|it| it.elements.dim = 2), "elements", "elements.dim stride 2 is not 1"),
             (with(|it| it.elements.seq = 0), "elements", "one address"),

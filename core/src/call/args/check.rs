@@ -17,9 +17,9 @@ use crate::mask_object::MaskObject;
 use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
+use crate::quantize::{TensorScale, ValidQuantize};
 use crate::score::{Bias, Descale};
 use crate::second::{SecondCall, named};
-use crate::quantize::{TensorScale, ValidQuantize};
 use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
 
 const F32: ElemType = ElemType::Number(DType::F32);

@@ -24,10 +24,10 @@ use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
 use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, QuantizePlan, Workspace};
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
-use crate::quantize::ValidQuantize;
 use crate::sparse::ValidChoose;
 use crate::tune::Tune;
 
