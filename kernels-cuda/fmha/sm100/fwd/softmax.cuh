@@ -262,16 +262,15 @@ struct SoftmaxRole {
       store_scales(c, slot_index, to_pairs(&s[c * chunk], x));
 #pragma unroll
       for (int w = 0; w < p_words; ++w) words[w] = ptx::cvt_rn_satfinite_e2m1_x8(&x[8 * w]);
-      ptx::tcgen05_st(tmem + Tmem::p(slot_index) + c * p_words, words);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int w = 0; w < p_words; ++w) {
-      const float* x = &s[c * chunk + w * chunk / p_words];
-      if constexpr (is_fp8(spec.dtype_v)) {
-        words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
-      } else {
-        words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+      for (int w = 0; w < p_words; ++w) {
+        const float* x = &s[c * chunk + w * chunk / p_words];
+        if constexpr (is_fp8(spec.dtype_v)) {
+          words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
+        } else {
+          words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+        }
       }
     }
     ptx::tcgen05_st(tmem + Tmem::p(slot_index) + c * p_words, words);
