@@ -252,6 +252,7 @@ fn every_environment_variable_is_in_the_table_and_the_readme() {
                 "tests/choose.rs",
                 "tests/made_delta.rs",
                 "tests/mutants.rs",
+                "tests/quantize.rs",
                 "cli/tests/balance.rs",
                 "cli/tests/blackwell.rs",
             ]

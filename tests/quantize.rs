@@ -1,5 +1,5 @@
-//! Conversion to formats with scales by blocks on every backend: the bits of `BlockFormat::quantize` on the host. Emulated
-//! devices, and the CPU.
+//! Conversion to formats with scales by blocks on every backend: the bits of `BlockFormat::quantize` on the host.
+//! Emulated devices, and the CPU.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -847,9 +847,9 @@ typedef struct FmhaChooseArgs {
   uint64_t workspace_bytes;
 } FmhaChooseArgs;
 
-// All that a plan of a conversion to a format with scales by blocks is made of: a tensor [batch, seqlen, num_heads, dim]
-// to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences; packed rows are one. Set
-// everything to 0 first, then what is wanted.
+// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
+// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
+// packed rows are one. Set everything to 0 first, then what is wanted.
 typedef struct FmhaQuantizeProblem {
   // sizeof(FmhaQuantizeProblem).
   uint64_t struct_bytes;
@@ -1062,7 +1062,7 @@ int fmha_run_quantize(const struct FmhaPlan *plan, const struct FmhaQuantizeArgs
 // `plan` is null (then so is the text) or from `fmha_plan`.
 const char *fmha_plan_text(const struct FmhaPlan *plan);
 
-// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace, ...) that each run of the plan needs: 0 where the
+// Bytes of the workspace (FmhaArgs.workspace and its like) that each run of the plan needs: 0 where the
 // plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 //
 // # Safety

@@ -119,8 +119,8 @@ impl Sm100Tile {
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
-    /// The tile of a spec's table over scales of so many elements: of a CTA by itself, with the most keys a block that tensor memory has
-    /// room for beside scales.
+    /// The tile of a spec's table over scales of so many elements: of a CTA by itself, with the most keys a block that
+    /// tensor memory has room for beside scales.
     #[must_use]
     pub fn with_scales(self, spec: &FwdSpec, scale_block: i32) -> Self {
         let block_n = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
@@ -355,8 +355,8 @@ impl Sm100Tile {
     }
 }
 
-/// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, those of NVFP4 bytes, and scales that are an argument of
-/// their own. Any other problem is itself.
+/// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, those of NVFP4 bytes, and scales that
+/// are an argument of their own. Any other problem is itself.
 fn as_stored(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
     if problem.block_scales.is_none() {
         return Cow::Borrowed(problem);

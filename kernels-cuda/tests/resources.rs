@@ -424,7 +424,8 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Blackwell's forward over MXFP8 and NVFP4: head dimensions with one and two query tiles, V by columns, pages, loads by copies.
+/// Blackwell's forward over MXFP8 and NVFP4: head dimensions with one and two query tiles, V by columns, pages, loads
+/// by copies.
 fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     type Change = fn(FwdProblem) -> FwdProblem;
     let paged: Change = |mut problem| {
@@ -448,13 +449,14 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         (name, sm100::fwd_scaled(&sm100::spec_of(&problem), &tile))
     };
     let of_dims = |qk, v| FwdProblem::batch(DType::Bf16, one_head(qk, v));
-    let mxfp8 = cases.into_iter().map(|(name, qk, v, change)| {
-        in_format(change(of_dims(qk, v)), name, BlockFormat::Mxfp8E4m3)
-    });
-    let nvfp4 = [("64x64", 64, 64), ("128x128", 128, 128), ("256x256", 256, 256), ("100x100_copied", 100, 100)];
-    let nvfp4 = nvfp4.into_iter().map(|(name, qk, v)| {
-        in_format(of_dims(qk, v).v_layout(VLayout::ColMajor), name, BlockFormat::Nvfp4)
-    });
+    let mxfp8 = cases
+        .into_iter()
+        .map(|(name, qk, v, change)| in_format(change(of_dims(qk, v)), name, BlockFormat::Mxfp8E4m3));
+    let nvfp4 =
+        [("64x64", 64, 64), ("128x128", 128, 128), ("256x256", 256, 256), ("100x100_copied", 100, 100)];
+    let nvfp4 = nvfp4
+        .into_iter()
+        .map(|(name, qk, v)| in_format(of_dims(qk, v).v_layout(VLayout::ColMajor), name, BlockFormat::Nvfp4));
     mxfp8.chain(nvfp4).collect()
 }
 

@@ -1,5 +1,5 @@
-//! `quantize`: a tensor in a format with scales by blocks, a thread to a block; where its own scale is to be written, the
-//! largest magnitude of all before, by groups of lanes that leave one number each.
+//! `quantize`: a tensor in a format with scales by blocks, a thread to a block; where its own scale is to be written,
+//! the largest magnitude of all before, by groups of lanes that leave one number each.
 
 use fmha_core::quantize::{TensorScale, ValidQuantize};
 use fmha_core::quantize_params::{MOST_MAXIMA, QuantizeSpec, quantize_params};
@@ -80,8 +80,8 @@ impl<V: Vendor> Kernel<ValidQuantize, V> for Quantize {
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidQuantize>) -> Result<()> {
         let workspace = call.args.workspace.as_ref().map_or(0, |slice| slice.as_mut_ptr() as u64);
         let mut params = quantize_params(call.problem, call.args, (workspace, self.maxima));
-        // SAFETY: the kernels take one QuantizeParams; core saw that its memory covers the problem, and the workspace is
-        // as large as the plan said.
+        // SAFETY: the kernels take one QuantizeParams; core saw that its memory covers the problem, and the workspace
+        // is as large as the plan said.
         unsafe { steps.launch_all(&mut [(&raw mut params).cast()], call.stream) }
     }
 }

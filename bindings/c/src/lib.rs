@@ -230,7 +230,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
-/// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace, ...) that each run of the plan needs: 0 where the
+/// Bytes of the workspace (FmhaArgs.workspace and its like) that each run of the plan needs: 0 where the
 /// plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 ///
 /// # Safety

@@ -795,9 +795,9 @@ pub struct FmhaChooseArgs {
     pub workspace_bytes: u64,
 }
 
-/// All that a plan of a conversion to a format with scales by blocks is made of: a tensor [batch, seqlen, num_heads, dim]
-/// to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences; packed rows are one. Set
-/// everything to 0 first, then what is wanted.
+/// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
+/// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
+/// packed rows are one. Set everything to 0 first, then what is wanted.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FmhaQuantizeProblem {

@@ -16,9 +16,9 @@ mod masks;
 mod objects;
 mod operands;
 pub mod plans;
+pub mod quantize;
 #[cfg(test)]
 mod reach;
-pub mod quantize;
 pub mod request;
 mod scales;
 mod shapes;

@@ -2,9 +2,9 @@
 // `BlockFormat::quantize`: whole numbers decide wherever a quotient is rounded, so that no order of f32 operations, no
 // flush of subnormal numbers and no compiler's division has a say.
 //
-// A thread takes a block of numbers, of NVFP4 down columns two of them, whose elements share bytes. A block of NVFP4 has
-// seven least magnitudes, one for each element but 0, and each number is compared with three of them: no number is
-// divided.
+// A thread takes a block of numbers, of NVFP4 down columns two of them, whose elements share bytes. A block of NVFP4
+// has seven least magnitudes, one for each element but 0, and each number is compared with three of them: no number
+// is divided.
 #pragma once
 #include <fmha/num.h>
 #include <fmha/quantize_params.h>
@@ -233,7 +233,7 @@ struct Quantize {
       has_nan |= (bits_of(x[i]) & kMagnitude) > kInfinity;
     }
     if constexpr (is_nvfp4) {
-      // Of a scale that is not positive and finite no block has a scale.
+      // No block has a scale where the tensor's is not positive and finite.
       const bool is_wrong = of_tensor == 0 || of_tensor >= kInfinity;
       const uint32_t scale = has_nan || is_wrong ? 0x7f : block_scale(most, of_tensor);
       const bool has_elements = scale != 0 && scale != 0x7f;

@@ -23,8 +23,8 @@ pub enum TensorScale {
 /// A conversion without its pointers: a tensor `[batch, seq, head, dim]` to elements and scales.
 ///
 /// The scales are `[batch, seq, head, ceil(dim / block)]` for Q and K, whose blocks lie along `dim`, and
-/// `[batch, ceil(seq / block), head, dim]` for V, whose blocks lie along `seq`. Pages are sequences; packed rows are one
-/// sequence.
+/// `[batch, ceil(seq / block), head, dim]` for V, whose blocks lie along `seq`. Pages are sequences; packed rows are
+/// one sequence.
 ///
 /// ```
 /// use fmha_core::block_scales::{BlockAxis, BlockFormat};

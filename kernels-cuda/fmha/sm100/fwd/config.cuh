@@ -123,7 +123,7 @@ struct TmemPlan {
     return q_scales(num_q_tiles(tile)) + buffer * Tiles::qk * tile_columns;
   }
   FMHA_DEVICE static constexpr int v_scales(int buffer) { return k_scales(2) + buffer * Tiles::v * tile_columns; }
-  // Of powers of two those of a query tile; of pairs those of a score slot.
+  // P's scales of a query tile; beside pairs, of a score slot.
   FMHA_DEVICE static constexpr int p_scales(int of) { return v_scales(2) + of * Tiles::p * tile_columns; }
 
   static_assert(p_columns <= tile.block_n, "P fits its S");
@@ -156,14 +156,14 @@ struct ScaleSlots<spec, tile, true> {
   using Tiles = ScaleTiles<spec, tile>;
   mma::sm100::ScaleTile q_scales[num_q_tiles(tile)][Tiles::qk];
   mma::sm100::ScaleTile kv_scales[tile.stages][max(Tiles::qk, Tiles::v)];
-  // Of pairs: the scales of P, by score slot. A slot's are read before its next scores are announced.
+  // Scales of P in pairs, by score slot. They are read before the slot's next scores are announced.
   mma::sm100::ScaleTile p_scales[has_pairs(tile) ? 2 : 1][Tiles::p];
 };
 
 template <FwdSpec spec, Sm100Tile tile>
 struct Smem : ScaleSlots<spec, tile> {
   static constexpr int q_tiles = num_q_tiles(tile);
-  // Of pairs, bytes.
+  // Elements of a row; where pairs share bytes, bytes.
   static constexpr int dim_qk = has_pairs(tile) ? bytes_of_pairs(spec.head_dim_qk) : padded_dim(spec.head_dim_qk);
   static constexpr int dim_v = padded_dim(spec.head_dim_v), bytes_of_keys = tile.block_n / (has_pairs(tile) ? 2 : 1);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);

@@ -87,7 +87,7 @@ struct ScaleReader {
   }
   // Line l of tile `part` of a block of V: its rows are 128 columns of V, and a word has the scales of 128 keys.
   FMHA_DEVICE ScaleLine of_values(const Keys& keys, int32_t at_tile, int32_t l) const {
-    // Of pairs each 64 keys have tiles of their own.
+    // Keys of pairs have tiles of their own for each 64.
     const int32_t part = at_tile % Tiles::columns;
     const int32_t first = keys.block(seen) * tile.block_n + at_tile / Tiles::columns * 64;
     ScaleLine line = {{ones, ones, ones, ones}};
