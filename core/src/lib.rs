@@ -73,7 +73,9 @@ pub use plan::{roofline, work};
 #[doc(inline)]
 pub use problem::{block_scales, fp8};
 #[doc(hidden)]
-pub use problem::{built_in, bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, quantize, score};
+pub use problem::{
+    built_in, bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, quantize, score,
+};
 #[doc(hidden)]
 pub use text::{
     abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, memory,

@@ -22,7 +22,9 @@ use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
-use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, QuantizePlan, Workspace};
+use crate::plan::{
+    BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, QuantizePlan, Workspace,
+};
 use crate::problem::ValidFwd;
 use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
