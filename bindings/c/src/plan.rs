@@ -396,7 +396,7 @@ impl FmhaPlan {
         match &*self.planned {
             Planned::Forward(plan, _) => plan.has_lasting_lists(),
             Planned::Backward(plan, _) => plan.has_lasting_lists(),
-            Planned::Combine(_) | Planned::Choose(_) => false,
+            Planned::Combine(_) | Planned::Choose(_) | Planned::Quantize(_) => false,
         }
     }
 
