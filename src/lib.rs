@@ -58,6 +58,7 @@ pub mod sparse;
 mod view;
 
 pub use fmha_core::block_scales;
+pub use fmha_core::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use half::{bf16, f16};
 
 // Each item is named: a glob would bring what is internal to the workspace, a `Result` that hides std's, and
@@ -71,10 +72,10 @@ pub use fmha_core::{
     FwdArgs, FwdPlan, FwdProblem, Intervals, KeyLists, KvLayout, Launch, LaunchShape, Layouts, ListEntries,
     ListLength, ListsCall, MAX_ARRIVALS, MaskAlign, MaskArgs, MaskAxes, MaskBits, MaskObject, MaskShape,
     MaskSpec, Masks, MemorySpace, Merge, Operation, Part, PartialResult, Peers, Plan, PlanOptions, PlanParts,
-    Planned, Problem, ProblemError, Promises, QLayout, Queues, Recording, Refusal, ResourceUsage, Roofline,
-    Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SecondArgs, SecondCache, SeqArgs, Shape,
-    SmallOutputs, Step, Stream, Strides, TensorStrides, TileLists, TileOf, Totals, VLayout, ValidBwd,
-    ValidCombine, ValidFwd, Word, Workspace, expr,
+    Planned, Problem, ProblemError, Promises, QLayout, QuantizeArgs, QuantizePlan, Queues, Recording,
+    Refusal, ResourceUsage, Roofline, Rotary, RotaryPairs, Scales, Score, ScoreArgs, ScoreSums, SecondArgs,
+    SecondCache, SeqArgs, Shape, SmallOutputs, Step, Stream, Strides, TensorStrides, TileLists, TileOf,
+    Totals, VLayout, ValidBwd, ValidCombine, ValidFwd, Word, Workspace, expr,
 };
 
 pub use attention::{Attention, AttentionOutput, attention, attention_into, attention_into_on, attention_on};

@@ -252,6 +252,7 @@ fn every_environment_variable_is_in_the_table_and_the_readme() {
                 "tests/choose.rs",
                 "tests/made_delta.rs",
                 "tests/mutants.rs",
+                "tests/quantize.rs",
                 "cli/tests/balance.rs",
                 "cli/tests/blackwell.rs",
             ]
@@ -364,6 +365,8 @@ fn the_table_of_names_is_that_of_the_doors() {
         "FmhaSecondArgs",
         "FmhaChooseProblem",
         "FmhaChooseArgs",
+        "FmhaQuantizeProblem",
+        "FmhaQuantizeArgs",
         "FmhaRanks",
     ]);
     lacks("not in the table, C", &of_calls, &c);

@@ -49,6 +49,7 @@ mod isa;
 mod lists;
 mod memory;
 mod plan;
+mod quantize;
 mod roofline;
 mod score;
 mod simd;
@@ -62,6 +63,7 @@ mod tile;
 use std::sync::Arc;
 
 use fmha_core::fork::PerProcess;
+use fmha_core::quantize::ValidQuantize;
 use fmha_core::sparse::ValidChoose;
 use fmha_core::{
     DType, DeviceMemory, Error, FmhaBackend, PlanOptions, Planned, ProblemError, Result, Roofline, ValidBwd,
@@ -228,5 +230,9 @@ unsafe impl FmhaBackend for CpuBackend {
 
     fn plan_choose(&self, _: &ValidChoose, options: &PlanOptions) -> Result<Planned<ValidChoose>> {
         plan::choose(self, options)
+    }
+
+    fn plan_quantize(&self, _: &ValidQuantize, options: &PlanOptions) -> Result<Planned<ValidQuantize>> {
+        plan::quantize(self, options)
     }
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
+use fmha_core::quantize::ValidQuantize;
 use fmha_core::sparse::ValidChoose;
 use fmha_core::{
     Accuracy, Call, FwdProblem, Launch, PlanOptions, PlanParts, Planned, Problem, Promises, Refusal, Result,
@@ -15,10 +16,11 @@ use crate::choose::Choice;
 use crate::combine::Combine;
 use crate::forward::{Blocks, FEW_QUERIES, Forward, dots_pairs, fits_tiles};
 use crate::isa::{BACKWARD_BLOCKS, FORWARD_BLOCKS, Isa, Kernels};
+use crate::quantize::Conversion;
 use crate::tasks::Pool;
 
 /// Every kernel.
-pub(crate) const KERNELS: [&str; 4] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose"];
+pub(crate) const KERNELS: [&str; 5] = ["cpu-fwd", "cpu-bwd", "cpu-combine", "cpu-choose", "cpu-quantize"];
 
 /// A row's sums have one order, and the maximum is the row's own. Forward is batch-invariant on request:
 /// otherwise sequences of few queries and of many are taken in two ways. In tiles of bf16 its maximum may lag, unless
@@ -198,6 +200,12 @@ pub(crate) fn choose(backend: &CpuBackend, options: &PlanOptions) -> Result<Plan
     Ok(ready(backend, backend.engine, planned))
 }
 
+/// A plan that brings a tensor to a format with scales by blocks.
+pub(crate) fn quantize(backend: &CpuBackend, options: &PlanOptions) -> Result<Planned<ValidQuantize>> {
+    let planned = plan(backend, "cpu-quantize", false, options, |_| vec![("task", "a head".into())])?;
+    Ok(ready(backend, backend.engine, planned))
+}
+
 /// The plan's description and tile. `max_may_lag`: the running maximum may lag unless the caller asks for the
 /// true one.
 fn plan(
@@ -218,7 +226,7 @@ fn plan(
     }
     let panel = backend.engine.query_panel();
     let mut blocks = if kernel == "cpu-bwd" { BACKWARD_BLOCKS } else { FORWARD_BLOCKS };
-    let has_tile = !matches!(kernel, "cpu-combine" | "cpu-choose");
+    let has_tile = !matches!(kernel, "cpu-combine" | "cpu-choose" | "cpu-quantize");
     for (name, value) in &options.tile {
         let (side, unit) = match name.as_str() {
             "block_m" if has_tile => (&mut blocks.block_m, panel),
@@ -306,5 +314,12 @@ impl<E: Kernels + Send + Sync> Launch<ValidChoose> for Ready<E> {
     unsafe fn launch(&self, call: &Call<'_, ValidChoose>) -> Result<()> {
         let Call { problem, args, .. } = *call;
         Choice { problem, args }.run(&self.engine, self.threads.get()?)
+    }
+}
+
+impl<E: Kernels + Send + Sync> Launch<ValidQuantize> for Ready<E> {
+    unsafe fn launch(&self, call: &Call<'_, ValidQuantize>) -> Result<()> {
+        let Call { problem, args, .. } = *call;
+        Conversion { problem, args }.run(self.threads.get()?)
     }
 }

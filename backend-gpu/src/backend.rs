@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fmha_core::backend::unsupported;
 use fmha_core::cache::{CompiledKernel, Compiler, ImageKind, KernelJob, Loader, Modules, Target};
+use fmha_core::quantize::ValidQuantize;
 use fmha_core::source::{ENTRY, KernelSource};
 use fmha_core::sparse::ValidChoose;
 use fmha_core::tune::{TileOptions, Tune, TunedKernel, TunedTile};
@@ -30,6 +31,7 @@ macro_rules! whichever {
             AnyProblem::Backward($problem) => $value,
             AnyProblem::Combine($problem) => $value,
             AnyProblem::Choose($problem) => $value,
+            AnyProblem::Quantize($problem) => $value,
         }
     };
 }
@@ -446,7 +448,14 @@ pub fn tuned_kernels<V: Vendor>() -> Vec<TunedKernel<'static>> {
         let tuned = P::recipes::<V>().into_iter().filter_map(|recipe| recipe.about.tiles);
         tuned.map(|Tiles { label, headers, .. }| TunedKernel { label, headers }).collect()
     }
-    [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>(), of::<ValidChoose, V>()].concat()
+    [
+        of::<ValidFwd, V>(),
+        of::<ValidBwd, V>(),
+        of::<ValidCombine, V>(),
+        of::<ValidChoose, V>(),
+        of::<ValidQuantize, V>(),
+    ]
+    .concat()
 }
 
 // SAFETY: a plan's kernel was chosen for the problem by a recipe, whose launches keep to the operands of a checked
@@ -481,9 +490,14 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
             P::recipes::<V>().iter().map(Recipe::name).collect()
         }
         let mut names = Vec::new();
-        for name in
-            [of::<ValidFwd, V>(), of::<ValidBwd, V>(), of::<ValidCombine, V>(), of::<ValidChoose, V>()]
-                .concat()
+        for name in [
+            of::<ValidFwd, V>(),
+            of::<ValidBwd, V>(),
+            of::<ValidCombine, V>(),
+            of::<ValidChoose, V>(),
+            of::<ValidQuantize, V>(),
+        ]
+        .concat()
         {
             // One name, `simt` for instance, may stand for a kernel of each operation.
             if !names.contains(&name) {
@@ -542,6 +556,14 @@ unsafe impl<V: Vendor> FmhaBackend for Backend<V> {
     }
 
     fn plan_choose(&self, problem: &ValidChoose, options: &PlanOptions) -> Result<Planned<ValidChoose>> {
+        self.plan(problem, options)
+    }
+
+    fn plan_quantize(
+        &self,
+        problem: &ValidQuantize,
+        options: &PlanOptions,
+    ) -> Result<Planned<ValidQuantize>> {
         self.plan(problem, options)
     }
 }

@@ -2,6 +2,7 @@
 
 use fmha_core::DevSlice;
 use fmha_core::fields::{Fields, knobs};
+use fmha_core::quantize::ValidQuantize;
 use fmha_core::source::Literal;
 use fmha_core::sparse::ValidChoose;
 use fmha_core::spec::BwdSpec;
@@ -14,7 +15,7 @@ use fmha_core::{
 use crate::driver::{Driver, Toolchain};
 use crate::launches::{Launch, Launches, Stage};
 use crate::portable::tile_list::TileListPlan;
-use crate::portable::{Choose, NoIndexer, RowKernel, SimtIndexer, small};
+use crate::portable::{Choose, NoIndexer, Quantize, RowKernel, SimtIndexer, small};
 use crate::ranges::Ranges;
 use crate::steps::{Step, Steps};
 use crate::tile::settle;
@@ -48,6 +49,11 @@ pub trait Vendor: Sized + Send + Sync + 'static {
     /// Recipes of the choice of keys, best first.
     fn choose() -> Vec<Recipe<ValidChoose, Self>> {
         vec![Recipe::of::<Choose<NoIndexer>>(), Recipe::of::<Choose<SimtIndexer>>()]
+    }
+
+    /// Recipes of the conversion to formats with scales by blocks, best first.
+    fn quantize() -> Vec<Recipe<ValidQuantize, Self>> {
+        vec![Recipe::of::<Quantize>()]
     }
 }
 
@@ -214,6 +220,16 @@ impl GpuProblem for ValidChoose {
     fn addresses(args: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
         let address = |slice: &Option<DevSlice<'_>>| slice.map_or(0, |slice| slice.as_ptr() as u64);
         [(Operand::Q, address(&args.q)), (Operand::K, address(&args.k))]
+    }
+}
+
+impl GpuProblem for ValidQuantize {
+    fn recipes<V: Vendor>() -> Vec<Recipe<Self, V>> {
+        V::quantize()
+    }
+
+    fn addresses(_: &Self::Args<'_>) -> impl IntoIterator<Item = (Operand, u64)> {
+        []
     }
 }
 

@@ -67,6 +67,15 @@
 // Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
 #define FMHA_NVFP4 3
 
+// The scale of a tensor is 1, which is not in memory: the default.
+#define FMHA_SCALE_ONE 0
+
+// The scale of a tensor is given.
+#define FMHA_SCALE_GIVEN 1
+
+// The scale of a tensor is written: its largest magnitude / 2688.
+#define FMHA_SCALE_WRITTEN 2
+
 // No bias.
 #define FMHA_BIAS_NONE 0
 
@@ -838,6 +847,66 @@ typedef struct FmhaChooseArgs {
   uint64_t workspace_bytes;
 } FmhaChooseArgs;
 
+// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
+// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
+// packed rows are one. Set everything to 0 first, then what is wanted.
+typedef struct FmhaQuantizeProblem {
+  // sizeof(FmhaQuantizeProblem).
+  uint64_t struct_bytes;
+  // Sequences.
+  int64_t batch;
+  // Rows of a sequence.
+  int64_t seqlen;
+  // Heads.
+  int64_t num_heads;
+  // Elements of a row.
+  int64_t dim;
+  // The tensor, in elements.
+  struct FmhaStrides x;
+  // Stored elements, in bytes: of FMHA_NVFP4 [batch, seqlen, num_heads, ceil(dim / 2)], with pairs_of_rows
+  // [batch, ceil(seqlen / 2), num_heads, dim].
+  struct FmhaStrides elements;
+  // Scales, in bytes: [batch, seqlen, num_heads, ceil(dim / block)], with blocks_of_rows
+  // [batch, ceil(seqlen / block), num_heads, dim].
+  struct FmhaStrides scales;
+  // Type of the tensor: FMHA_F32, FMHA_F16 or FMHA_BF16.
+  int32_t dtype;
+  // FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
+  int32_t format;
+  // 1: blocks are of rows, as those of V; 0: of the elements of a row, as those of Q and K.
+  int32_t blocks_of_rows;
+  // 1: rows lie one after another, and two of FMHA_NVFP4 share a byte, as in FMHA_V_COL_MAJOR; else 0.
+  int32_t pairs_of_rows;
+  // FMHA_SCALE_ONE, FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN: the last two with FMHA_NVFP4 alone.
+  int32_t scale_of_tensor;
+  // 0.
+  int32_t reserved;
+} FmhaQuantizeProblem;
+
+// Arguments of a run of a conversion. Set everything to 0 first, then what the problem has. Addresses are those of a
+// first element, in the memory of the plan's device.
+typedef struct FmhaQuantizeArgs {
+  // sizeof(FmhaQuantizeArgs).
+  uint64_t struct_bytes;
+  // Stream of the run, as in FmhaArgs.
+  void *stream;
+  // Read: the tensor.
+  const void *x;
+  // Written: its elements.
+  uint8_t *elements;
+  // Written: the scales of its blocks.
+  uint8_t *scales;
+  // Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. One that is not positive and finite makes every
+  // block's scale NaN.
+  const float *tensor_scale;
+  // Written: the tensor's scale, f32 [1], with FMHA_SCALE_WRITTEN.
+  float *written_scale;
+  // Scratch of the run, as in FmhaArgs.
+  void *workspace;
+  // Bytes at workspace, as in FmhaArgs.
+  uint64_t workspace_bytes;
+} FmhaQuantizeArgs;
+
 // How a rank finds the others. Set everything to 0 first, then what is wanted.
 typedef struct FmhaJoin {
   // sizeof(FmhaJoin).
@@ -972,13 +1041,28 @@ int fmha_plan_choose(const char *device,
 // As `fmha_run`.
 int fmha_run_choose(const struct FmhaPlan *plan, const struct FmhaChooseArgs *args);
 
+// Plans a conversion of a tensor to a format with scales by blocks, which FmhaProblem.block_scales takes.
+//
+// # Safety
+// As `fmha_plan`.
+int fmha_plan_quantize(const char *device,
+                       const struct FmhaQuantizeProblem *problem,
+                       const struct FmhaOptions *options,
+                       struct FmhaPlan **plan);
+
+// Runs a conversion to a format with scales by blocks; `fmha_run` runs attention.
+//
+// # Safety
+// As `fmha_run`.
+int fmha_run_quantize(const struct FmhaPlan *plan, const struct FmhaQuantizeArgs *args);
+
 // The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
 //
 // # Safety
 // `plan` is null (then so is the text) or from `fmha_plan`.
 const char *fmha_plan_text(const struct FmhaPlan *plan);
 
-// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace) that each run of the plan needs: 0 where the
+// Bytes of the workspace (FmhaArgs.workspace and its like) that each run of the plan needs: 0 where the
 // plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 //
 // # Safety

@@ -231,6 +231,7 @@ fn compile(
             AnyProblem::Backward(problem) => backend.plan_bwd(problem, &options).map(drop),
             AnyProblem::Combine(problem) => backend.plan_combine(problem, &options).map(drop),
             AnyProblem::Choose(problem) => backend.plan_choose(problem, &options).map(drop),
+            AnyProblem::Quantize(problem) => backend.plan_quantize(problem, &options).map(drop),
         }
     };
     // A problem that the kernel refuses, as masks beside functions, is refused by name and not counted.

@@ -73,18 +73,21 @@ pub use plan::{roofline, work};
 #[doc(inline)]
 pub use problem::{block_scales, fp8};
 #[doc(hidden)]
-pub use problem::{built_in, bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, score};
+pub use problem::{
+    built_in, bwd, combine, dropout, dtype, kv, layout, mask, masks, operation, quantize, score,
+};
 #[doc(hidden)]
 pub use text::{
     abi, bind, bwd_workspace, cache_update, choose_params, code_source, fields, functions, memory,
-    scale_params, small_outputs, source, spec,
+    quantize_params, scale_params, small_outputs, source, spec,
 };
 
 #[doc(hidden)]
 pub use args::check_addresses;
 pub use args::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
-    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
+    Elem, ElemType, FwdArgs, MaskArgs, MemorySpace, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs,
+    SeqArgs,
 };
 pub use backend::{DevBuffer, DeviceMemory, FmhaBackend};
 pub use block_scales::BlockFormat;
@@ -108,13 +111,14 @@ pub use operation::{AnyProblem, Operation};
 pub use peers::{Peers, Word};
 pub use plan::{
     Accuracy, BwdPlan, ChoosePlan, CombinePlan, Explain, FwdPlan, LaunchShape, Plan, PlanOptions, PlanParts,
-    Promises, ResourceUsage, ScoreSums, Step, Workspace,
+    Promises, QuantizePlan, ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
     BlockScales, CacheRows, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents,
     FwdProblem, KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SecondCache,
     SmallOutputs, TensorStrides, ValidFwd,
 };
+pub use quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use queues::Queues;
 pub use roofline::Roofline;
 pub use score::{Bias, BiasBroadcast, Descale, ElementwiseBias};

@@ -146,7 +146,10 @@ impl MapFacts {
     pub fn of(call: &FwdCall<'_>, boxes: &Boxes) -> Self {
         let problem = call.problem;
         let ratio = problem.gqa_ratio();
-        let extents = problem.extents(call.args.seq.totals);
+        let mut extents = problem.extents(call.args.seq.totals);
+        if let Some(scales) = problem.block_scales {
+            [extents.q, extents.k, extents.v] = scales.stored(&extents, problem.layout.v);
+        }
         let [dtype_qk, dtype_k, dtype_v] = stored_types(problem);
         let size = dtype_qk.size_bytes();
         let own = || (extents.q, problem.strides.q, call.args.q.as_ptr() as u64);
@@ -201,6 +204,8 @@ impl MapFacts {
 pub(crate) fn stored_types(problem: &FwdProblem) -> [DType; 3] {
     match problem.block_scales.map(|scales| scales.format.elem()) {
         Some(ElemType::Number(elem)) => [elem; 3],
+        // Pairs move as bytes.
+        Some(ElemType::E2m1Pair) => [DType::E4m3Fn; 3],
         _ => [problem.dtypes.qk, problem.stored_k(), problem.stored_v()],
     }
 }

@@ -96,7 +96,7 @@ abi_spec! {
         /// Whether parts, with `split_keys`, have so many keys of every sequence, counted from its first;
         /// else they follow the longest one.
         pub fixed_parts: bool = Takes::all(),
-        /// Elements of a row of Q, K and P, and keys of V, that share a scale, of MXFP8: 32; 0: none.
+        /// Elements of a row of Q, K and P, and keys of V, that share a scale: 32 of MXFP8, 16 of NVFP4; 0: none.
         pub scale_block: i32 = Takes::nothing(),
     }
 }
@@ -119,19 +119,38 @@ impl Sm100Tile {
         Self { stages: most_stages(spec, &tile), ..tile }
     }
 
-    /// The tile of a spec's table over MXFP8: of a CTA by itself, with the most keys a block that tensor memory has
-    /// room for beside scales.
+    /// The tile of a spec's table over scales of so many elements: of a CTA by itself, with the most keys a block that
+    /// tensor memory has room for beside scales.
     #[must_use]
-    pub fn with_scales(self, spec: &FwdSpec) -> Self {
+    pub fn with_scales(self, spec: &FwdSpec, scale_block: i32) -> Self {
         let block_n = if self.cluster > 1 { TMEM_COLUMNS / 4 } else { self.block_n };
-        let tile = Self { scale_block: 32, cluster: 1, block_n, ..self };
+        let tile = Self { scale_block, cluster: 1, block_n, ..self };
         let fits = |block_n: &i32| {
             let tile = Self { block_n: *block_n, stages: 2, ..tile };
             tile.tmem_columns(spec) <= TMEM_COLUMNS && tile.smem_bytes(spec) <= MAX_SMEM_BYTES
         };
-        let block_n = [128, 96, 64].into_iter().filter(|keys| *keys <= block_n).find(fits).unwrap_or(32);
+        // A step of a product of pairs has 64 keys.
+        let keys = [128, 96, 64].into_iter().filter(|keys| !tile.has_pairs() || keys % 64 == 0);
+        let block_n =
+            keys.filter(|keys| *keys <= block_n).find(fits).unwrap_or(if tile.has_pairs() { 64 } else { 32 });
         let tile = Self { block_n, ..tile };
         Self { stages: most_stages(spec, &tile), ..tile }
+    }
+
+    /// Whether two elements share a byte, as in NVFP4.
+    #[must_use]
+    pub const fn has_pairs(&self) -> bool {
+        self.scale_block == 16
+    }
+
+    /// Bytes or elements of a row of Q and K in shared memory: where pairs share bytes, whole steps of a product.
+    const fn row_of_qk(&self, spec: &FwdSpec) -> i32 {
+        if self.has_pairs() { round_up(spec.head_dim_qk, 64) / 2 } else { sm90::padded_dim(spec.head_dim_qk) }
+    }
+
+    /// Bytes or elements that the keys of a block take in a column of V.
+    const fn keys_in_column(&self) -> i32 {
+        if self.has_pairs() { self.block_n / 2 } else { self.block_n }
     }
 
     /// The tile under masks as data: one head's rows, whose blocks a list has. Lists differ in length. Where
@@ -166,8 +185,8 @@ impl Sm100Tile {
     /// A slot of the ring of K and V blocks.
     const fn slot_bytes(&self, spec: &FwdSpec) -> i32 {
         let (k, v) = (
-            tile_bytes(self.block_n / self.cluster, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk),
-            tile_bytes(self.block_n, sm90::padded_dim(spec.head_dim_v) / self.cluster, spec.dtype_v),
+            tile_bytes(self.block_n / self.cluster, self.row_of_qk(spec), spec.dtype_qk),
+            tile_bytes(self.keys_in_column(), sm90::padded_dim(spec.head_dim_v) / self.cluster, spec.dtype_v),
         );
         if k > v { k } else { v }
     }
@@ -175,7 +194,7 @@ impl Sm100Tile {
     /// Bytes that do not grow with the stages: Q, statistics, work, barriers.
     const fn fixed_smem_bytes(&self, spec: &FwdSpec) -> i32 {
         let tiles = self.num_q_tiles();
-        let q = tiles * tile_bytes(128, sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        let q = tiles * tile_bytes(128, self.row_of_qk(spec), spec.dtype_qk);
         let scales = round_up(512 * self.scale_tiles(spec), 1024);
         let stats = tiles * 2 * 128 * 4;
         // Barriers of S and P, of the last tile's O, of the slots of work, of the zero role, and of a pair's
@@ -187,18 +206,32 @@ impl Sm100Tile {
 
     /// Tiles of 128 rows' scales in shared memory.
     const fn scale_tiles(&self, spec: &FwdSpec) -> i32 {
-        let [qk, v] = words_of_scales(spec);
+        let [qk, v, p] = self.words_of_scales(spec);
         let slot = if qk > v { qk } else { v };
-        if self.scale_block == 0 { 0 } else { self.num_q_tiles() * qk + self.stages * slot }
+        let of_p = if self.has_pairs() { 2 * p } else { p };
+        if self.scale_block == 0 { 0 } else { self.num_q_tiles() * qk + self.stages * slot + of_p }
     }
 
     /// Columns of tensor memory that S, O and scales take: of blocks of K and V two buffers each.
     #[must_use]
     pub const fn tmem_columns(&self, spec: &FwdSpec) -> i32 {
-        let [qk, v] = words_of_scales(spec);
-        let scales = 4 * (self.num_q_tiles() * (qk + 1) + 2 * qk + 2 * v);
+        let [qk, v, p] = self.words_of_scales(spec);
+        // P of pairs has scales of its own in each score slot.
+        let of_p = if self.has_pairs() { 2 * p } else { self.num_q_tiles() };
+        let scales = 4 * (self.num_q_tiles() * qk + 2 * qk + 2 * v + of_p);
         let scales = if self.scale_block == 0 { 0 } else { scales };
         2 * self.block_n + self.num_q_tiles() * sm90::padded_dim(spec.head_dim_v) + scales
+    }
+
+    /// Words of four scales that a row of Q or K has, tiles of 128 columns of a block of V, and words of a row of P.
+    const fn words_of_scales(&self, spec: &FwdSpec) -> [i32; 3] {
+        let (qk, v) = (sm90::padded_dim(spec.head_dim_qk), (sm90::padded_dim(spec.head_dim_v) + 127) / 128);
+        if self.has_pairs() {
+            let p = self.block_n / 64;
+            [(spec.head_dim_qk + 63) / 64, v * p, p]
+        } else {
+            [(qk + 127) / 128, v, 1]
+        }
     }
 
     /// The order of tiles for a problem's maximal lengths.
@@ -295,7 +328,7 @@ impl Sm100Tile {
     #[must_use]
     pub const fn q_box(&self, spec: &FwdSpec, gqa_ratio: i32) -> [i32; 5] {
         let heads = if self.pack_gqa { gqa_ratio } else { 1 };
-        let dim = swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        let dim = swizzle_span(self.row_of_qk(spec), spec.dtype_qk);
         [dim, heads, 128 / heads, 1, 1]
     }
 
@@ -307,7 +340,7 @@ impl Sm100Tile {
     /// The box of the tensor map of K: (dim, keys, heads, batch or page).
     #[must_use]
     pub const fn k_box(&self, spec: &FwdSpec) -> [i32; 4] {
-        let dim = swizzle_span(sm90::padded_dim(spec.head_dim_qk), spec.dtype_qk);
+        let dim = swizzle_span(self.row_of_qk(spec), spec.dtype_qk);
         [dim, self.keys_of_box() / self.cluster, 1, 1]
     }
 
@@ -317,18 +350,13 @@ impl Sm100Tile {
         let dim = sm90::padded_dim(spec.head_dim_v) / self.cluster;
         match spec.v_layout {
             VLayout::RowMajor => [swizzle_span(dim, spec.dtype_v), self.keys_of_box(), 1, 1],
-            VLayout::ColMajor => [swizzle_span(self.block_n, spec.dtype_v), dim, 1, 1],
+            VLayout::ColMajor => [swizzle_span(self.keys_in_column(), spec.dtype_v), dim, 1, 1],
         }
     }
 }
 
-/// Words of four scales that a row of Q or K has, and tiles of 128 columns of V.
-const fn words_of_scales(spec: &FwdSpec) -> [i32; 2] {
-    [(sm90::padded_dim(spec.head_dim_qk) + 127) / 128, (sm90::padded_dim(spec.head_dim_v) + 127) / 128]
-}
-
-/// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, and scales that are an argument of
-/// their own. Any other problem is itself.
+/// The problem as its tensors lie in memory: those of MXFP8 have FP8 elements, those of NVFP4 bytes, and scales that
+/// are an argument of their own. Any other problem is itself.
 fn as_stored(problem: &FwdProblem) -> Cow<'_, FwdProblem> {
     if problem.block_scales.is_none() {
         return Cow::Borrowed(problem);
@@ -352,8 +380,8 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
     let refuse = |reason: String| Err(Refusal::new(NAME, reason));
     if let Some(scales) = problem.block_scales {
         let format = scales.format;
-        if !matches!(format, BlockFormat::Mxfp8E4m3 | BlockFormat::Mxfp8E5m2) {
-            return refuse(format!("block_scales {format} is not one of MXFP8, whose elements have 8 bits"));
+        if format == BlockFormat::Nvfp4 {
+            takes_pairs(problem).or_else(&refuse)?;
         }
         if !problem.masks.is_empty() {
             return refuse(format!("masks as data beside block_scales {format} are not taken"));
@@ -395,6 +423,26 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
         && problem.score.bias == Bias::None
     {
         return refuse(format!("softmax_scale {scale:e} is subnormal in log2"));
+    }
+    Ok(())
+}
+
+/// Whether products take these pairs of elements.
+///
+/// # Errors
+/// The field that they do not take, and its number.
+fn takes_pairs(problem: &FwdProblem) -> Result<(), String> {
+    let dim = problem.dims.head_dim_qk;
+    if !dim.is_multiple_of(2) {
+        return Err(format!(
+            "head_dim_qk {dim} beside block_scales nvfp4: a pair of elements is half another's"
+        ));
+    }
+    if problem.layout.v != VLayout::ColMajor {
+        let dim = problem.dims.head_dim_v;
+        return Err(format!(
+            "v_layout row of head_dim_v {dim} beside block_scales nvfp4: products take pairs of keys, of a column-major V"
+        ));
     }
     Ok(())
 }
@@ -462,8 +510,8 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
     let spec = spec_of(problem);
     let dims = problem.dims;
     let mut tile = default_tile(&spec);
-    if problem.block_scales.is_some() {
-        tile = tile.with_scales(&spec);
+    if let Some(scales) = problem.block_scales {
+        tile = tile.with_scales(&spec, scales.format.block_size().cast_signed());
     }
     // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
     if arch == REDUCING_ARCH {

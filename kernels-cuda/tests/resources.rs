@@ -424,7 +424,8 @@ fn blackwell_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     kernels
 }
 
-/// Blackwell's forward over MXFP8: head dimensions with one and two query tiles, V by columns, pages, loads by copies.
+/// Blackwell's forward over MXFP8 and NVFP4: head dimensions with one and two query tiles, V by columns, pages, loads
+/// by copies.
 fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
     type Change = fn(FwdProblem) -> FwdProblem;
     let paged: Change = |mut problem| {
@@ -441,15 +442,22 @@ fn scaled_kernels(arch: &str) -> Vec<(String, KernelSource)> {
         ("100x100_copied", 100, 100, |problem| problem),
         ("128_pages", 128, 128, paged),
     ];
-    cases
-        .map(|(name, head_dim_qk, head_dim_v, change)| {
-            let dims = one_head(head_dim_qk, head_dim_v);
-            let problem = change(FwdProblem::batch(DType::Bf16, dims).mask(MaskSpec::CAUSAL));
-            let problem = problem.with_block_scales(BlockFormat::Mxfp8E4m3);
-            let tile = sm100::choose_tile(&problem, arch, 148);
-            (format!("sm100_{name}_mxfp8"), sm100::fwd_scaled(&sm100::spec_of(&problem), &tile))
-        })
-        .into()
+    let in_format = |problem: FwdProblem, name: &str, format| {
+        let problem = problem.mask(MaskSpec::CAUSAL).with_block_scales(format);
+        let tile = sm100::choose_tile(&problem, arch, 148);
+        let name = format!("sm100_{name}_{}", if format == BlockFormat::Nvfp4 { "nvfp4" } else { "mxfp8" });
+        (name, sm100::fwd_scaled(&sm100::spec_of(&problem), &tile))
+    };
+    let of_dims = |qk, v| FwdProblem::batch(DType::Bf16, one_head(qk, v));
+    let mxfp8 = cases
+        .into_iter()
+        .map(|(name, qk, v, change)| in_format(change(of_dims(qk, v)), name, BlockFormat::Mxfp8E4m3));
+    let nvfp4 =
+        [("64x64", 64, 64), ("128x128", 128, 128), ("256x256", 256, 256), ("100x100_copied", 100, 100)];
+    let nvfp4 = nvfp4
+        .into_iter()
+        .map(|(name, qk, v)| in_format(of_dims(qk, v).v_layout(VLayout::ColMajor), name, BlockFormat::Nvfp4));
+    mxfp8.chain(nvfp4).collect()
 }
 
 /// Kernels of Blackwell's backward: each head dimension's tile, masks, what modifiers cost.

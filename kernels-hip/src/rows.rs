@@ -44,6 +44,7 @@ fn source(kernel: RowKernel, spec: &dyn Literal) -> KernelSource {
         headers.extend([
             fmha_core::cache_update::header(),
             fmha_core::choose_params::header(),
+            fmha_core::quantize_params::header(),
             fmha_core::second::header(),
             fmha_core::scale_params::header(),
             fmha_core::small_outputs::header(),
@@ -87,7 +88,10 @@ pub(crate) fn row_launch(
         | RowKernel::SmallHeads { .. }
         | RowKernel::SmallKeys { .. }
         | RowKernel::IndexScores
-        | RowKernel::BlockScores => rows.div_ceil(of_group),
+        | RowKernel::BlockScores
+        | RowKernel::QuantizeMaxima
+        | RowKernel::QuantizeScale
+        | RowKernel::Quantize => rows.div_ceil(of_group),
     };
     let most = u64::from(u32::MAX / threads);
     if groups > most {
@@ -117,6 +121,9 @@ pub(crate) fn row_launch(
             }
             RowKernel::IndexScores | RowKernel::BlockScores | RowKernel::Choose => {
                 format!("rows and keys make {groups} workgroups, more than {most}")
+            }
+            RowKernel::QuantizeMaxima | RowKernel::QuantizeScale | RowKernel::Quantize => {
+                format!("batch, seq, head and dim make {groups} workgroups, more than {most}")
             }
             RowKernel::Combine => format!(
                 "batch, seqlen_q, num_heads_q and head_dim_v make {groups} workgroups, more than {most}"

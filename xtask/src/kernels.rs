@@ -96,6 +96,8 @@ const WIDE_GRADIENTS: &str = "^backward/(wide|over_blocks|in_turns|hidden)/(.*/)
 
 /// Scales by blocks that Blackwell's kernel takes.
 const MXFP8: &str = "^scales/mxfp8_";
+/// Those of NVFP4 with columns of V.
+const NVFP4: &str = "^scales/nvfp4/(bf16|f32)/(descale_[a-z]*/c/|keys/[0-9]*/c|columns/)";
 
 /// Lists of keys, forward, in 16 bits.
 const FORWARD_LISTS: &str = "^lists/(forward|topk|layout|tokens|heads|latent|wide|score|parts|blocks|appended|twice|repeated)/b?f16|\
@@ -965,6 +967,12 @@ pub(crate) const ROWS: &[Row] = &[
         mode: Mode::HappensBefore,
         in_test: Cases { filter: "^scales/mxfp8_e4m3/bf16/descale_head/c/", deal: 1 },
         in_all: Cases { filter: MXFP8, deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^scales/nvfp4/bf16/(descale_head/c/|columns/d64)", deal: 1 },
+        in_all: Cases { filter: NVFP4, deal: 1 },
         ..BLACKWELL
     },
     Row {

@@ -3,6 +3,7 @@
 mod choose;
 mod combine;
 pub mod lists;
+mod quantize;
 mod simt;
 pub(crate) mod small;
 pub mod tile_list;
@@ -10,6 +11,7 @@ pub mod update;
 
 pub use choose::{Choose, NoIndexer, ScoresIndex, SimtIndexer};
 pub use combine::Combine;
+pub use quantize::Quantize;
 pub use simt::{Simt, SimtBwd};
 
 /// A kernel that every vendor has. Each is compiled for one constant, `kSpec`.
@@ -68,6 +70,14 @@ pub enum RowKernel {
     /// Lists of the greatest scores, of an i32 that says which step of them (`choose_row.h`): a group of threads takes
     /// a row, or a part of one.
     Choose,
+    /// The largest magnitudes of a tensor, of a [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a group of
+    /// lanes leaves one number.
+    QuantizeMaxima,
+    /// A tensor's scale from them, of a [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec).
+    QuantizeScale,
+    /// A tensor in a format with scales by blocks, of a
+    /// [`QuantizeSpec`](fmha_core::quantize_params::QuantizeSpec): a lane takes a block.
+    Quantize,
     /// The update of a KV cache, of a [`CacheSpec`](fmha_core::cache_update::CacheSpec).
     UpdateCache,
 }
@@ -99,6 +109,7 @@ impl RowKernel {
         const BWD_LISTS: &str = "BwdParams p, ListParams lists";
         const FWD_MASKS: &str = "FwdParams p, MaskDataParams m";
         const BWD_MASKS: &str = "BwdParams p, MaskDataParams m";
+        const QUANTIZE: &str = "fmha/simt/quantize.h";
         const SMALL: &str = "fmha/simt/small.h";
         const SMALL_PARAMS: &str = "FwdParams p, SmallParams s";
         const SMALL_MASKS: &str = "FwdParams p, SmallParams s, MaskDataParams m";
@@ -136,6 +147,9 @@ impl RowKernel {
             Self::Combine => return Err(OwnText::Combine),
             Self::UpdateCache => return Err(OwnText::UpdateCache),
             Self::Choose => return Err(OwnText::Choose),
+            Self::QuantizeMaxima => [QUANTIZE, "QuantizeParams p", "simt::quantize_maxima<kSpec>(p);"],
+            Self::QuantizeScale => [QUANTIZE, "QuantizeParams p", "simt::quantize_scale<kSpec>(p);"],
+            Self::Quantize => [QUANTIZE, "QuantizeParams p", "simt::quantize_blocks<kSpec>(p);"],
             Self::IndexScores => [CHOOSE, "ChooseParams p", "simt::index_scores<kSpec>(p);"],
             Self::BlockScores => [CHOOSE, "ChooseParams p", "simt::block_scores(p);"],
         })

@@ -13,7 +13,7 @@ use crate::{
     FMHA_DESCALE_PER_KV_HEAD, FMHA_DESCALE_PER_TENSOR, FMHA_E4M3FN, FMHA_E5M2, FMHA_EXACT, FMHA_F16,
     FMHA_F32, FMHA_LENGTH_PER_SEQUENCE, FMHA_LENGTH_PER_TOKEN, FMHA_MXFP8_E4M3, FMHA_NVFP4, FMHA_V_COL_MAJOR,
     FmhaBlockScales, FmhaCache, FmhaCaptured, FmhaChooseProblem, FmhaCode, FmhaCombineProblem, FmhaGradients,
-    FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaSecond, FmhaStrides,
+    FmhaLists, FmhaMasks, FmhaOptions, FmhaPart, FmhaProblem, FmhaQuantizeProblem, FmhaSecond, FmhaStrides,
 };
 
 /// The fields of a value by their path, from the text that `Debug` gives of it, and what each holds.
@@ -400,4 +400,43 @@ fn every_field_of_a_choice_can_be_set_from_c() {
     let constant = seen.constant();
     assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
     assert!(seen.0.len() > 20, "{:#?}", seen.0.keys());
+}
+
+#[test]
+fn every_field_of_a_conversion_can_be_set_from_c() {
+    let of = |n: i64| FmhaStrides { batch_stride: n, seqlen_stride: n, head_stride: n, dim_stride: n };
+    let base = with!(
+        new!(FmhaQuantizeProblem),
+        batch = 1,
+        seqlen = 1,
+        num_heads = 1,
+        dim = 1,
+        x = of(1),
+        elements = of(1),
+        scales = of(1),
+        dtype = FMHA_F32,
+        format = FMHA_NVFP4
+    );
+    let other = with!(
+        base,
+        batch = 2,
+        seqlen = 2,
+        num_heads = 2,
+        dim = 2,
+        x = of(2),
+        elements = of(2),
+        scales = of(2),
+        dtype = FMHA_BF16,
+        format = FMHA_MXFP8_E4M3,
+        blocks_of_rows = 1,
+        pairs_of_rows = 1,
+        scale_of_tensor = crate::FMHA_SCALE_GIVEN
+    );
+    let mut seen = Seen::default();
+    for problem in [base, other] {
+        seen.add("quantize", &crate::quantize::problem(&problem).unwrap());
+    }
+    let constant = seen.constant();
+    assert!(constant.is_empty(), "not set from C, or not tried here: {constant:#?}");
+    assert!(seen.0.len() > 15, "{:#?}", seen.0.keys());
 }

@@ -237,19 +237,24 @@ fn cached(problem: FwdProblem, cache: &FmhaCache) -> Result<FwdProblem, ProblemE
         .v_in_k(flag("v_in_k", cache.v_in_k)?))
 }
 
-/// The scales by blocks of a call.
-fn block_scales(given: &FmhaBlockScales) -> Result<BlockScales, ProblemError> {
-    none("reserved", given.reserved)?;
-    let format = match given.format {
-        FMHA_MXFP8_E4M3 => BlockFormat::Mxfp8E4m3,
-        FMHA_MXFP8_E5M2 => BlockFormat::Mxfp8E5m2,
-        FMHA_NVFP4 => BlockFormat::Nvfp4,
+/// A format with scales by blocks.
+pub(crate) fn block_format(code: i32) -> Result<BlockFormat, ProblemError> {
+    match code {
+        FMHA_MXFP8_E4M3 => Ok(BlockFormat::Mxfp8E4m3),
+        FMHA_MXFP8_E5M2 => Ok(BlockFormat::Mxfp8E5m2),
+        FMHA_NVFP4 => Ok(BlockFormat::Nvfp4),
         other => {
             let text =
                 format!("format {other} is none of FMHA_MXFP8_E4M3 1, FMHA_MXFP8_E5M2 2 and FMHA_NVFP4 3");
-            return Err(ProblemError::new("format", text));
+            Err(ProblemError::new("format", text))
         }
-    };
+    }
+}
+
+/// The scales by blocks of a call.
+fn block_scales(given: &FmhaBlockScales) -> Result<BlockScales, ProblemError> {
+    none("reserved", given.reserved)?;
+    let format = block_format(given.format)?;
     Ok(BlockScales::strided(format, [strides(&given.q), strides(&given.k), strides(&given.v)]))
 }
 

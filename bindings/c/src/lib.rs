@@ -13,6 +13,7 @@ mod contract;
 mod host;
 mod masks;
 mod plan;
+mod quantize;
 mod ranks;
 mod second;
 mod structs;
@@ -194,6 +195,31 @@ pub unsafe extern "C" fn fmha_run_choose(plan: *const FmhaPlan, args: *const Fmh
     unsafe { run_plan(plan, args, FmhaPlan::run_choose) }
 }
 
+/// Plans a conversion of a tensor to a format with scales by blocks, which FmhaProblem.block_scales takes.
+///
+/// # Safety
+/// As `fmha_plan`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_plan_quantize(
+    device: *const c_char,
+    problem: *const FmhaQuantizeProblem,
+    options: *const FmhaOptions,
+    plan: *mut *mut FmhaPlan,
+) -> c_int {
+    // SAFETY: the caller keeps the contract of `fmha_plan_quantize`.
+    unsafe { make_plan(device, problem, options, plan, FmhaPlan::quantize) }
+}
+
+/// Runs a conversion to a format with scales by blocks; `fmha_run` runs attention.
+///
+/// # Safety
+/// As `fmha_run`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_run_quantize(plan: *const FmhaPlan, args: *const FmhaQuantizeArgs) -> c_int {
+    // SAFETY: the caller keeps the contract of `fmha_run_quantize`.
+    unsafe { run_plan(plan, args, FmhaPlan::run_quantize) }
+}
+
 /// The plan for a reader, a fact a line: kernel, tile, promises, refusals. Lives as long as the plan.
 ///
 /// # Safety
@@ -204,7 +230,7 @@ pub unsafe extern "C" fn fmha_plan_text(plan: *const FmhaPlan) -> *const c_char 
     unsafe { plan.as_ref() }.map_or(std::ptr::null(), |plan| plan.text().as_ptr())
 }
 
-/// Bytes of the workspace (FmhaArgs.workspace, FmhaChooseArgs.workspace) that each run of the plan needs: 0 where the
+/// Bytes of the workspace (FmhaArgs.workspace and its like) that each run of the plan needs: 0 where the
 /// plan was not made with caller_workspace, or needs none, or is null. A plan of combine needs none.
 ///
 /// # Safety

@@ -5,18 +5,19 @@ use std::ffi::{CStr, CString, c_void};
 use fmha::{
     BlockTable, BwdArgs, BwdPlan, CacheArgs, CacheSlice, CacheUse, ChoosePlan, CombineArgs, CombinePlan,
     DType, DevBuffer, DevSlice, DevSliceMut, Device, Dims, ElemType, Error, Extents, FwdArgs, FwdPlan,
-    FwdProblem, ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, ScoreArgs, SeqArgs,
-    Shape, Strides, Totals, ValidFwd, Workspace,
+    FwdProblem, ListLength, MaskSpec, MemorySpace, PartialResult, ProblemError, QLayout, QuantizePlan,
+    ScoreArgs, SeqArgs, Shape, Strides, Totals, ValidFwd, Workspace,
 };
 
 use crate::Result;
-use crate::choose;
 use crate::code::{CapturedArgs, Captures};
 use crate::host::{self, AnyPass, Choice, Given};
 use crate::masks::{self, FmhaMaskObject};
 use crate::structs::{
     FmhaArgs, FmhaChooseArgs, FmhaChooseProblem, FmhaCombineArgs, FmhaCombineProblem, FmhaProblem,
+    FmhaQuantizeArgs, FmhaQuantizeProblem,
 };
+use crate::{choose, quantize};
 
 /// Refuses arguments of which the problem is without `$what`.
 macro_rules! absent {
@@ -48,6 +49,7 @@ enum Planned {
     Backward(BwdPlan, Captures),
     Combine(CombinePlan),
     Choose(ChoosePlan),
+    Quantize(QuantizePlan),
 }
 
 impl FmhaPlan {
@@ -134,6 +136,16 @@ impl FmhaPlan {
     pub fn check_choose(problem: &FmhaChooseProblem) -> Result<(), Error> {
         choose::problem(problem)?.validate()?;
         Ok(())
+    }
+
+    /// Plans a conversion to a format with scales by blocks.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn quantize(device: &Device, problem: &FmhaQuantizeProblem, choice: &Choice) -> Result<Self, Error> {
+        let plan = device.plan_quantize(&quantize::problem(problem)?.validate()?, &choice.plan)?;
+        let (scratch, text) = (plan.workspace(), plan.to_string());
+        Self::with(device, Planned::Quantize(plan), (scratch, choice.caller_workspace), text)
     }
 
     fn with(
@@ -384,7 +396,7 @@ impl FmhaPlan {
         match &*self.planned {
             Planned::Forward(plan, _) => plan.has_lasting_lists(),
             Planned::Backward(plan, _) => plan.has_lasting_lists(),
-            Planned::Combine(_) | Planned::Choose(_) => false,
+            Planned::Combine(_) | Planned::Choose(_) | Planned::Quantize(_) => false,
         }
     }
 
@@ -476,6 +488,27 @@ impl FmhaPlan {
             plan.run_on_raw(&mut args, given.stream as u64)
         }
     }
+
+    /// Queues a conversion to a format with scales by blocks.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    ///
+    /// # Safety
+    /// As [`Self::run`].
+    pub unsafe fn run_quantize(&self, given: &FmhaQuantizeArgs) -> Result<(), Error> {
+        let Planned::Quantize(plan) = &*self.planned else {
+            return wrong_kind("fmha_run_quantize", &self.planned);
+        };
+        host::struct_bytes::<FmhaQuantizeArgs>(given.struct_bytes)?;
+        let memory = Memory(self.space);
+        // SAFETY: the caller keeps the contract of `run_quantize`.
+        unsafe {
+            let mut args = memory.quantize(plan.problem(), given)?;
+            args.workspace = self.workspace(memory, (given.workspace, given.workspace_bytes))?;
+            plan.run_on_raw(&mut args, given.stream as u64)
+        }
+    }
 }
 
 /// Address of a tensor without elements whose pointer is null: an aligned one, so that no kernel is refused
@@ -489,6 +522,7 @@ fn not_of(field: &'static str, planned: &Planned) -> Result<FmhaMaskObject> {
         Planned::Backward(..) => "backward",
         Planned::Combine(_) => "combine",
         Planned::Choose(_) => "a choice",
+        Planned::Quantize(_) => "a conversion",
     };
     Err(ProblemError::new(field, format!("{field} is a plan of {kind}")).into())
 }
@@ -498,6 +532,7 @@ fn wrong_kind(function: &str, planned: &Planned) -> Result<()> {
         Planned::Forward(..) | Planned::Backward(..) => ("attention", "fmha_run"),
         Planned::Combine(_) => ("combine", "fmha_run_combine"),
         Planned::Choose(_) => ("a choice", "fmha_run_choose"),
+        Planned::Quantize(_) => ("a conversion", "fmha_run_quantize"),
     };
     let text = format!("plan: {function} was given a plan of {planned}, which {instead} runs");
     Err(ProblemError::new("plan", text).into())

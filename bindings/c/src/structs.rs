@@ -48,6 +48,13 @@ pub const FMHA_MXFP8_E5M2: i32 = 2;
 /// Format NVFP4: E2M1 elements in pairs, an E4M3 scale for each 16.
 pub const FMHA_NVFP4: i32 = 3;
 
+/// The scale of a tensor is 1, which is not in memory: the default.
+pub const FMHA_SCALE_ONE: i32 = 0;
+/// The scale of a tensor is given.
+pub const FMHA_SCALE_GIVEN: i32 = 1;
+/// The scale of a tensor is written: its largest magnitude / 2688.
+pub const FMHA_SCALE_WRITTEN: i32 = 2;
+
 /// No bias.
 pub const FMHA_BIAS_NONE: i32 = 0;
 /// A bias [batch, num_heads_q, seqlen_q, seqlen_k] of numbers.
@@ -782,6 +789,70 @@ pub struct FmhaChooseArgs {
     /// Written: the scores that are chosen among, f32 [batch, seqlen_q, keys or blocks], -inf where there is no
     /// candidate.
     pub scores: *mut f32,
+    /// Scratch of the run, as in FmhaArgs.
+    pub workspace: *mut c_void,
+    /// Bytes at workspace, as in FmhaArgs.
+    pub workspace_bytes: u64,
+}
+
+/// All that a plan of a conversion to a format with scales by blocks is made of: a tensor
+/// [batch, seqlen, num_heads, dim] to its elements and scales (CONTRACT.md, "Scales by blocks"). Pages are sequences;
+/// packed rows are one. Set everything to 0 first, then what is wanted.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaQuantizeProblem {
+    /// sizeof(FmhaQuantizeProblem).
+    pub struct_bytes: u64,
+    /// Sequences.
+    pub batch: i64,
+    /// Rows of a sequence.
+    pub seqlen: i64,
+    /// Heads.
+    pub num_heads: i64,
+    /// Elements of a row.
+    pub dim: i64,
+    /// The tensor, in elements.
+    pub x: FmhaStrides,
+    /// Stored elements, in bytes: of FMHA_NVFP4 [batch, seqlen, num_heads, ceil(dim / 2)], with pairs_of_rows
+    /// [batch, ceil(seqlen / 2), num_heads, dim].
+    pub elements: FmhaStrides,
+    /// Scales, in bytes: [batch, seqlen, num_heads, ceil(dim / block)], with blocks_of_rows
+    /// [batch, ceil(seqlen / block), num_heads, dim].
+    pub scales: FmhaStrides,
+    /// Type of the tensor: FMHA_F32, FMHA_F16 or FMHA_BF16.
+    pub dtype: i32,
+    /// FMHA_MXFP8_E4M3, FMHA_MXFP8_E5M2 or FMHA_NVFP4.
+    pub format: i32,
+    /// 1: blocks are of rows, as those of V; 0: of the elements of a row, as those of Q and K.
+    pub blocks_of_rows: i32,
+    /// 1: rows lie one after another, and two of FMHA_NVFP4 share a byte, as in FMHA_V_COL_MAJOR; else 0.
+    pub pairs_of_rows: i32,
+    /// FMHA_SCALE_ONE, FMHA_SCALE_GIVEN or FMHA_SCALE_WRITTEN: the last two with FMHA_NVFP4 alone.
+    pub scale_of_tensor: i32,
+    /// 0.
+    pub reserved: i32,
+}
+
+/// Arguments of a run of a conversion. Set everything to 0 first, then what the problem has. Addresses are those of a
+/// first element, in the memory of the plan's device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FmhaQuantizeArgs {
+    /// sizeof(FmhaQuantizeArgs).
+    pub struct_bytes: u64,
+    /// Stream of the run, as in FmhaArgs.
+    pub stream: *mut c_void,
+    /// Read: the tensor.
+    pub x: *const c_void,
+    /// Written: its elements.
+    pub elements: *mut u8,
+    /// Written: the scales of its blocks.
+    pub scales: *mut u8,
+    /// Read: the tensor's scale, f32 [1], with FMHA_SCALE_GIVEN. One that is not positive and finite makes every
+    /// block's scale NaN.
+    pub tensor_scale: *const f32,
+    /// Written: the tensor's scale, f32 [1], with FMHA_SCALE_WRITTEN.
+    pub written_scale: *mut f32,
     /// Scratch of the run, as in FmhaArgs.
     pub workspace: *mut c_void,
     /// Bytes at workspace, as in FmhaArgs.

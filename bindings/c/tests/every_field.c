@@ -360,6 +360,31 @@ static const Field CHOOSE_ARGS[] = {
     FIELD(FmhaChooseArgs, workspace_bytes, MORE),
 };
 
+static const Field QUANTIZE[] = {
+    FIELD(FmhaQuantizeProblem, struct_bytes, BYTES),
+    FIELD(FmhaQuantizeProblem, batch, SIZE),
+    FIELD(FmhaQuantizeProblem, seqlen, SIZE),
+    FIELD(FmhaQuantizeProblem, num_heads, SIZE),
+    FIELD(FmhaQuantizeProblem, dim, SIZE),
+    STRIDES(FmhaQuantizeProblem, x, STRIDE),
+    STRIDES(FmhaQuantizeProblem, elements, STRIDE),
+    STRIDES(FmhaQuantizeProblem, scales, STRIDE),
+    FIELD(FmhaQuantizeProblem, dtype, CODE),
+    FIELD(FmhaQuantizeProblem, format, CODE),
+    FIELD(FmhaQuantizeProblem, blocks_of_rows, CODE),
+    FIELD(FmhaQuantizeProblem, pairs_of_rows, CODE),
+    FIELD(FmhaQuantizeProblem, scale_of_tensor, CODE),
+    FIELD(FmhaQuantizeProblem, reserved, CODE),
+};
+
+static const Field QUANTIZE_ARGS[] = {
+    FIELD(FmhaQuantizeArgs, struct_bytes, BYTES),     FIELD(FmhaQuantizeArgs, stream, FREE),
+    FIELD(FmhaQuantizeArgs, x, POINTER),              FIELD(FmhaQuantizeArgs, elements, POINTER),
+    FIELD(FmhaQuantizeArgs, scales, POINTER),         FIELD(FmhaQuantizeArgs, tensor_scale, POINTER),
+    FIELD(FmhaQuantizeArgs, written_scale, POINTER),  FIELD(FmhaQuantizeArgs, workspace, POINTER),
+    FIELD(FmhaQuantizeArgs, workspace_bytes, MORE),
+};
+
 static const Field OPTIONS[] = {
     FIELD(FmhaOptions, struct_bytes, BYTES),      FIELD(FmhaOptions, kernel, TEXT),
     FIELD(FmhaOptions, tile, TEXT),               FIELD(FmhaOptions, allow_fallback, CODE),
@@ -1168,6 +1193,72 @@ static void choose(void) {
   fmha_drop(plan);
 }
 
+// Contiguous strides.
+static FmhaStrides packed(int rows, int heads, int dim) {
+  FmhaStrides s = {(int64_t)rows * heads * dim, (int64_t)heads * dim, dim, 1};
+  return s;
+}
+
+// A tensor in NVFP4, its scale written, and then with that scale given.
+static void quantize(void) {
+  enum { PAIRS = (DIM + 1) / 2, BLOCKS = (DIM + 15) / 16 };
+  static uint8_t elements[BATCH * ROWS * KV * PAIRS], again[BATCH * ROWS * KV * PAIRS];
+  static uint8_t scales[BATCH * ROWS * KV * BLOCKS];
+  float scale = 0.0f, most = 0.0f;
+  for (int i = 0; i < K_ELEMS; ++i) most = k[i] > most ? k[i] : -k[i] > most ? -k[i] : most;
+  FmhaQuantizeProblem problem = {0};
+  problem.struct_bytes = sizeof problem;
+  problem.batch = BATCH;
+  problem.seqlen = ROWS;
+  problem.num_heads = KV;
+  problem.dim = DIM;
+  problem.x = strides(KV);
+  problem.elements = packed(ROWS, KV, PAIRS);
+  problem.scales = packed(ROWS, KV, BLOCKS);
+  problem.dtype = FMHA_F32;
+  problem.format = FMHA_NVFP4;
+  problem.scale_of_tensor = FMHA_SCALE_WRITTEN;
+  FmhaQuantizeArgs args = {0};
+  args.struct_bytes = sizeof args;
+  args.x = k;
+  args.elements = elements;
+  args.scales = scales;
+  args.written_scale = &scale;
+  FmhaPlan *plan = NULL;
+  char said[64];
+  for (int way_of_scale = 0; way_of_scale < 2; ++way_of_scale) {
+    CHECK(fmha_plan_quantize("cpu", &problem, NULL, &plan) == 0, "a conversion is not planned");
+    CHECK(fmha_run_quantize(plan, &args) == 0, "a conversion does not run");
+    for (size_t i = 0; i < COUNT(QUANTIZE); ++i) {
+      for (size_t way = 0; way < ways(&QUANTIZE[i]); ++way) {
+        FmhaQuantizeProblem bad = problem;
+        FmhaPlan *none = NULL;
+        clear();
+        spoil(&bad, &QUANTIZE[i], way, said);
+        refused(fmha_plan_quantize("cpu", &bad, NULL, &none), QUANTIZE[i].name, said);
+      }
+    }
+    for (size_t i = 0; i < COUNT(QUANTIZE_ARGS); ++i) {
+      for (size_t way = 0; way < ways(&QUANTIZE_ARGS[i]); ++way) {
+        FmhaQuantizeArgs bad = args;
+        clear();
+        spoil(&bad, &QUANTIZE_ARGS[i], way, said);
+        refused(fmha_run_quantize(plan, &bad), QUANTIZE_ARGS[i].name, said);
+      }
+    }
+    FmhaArgs attention = good_args();
+    refused(fmha_run(plan, &attention), "plan", "a plan of a conversion");
+    fmha_drop(plan);
+    plan = NULL;
+    problem.scale_of_tensor = FMHA_SCALE_GIVEN;
+    args.written_scale = NULL;
+    args.tensor_scale = &scale;
+    args.elements = again;
+  }
+  CHECK(scale > 0.9999f * most / 2688 && scale < 1.0001f * most / 2688, "scale %g of %g", scale, most);
+  CHECK(memcmp(elements, again, sizeof elements) == 0, "a given scale makes other elements");
+}
+
 // What a plan refuses beside numbers that are no numbers of their field.
 static void plans(void) {
   FmhaPlan *plan = NULL;
@@ -1227,6 +1318,8 @@ int main(void) {
   COVERS(COMBINE_ARGS, FmhaCombineArgs);
   COVERS(CHOOSE, FmhaChooseProblem);
   COVERS(CHOOSE_ARGS, FmhaChooseArgs);
+  COVERS(QUANTIZE, FmhaQuantizeProblem);
+  COVERS(QUANTIZE_ARGS, FmhaQuantizeArgs);
   COVERS(OPTIONS, FmhaOptions);
   plans();
   forward_and_backward();
@@ -1242,6 +1335,7 @@ int main(void) {
   combine();
   added();
   choose();
+  quantize();
   buffers();
   printf("%d wrong structs tried, %d failures\n", tried, failures);
   return failures != 0;

@@ -31,17 +31,22 @@ class BlockScales:
         self.descales = descales
 
     @classmethod
-    def quantize(cls, q: Any, k: Any, v: Any, format: str) -> Tuple[Any, Any, Any, "BlockScales"]:
+    def quantize(
+        cls, q: Any, k: Any, v: Any, format: str, v_columns: bool = False
+    ) -> Tuple[Any, Any, Any, "BlockScales"]:
         """Q, K and V of torch's in this format, and their scales: what :func:`fmha.attention` takes.
 
         Each is ``[batch, seqlen, heads, dim]``; Q may be packed, K and V may be pages that hold whole blocks. A scale
         of MXFP8 is the smallest power of two with which no element of its block saturates, one of NVFP4 the block's
-        largest magnitude / 6 / the tensor's scale, rounded to nearest.
+        largest magnitude / 6 / the tensor's scale, rounded to nearest. A kernel converts them on their device, to the
+        same bits on each. ``v_columns``: V is column-major, its keys one after another, so that two of NVFP4 share a
+        byte.
         """
         from . import _scales
 
         (q, of_q, by_q), (k, of_k, by_k), (v, of_v, by_v) = (
-            _scales.quantize(x, format, axis, None) for x, axis in ((q, -1), (k, -1), (v, -3))
+            _scales.quantize(x, format, axis, None, columns)
+            for x, axis, columns in ((q, -1, False), (k, -1, False), (v, -3, v_columns))
         )
         if _scales.known(format).elems_per_byte == 1:
             return q, k, v, cls(of_q, of_k, of_v, format)

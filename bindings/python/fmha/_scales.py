@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
@@ -22,21 +24,16 @@ class _Format(NamedTuple):
     scales: Tuple[torch.dtype, ...]
     elems_per_byte: int
     block: int
-    largest: float
 
 
 _MX_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 _FORMATS = {
-    "mxfp8_e4m3": _Format(1, (torch.float8_e4m3fn,), _MX_SCALES, 1, 32, 448.0),
-    "mxfp8_e5m2": _Format(2, (torch.float8_e5m2,), _MX_SCALES, 1, 32, 57344.0),
+    "mxfp8_e4m3": _Format(1, (torch.float8_e4m3fn,), _MX_SCALES, 1, 32),
+    "mxfp8_e5m2": _Format(2, (torch.float8_e5m2,), _MX_SCALES, 1, 32),
     "nvfp4": _Format(
-        3, (torch.uint8, torch.float4_e2m1fn_x2), (torch.uint8, torch.float8_e4m3fn), 2, 16, 6.0
+        3, (torch.uint8, torch.float4_e2m1fn_x2), (torch.uint8, torch.float8_e4m3fn), 2, 16
     ),
 }
-
-#: Numbers between two neighbours of E2M1, which round to the even one.
-_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
 
 def known(name: str) -> _Format:
     """The format of a name."""
@@ -104,54 +101,105 @@ def attention(
     return o, lse
 
 
-def quantize(x: Any, name: str, axis: int, descale: Optional[torch.Tensor]) -> Tuple[Any, Any, torch.Tensor]:
-    """Elements, scales by blocks along an axis, and the tensor's own scale, f32 ``[1]``."""
+_library = _native.library
+_bytes_of_call = _library.fmha_py_describe_quantize()
+_numbers, _addresses = (line.split() for line in _native.text().split("\n"))
+
+
+class Quantize(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _numbers),
+        *((name, ctypes.c_void_p) for name in _addresses),
+        ("stream", ctypes.c_int64),
+    ]
+
+
+if ctypes.sizeof(Quantize) != _bytes_of_call:
+    raise ImportError(f"a conversion has {_bytes_of_call} bytes in the library, {ctypes.sizeof(Quantize)} here")
+
+_library.fmha_py_workspace_quantize.argtypes = [ctypes.POINTER(Quantize), ctypes.POINTER(ctypes.c_uint64)]
+_library.fmha_py_run_quantize.argtypes = [ctypes.POINTER(Quantize), ctypes.c_void_p, ctypes.c_uint64]
+
+_SCALE_ONE, _SCALE_GIVEN, _SCALE_WRITTEN = 0, 1, 2
+
+
+def quantize(
+    x: Any, name: str, axis: int, descale: Optional[torch.Tensor], by_columns: bool = False
+) -> Tuple[Any, Any, torch.Tensor]:
+    """Elements, scales by blocks along an axis, and the tensor's own scale, f32 ``[1]``: the library's conversion, on
+    the tensor's device. ``by_columns``: rows lie one after another, and those of NVFP4 share bytes."""
     form = known(name)
+    _torch.refuse_tracers("quantize: conversions are")
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() not in (3, 4):
         raise TypeError(f"quantize: {type(x).__name__} is no floating tensor of 3 or 4 axes")
-    if form.elems_per_byte == 2 and x.shape[-1] % 2:
+    if form.elems_per_byte == 2 and x.shape[-1] % 2 and not by_columns:
         raise ValueError(f"quantize: a head dimension of {x.shape[-1]} is no number of pairs")
+    if form.elems_per_byte == 2 and by_columns and x.shape[-3] % 2:
+        raise ValueError(f"quantize: a number of keys of {x.shape[-3]} is no number of pairs")
     with torch.no_grad():
-        x = x.detach().to(torch.float64)
-        x = x.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
-        size = x.shape[axis]
-        blocks = -(-size // form.block)
-        # The axis of blocks last, in whole blocks.
-        rows = torch.nn.functional.pad(x.movedim(axis, -1), (0, blocks * form.block - size))
-        rows = rows.unflatten(-1, (blocks, form.block))
-        most = rows.nan_to_num(nan=0.0).abs().amax(-1)
-        if descale is None:
-            whole = most.max() / (6.0 * 448.0) if form.elems_per_byte == 2 and most.numel() else most.new_tensor(1.0)
-            whole = whole.to(torch.float32)
-            # The scale of zeros is 1, as is one that would leave f32.
-            descale = torch.where(whole >= torch.finfo(torch.float32).tiny, whole, torch.ones_like(whole)).reshape(1)
-        wanted = most / form.largest / descale.to(torch.float64)
-        if form.elems_per_byte == 1:
-            mantissa, exponent = torch.frexp(wanted)
-            exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-            exponent = torch.where(wanted == 0, -127, exponent).clamp(-127, 127)
-            codes = (exponent + 127).to(torch.uint8)
-            factor = torch.ldexp(torch.ones_like(wanted), exponent)
+        x = _torch.resolved(x.detach())
+        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            # Numbers of more bits are rounded to f32 first; infinities stay.
+            x = x.to(torch.float32)
+        four = x if x.dim() == 4 else x.unsqueeze(0)
+        batch, seqlen, heads, dim = four.shape
+        is_pair = form.elems_per_byte == 2
+
+        def empty(shape: Tuple[int, ...], columns: bool) -> torch.Tensor:
+            stored = torch.uint8 if is_pair else form.elements[0]
+            if not columns:
+                return torch.empty(shape, dtype=stored, device=x.device)
+            batch, rows, heads, dim = shape
+            return torch.empty((batch, heads, dim, rows), dtype=stored, device=x.device).permute(0, 3, 1, 2)
+
+        each = form.elems_per_byte
+        rows = (batch, -(-seqlen // each), heads, dim) if by_columns else (batch, seqlen, heads, -(-dim // each))
+        elements = empty(rows, by_columns)
+        if axis == -1:
+            of_scales = (batch, seqlen, heads, -(-dim // form.block))
         else:
-            scale = wanted.clamp(max=448.0).to(torch.float32).to(torch.float8_e4m3fn)
-            codes = scale.view(torch.uint8)
-            codes = torch.where(rows.isnan().any(-1), 0x7F, codes).to(torch.uint8)
-            factor = scale.to(torch.float64)
-        divisor = (factor * descale.to(torch.float64)).unsqueeze(-1)
-        elements = torch.where(divisor == 0, 0.0, rows / divisor).flatten(-2)[..., :size].movedim(-1, axis)
-        if form.elems_per_byte == 1:
-            stored = elements.clamp(-form.largest, form.largest).to(torch.float32).to(form.elements[0])
+            of_scales = (batch, -(-seqlen // form.block), heads, dim)
+        scales = torch.empty(of_scales, dtype=torch.uint8, device=x.device)
+        call = Quantize()
+        call.batch, call.seqlen, call.num_heads, call.dim = four.shape
+        for what, tensor in (("x", four), ("elements", elements), ("scales", scales)):
+            for place, axis_name in enumerate(("batch", "seqlen", "head", "dim")):
+                # torch gives an axis of one element any stride.
+                setattr(call, f"{what}_{axis_name}", tensor.stride(place))
+            # Without elements torch gives no address; the library asks whether there is one.
+            setattr(call, what, tensor.data_ptr() or 256)
+        call.dtype, call.format = dtype_code(four.dtype), form.code
+        call.blocks_of_rows, call.pairs_of_rows = axis != -1, by_columns
+        if not is_pair:
+            call.scale_of_tensor = _SCALE_ONE
+            of_tensor = torch.ones(1, dtype=torch.float32, device=x.device)
+        elif descale is not None:
+            call.scale_of_tensor = _SCALE_GIVEN
+            of_tensor = descale.to(device=x.device, dtype=torch.float32).reshape(1).contiguous()
+            call.tensor_scale = of_tensor.data_ptr()
         else:
-            stored = _pairs(elements)
-        return stored.contiguous(), codes.movedim(-1, axis).contiguous(), descale
+            call.scale_of_tensor = _SCALE_WRITTEN
+            of_tensor = torch.empty(1, dtype=torch.float32, device=x.device)
+            call.written_scale = of_tensor.data_ptr()
+        _run(call, x.device)
+        if x.dim() == 3:
+            elements, scales = elements[0], scales[0]
+        return elements, scales, of_tensor
 
 
-def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """E2M1 of the nearest numbers, ties to even codes, the first of two in the lower four bits."""
-    ties = torch.tensor(_E2M1_TIES, dtype=x.dtype, device=x.device)
-    magnitude = x.nan_to_num(nan=0.0).abs().contiguous()
-    below, above = (torch.bucketize(magnitude, ties, right=right) for right in (False, True))
-    code = torch.where(below % 2 == 0, below, above).to(torch.uint8)
-    code = code | (torch.signbit(x).to(torch.uint8) << 3)
-    first, second = code[..., 0::2], code[..., 1::2]
-    return first | (second << 4)
+def _run(call: Quantize, device: torch.device) -> None:
+    """Queues a conversion on the device's current stream."""
+    kind = {"cpu": 0, "cuda": 2 if torch.version.hip else 1}.get(device.type)
+    if kind is None:
+        raise ValueError(f"quantize: the tensor is on {device}, neither the CPU nor a GPU")
+    call.device_kind, call.device_index = kind, device.index or 0
+    with torch.cuda.device(device) if kind else contextlib.nullcontext():
+        call.stream = torch.cuda.current_stream(device).cuda_stream if kind else 0
+        wanted = ctypes.c_uint64()
+        _native.check(_library.fmha_py_workspace_quantize(ctypes.byref(call), ctypes.byref(wanted)))
+        scratch, address = None, 0
+        if wanted.value:
+            scratch = torch.empty(wanted.value + 256, dtype=torch.uint8, device=device)
+            address = -(-scratch.data_ptr() // 256) * 256
+        _native.check(_library.fmha_py_run_quantize(ctypes.byref(call), address, wanted.value))
+        del scratch

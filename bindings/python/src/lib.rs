@@ -16,6 +16,7 @@ mod masks;
 mod objects;
 mod operands;
 pub mod plans;
+pub mod quantize;
 #[cfg(test)]
 mod reach;
 pub mod request;
@@ -327,6 +328,49 @@ pub unsafe extern "C" fn fmha_py_run_choose(
         let call = unsafe { call.as_ref() }.ok_or("call is null")?;
         // SAFETY: the caller's promise.
         unsafe { choose::run(call, workspace, bytes) }
+    })
+}
+
+/// Describes a conversion to a format with scales by blocks, as [`fmha_py_describe_choose`] does a choice. A stream
+/// comes after the addresses. Returns the conversion's bytes.
+#[unsafe(no_mangle)]
+pub extern "C" fn fmha_py_describe_quantize() -> usize {
+    keep(&quantize::NAMES.join("\n"));
+    size_of::<quantize::Quantize>()
+}
+
+/// Plans a conversion, and says how many bytes of scratch its run wants.
+///
+/// # Safety
+/// `call` is null or a conversion; no tensor is read. `bytes` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_workspace_quantize(
+    call: *const quantize::Quantize,
+    bytes: *mut u64,
+) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (call, bytes) = unsafe { (call.as_ref(), bytes.as_mut()) };
+        *bytes.ok_or("bytes is null")? = quantize::workspace_bytes(call.ok_or("call is null")?)?;
+        Ok(())
+    })
+}
+
+/// Runs a conversion with scratch of its device: at least the bytes that [`fmha_py_workspace_quantize`] says.
+///
+/// # Safety
+/// As [`fmha_py_run_choose`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fmha_py_run_quantize(
+    call: *const quantize::Quantize,
+    workspace: *mut u8,
+    bytes: u64,
+) -> c_int {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let call = unsafe { call.as_ref() }.ok_or("call is null")?;
+        // SAFETY: the caller's promise.
+        unsafe { quantize::run(call, workspace, bytes) }
     })
 }
 

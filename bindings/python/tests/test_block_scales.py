@@ -116,6 +116,59 @@ def test_columns_of_v_are_the_same_call():
         assert torch.equal(fmha.attention(q, k, columns, block_scales=scales), right), name
 
 
+def test_columns_of_v_are_made_by_the_conversion():
+    for name in FORMATS:
+        (wide_q, wide_k, wide_v), (q, k, v8, scales) = made(name, seqlen_k=80)
+        right = fmha.attention(q, k, v8, block_scales=scales)
+        *stored, of = fmha.BlockScales.quantize(wide_q, wide_k, wide_v, name, v_columns=True)
+        assert stored[2].stride(1) == 1 and stored[2].shape[1] == (40 if name == "nvfp4" else 80)
+        assert torch.equal(of.v, scales.v), name
+        assert torch.equal(fmha.attention(*stored, block_scales=of), right), name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_conversion_has_the_bits_of_its_definition(name):
+    """In float64 with torch's operations: what the contract says, number by number."""
+    torch.manual_seed(7)
+    x = torch.randn(2, 37, 3, 40) * 2.0 ** torch.randint(-9, 9, (2, 37, 3, 40))
+    x[0, 3, 1, 5], x[0, 8, 2, 9], x[1, 2, 0, 7] = torch.inf, -0.0, 1e-40
+    for axis, dtype in [(-1, torch.float32), (-3, torch.bfloat16)]:
+        values = x.to(dtype)
+        four = name == "nvfp4"
+        stored, codes, descale = fmha._scales.quantize(values, name, axis, None)
+        wide = values.double().clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
+        block, largest = (16, 6.0) if four else (32, 448.0 if name == "mxfp8_e4m3" else 57344.0)
+        size = wide.shape[axis]
+        rows = torch.nn.functional.pad(wide.movedim(axis, -1), (0, -size % block)).unflatten(-1, (-1, block))
+        most = rows.abs().amax(-1)
+        of_tensor = (most.max() / 2688).float().double() if four else torch.tensor(1.0, dtype=torch.float64)
+        assert descale.double().item() == of_tensor.item()
+        wanted = most / largest / of_tensor
+        if four:
+            by = wanted.clamp(max=448.0).float().to(torch.float8_e4m3fn)
+            right, each = by.view(torch.uint8), by.double()
+        else:
+            exponent = torch.ceil(torch.log2(wanted)).clamp(-127, 127)
+            exponent = torch.where(2.0 ** (exponent - 1) >= wanted, exponent - 1, exponent).clamp(-127, 127)
+            right, each = (exponent + 127).to(torch.uint8), 2.0**exponent
+        assert torch.equal(codes, right.movedim(-1, axis))
+        back = values_of(stored, name)
+        exact = (rows / (each * of_tensor).unsqueeze(-1)).flatten(-2)[..., :size].movedim(-1, axis)
+        exact = torch.where(exact.isnan() | exact.isinf(), 0.0, exact).clamp(-largest, largest)
+        near = E2M1[:8].double() if four else torch.arange(127, dtype=torch.uint8).view(stored.dtype).double()
+        near = near[near.isfinite()].unique()
+        nearest = (exact.abs().unsqueeze(-1) - near).abs().amin(-1)
+        assert torch.equal((back.abs() - exact.abs()).abs(), nearest)
+        assert torch.equal(torch.signbit(back)[exact != 0], torch.signbit(exact)[exact != 0])
+
+
+def values_of(stored, name):
+    """Elements in float64, without scales."""
+    if name != "nvfp4":
+        return stored.double()
+    return E2M1[torch.stack((stored & 0xF, stored >> 4), -1).flatten(-2).long()].double()
+
+
 def test_typed_tensors_are_taken():
     _, (q, k, v, scales) = made("nvfp4")
     right = fmha.attention(q, k, v, block_scales=scales)

@@ -12,6 +12,7 @@ use crate::error::{Error, ProblemError, Refusal, Result};
 use crate::peers::Peers;
 use crate::plan::{PlanOptions, Workspace};
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::roofline::Roofline;
 use crate::sparse::ValidChoose;
@@ -160,6 +161,16 @@ pub unsafe trait FmhaBackend: Send + Sync {
     /// As [`plan_fwd`](Self::plan_fwd).
     fn plan_choose(&self, problem: &ValidChoose, _: &PlanOptions) -> Result<Planned<ValidChoose>> {
         let reason = format!("topk {}: it chooses no keys", problem.topk);
+        Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
+    }
+
+    /// Chooses a kernel that brings a tensor to a format with scales by blocks. A backend that has none refuses by its
+    /// name.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    fn plan_quantize(&self, problem: &ValidQuantize, _: &PlanOptions) -> Result<Planned<ValidQuantize>> {
+        let reason = format!("format {}: it converts no tensors", problem.format);
         Err(unsupported(self.name(), vec![Refusal::new(self.kind(), reason)]))
     }
 }

@@ -17,7 +17,7 @@ use std::fmt::Debug;
 
 use crate::args::{
     BwdArgs, CacheSlice, ChooseArgs, CombineArgs, DevSliceMut, ElemType, FwdArgs, MaskArgs, MemorySpace,
-    ScoreArgs, SeqArgs, check_bwd, check_choose, check_combine, check_fwd,
+    QuantizeArgs, ScoreArgs, SeqArgs, check_bwd, check_choose, check_combine, check_fwd, check_quantize,
 };
 use crate::built_in::BuiltIn;
 use crate::bwd::{BwdProblem, ValidBwd};
@@ -33,6 +33,7 @@ use crate::operation::Operation;
 use crate::plan::{PlanParts, Workspace};
 use crate::problem::SmallOutputs;
 use crate::problem::{CapturedGrad, CapturedTensor, Code, Dropout, FwdProblem, ValidFwd};
+use crate::quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 use crate::score::Bias;
 use crate::second::SecondCall;
 use crate::seq::SeqSpan;
@@ -44,13 +45,15 @@ mod sealed {
     impl Sealed for crate::bwd::ValidBwd {}
     impl Sealed for crate::combine::ValidCombine {}
     impl Sealed for crate::sparse::ValidChoose {}
+    impl Sealed for crate::quantize::ValidQuantize {}
 }
 
 /// A validated problem of one operation: [`ValidFwd`], [`ValidBwd`], [`ValidCombine`],
 /// [`ValidChoose`]. It says which arguments its
 /// calls have, and how they are checked.
 pub trait Problem: Clone + Debug + Send + Sync + sealed::Sealed + 'static {
-    /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`], [`ChooseArgs`].
+    /// The arguments of a call: [`FwdArgs`], [`BwdArgs`], [`CombineArgs`], [`ChooseArgs`],
+    /// [`QuantizeArgs`].
     type Args<'a>;
 
     /// Operation of the problem.
@@ -528,6 +531,50 @@ impl Problem for ValidChoose {
     }
 
     fn borrowed<'a>(args: &'a ChooseArgs<'_>) -> &'a ChooseArgs<'a> {
+        args
+    }
+}
+
+impl Problem for ValidQuantize {
+    type Args<'a> = QuantizeArgs<'a>;
+    const OPERATION: Operation = Operation::Quantize;
+    const HAS_LENGTHS: bool = false;
+
+    fn check(
+        &self,
+        args: &QuantizeArgs<'_>,
+        workspace: Workspace,
+        space: MemorySpace,
+    ) -> Result<(), ProblemError> {
+        check_quantize(self, args, workspace, space)
+    }
+
+    fn lengths<'a>(&'a self, _: &'a QuantizeArgs<'_>) -> Option<(&'a FwdProblem, &'a SeqArgs<'a>)> {
+        None
+    }
+
+    fn workspace<'a>(args: &'a QuantizeArgs<'_>) -> Option<&'a DevSliceMut<'a>> {
+        args.workspace.as_ref()
+    }
+
+    fn tell_types(&self, args: &QuantizeArgs<'_>) {
+        args.elements.tell(self.format.elem());
+        args.scales.tell(self.format.scale_elem());
+        args.written_scale.iter().for_each(|scale| scale.tell(DType::F32));
+    }
+
+    fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {
+        let mut one = QuantizeProblem::clone(self);
+        let has_some = std::mem::replace(&mut one.shape.batch, 1) > 0;
+        if has_some { Ok(None) } else { one.validate().map(Some) }
+    }
+
+    /// A tensor without elements has a scale nevertheless, if one is to be written.
+    fn is_empty(&self) -> bool {
+        self.shape.num_elems() == 0 && self.tensor_scale != TensorScale::Written
+    }
+
+    fn borrowed<'a>(args: &'a QuantizeArgs<'_>) -> &'a QuantizeArgs<'a> {
         args
     }
 }

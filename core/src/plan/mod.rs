@@ -29,6 +29,7 @@ use crate::lengths::{check_lengths, read_host};
 use crate::mask_object::{ListsCall, TileLists};
 use crate::masks::check_masks;
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::records::{Listed, PLAN, record};
 use crate::second;
@@ -190,6 +191,8 @@ pub type BwdPlan = Plan<ValidBwd>;
 pub type CombinePlan = Plan<ValidCombine>;
 /// A plan that chooses keys or blocks.
 pub type ChoosePlan = Plan<ValidChoose>;
+/// A plan that brings a tensor to a format with scales by blocks.
+pub type QuantizePlan = Plan<ValidQuantize>;
 
 /// Description of a plan that launches nothing of its own.
 static NO_LAUNCH: Explain =

@@ -18,6 +18,7 @@ pub mod mask;
 pub mod masks;
 pub mod operation;
 mod part;
+pub mod quantize;
 mod rows;
 pub mod score;
 mod second;

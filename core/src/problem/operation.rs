@@ -9,9 +9,10 @@ use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
 use crate::error::ProblemError;
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::sparse::ValidChoose;
 
-/// One of the four things that a backend computes: part of the key of tuned tiles, bundles and
+/// One of the five things that a backend computes: part of the key of tuned tiles, bundles and
 /// precompiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -24,11 +25,13 @@ pub enum Operation {
     Combine,
     /// Keys or blocks chosen by their scores.
     Choose,
+    /// A tensor in a format with scales by blocks.
+    Quantize,
 }
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 4] = [Self::Forward, Self::Backward, Self::Combine, Self::Choose];
+    pub const ALL: [Self; 5] = [Self::Forward, Self::Backward, Self::Combine, Self::Choose, Self::Quantize];
 
     /// The name in keys, files and texts: `forward`.
     #[must_use]
@@ -38,6 +41,7 @@ impl Operation {
             Self::Backward => "backward",
             Self::Combine => "combine",
             Self::Choose => "choose",
+            Self::Quantize => "quantize",
         }
     }
 }
@@ -70,6 +74,8 @@ pub enum AnyProblem<'a> {
     Combine(&'a ValidCombine),
     /// Problem of [`plan_choose`](crate::FmhaBackend::plan_choose).
     Choose(&'a ValidChoose),
+    /// Problem of [`plan_quantize`](crate::FmhaBackend::plan_quantize).
+    Quantize(&'a ValidQuantize),
 }
 
 impl AnyProblem<'_> {
@@ -81,6 +87,7 @@ impl AnyProblem<'_> {
             Self::Backward(_) => Operation::Backward,
             Self::Combine(_) => Operation::Combine,
             Self::Choose(_) => Operation::Choose,
+            Self::Quantize(_) => Operation::Quantize,
         }
     }
 }
@@ -96,7 +103,7 @@ mod tests {
         }
         let error = "decode".parse::<Operation>().unwrap_err();
         assert!(
-            error.field == "operation" && error.text.contains("forward, backward, combine, choose"),
+            error.field == "operation" && error.text.contains("forward, backward, combine, choose, quantize"),
             "{error}"
         );
     }

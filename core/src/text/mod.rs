@@ -9,6 +9,7 @@ pub mod code_source;
 pub mod fields;
 pub mod functions;
 pub mod memory;
+pub mod quantize_params;
 pub mod scale_params;
 pub mod small_outputs;
 pub mod source;

@@ -25,7 +25,7 @@ abi_struct! {
 }
 
 /// A format's number on the device.
-fn code(format: BlockFormat) -> i32 {
+pub(crate) fn code(format: BlockFormat) -> i32 {
     match format {
         BlockFormat::Mxfp8E4m3 => 1,
         BlockFormat::Mxfp8E5m2 => 2,

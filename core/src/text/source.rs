@@ -327,6 +327,7 @@ mod tests {
         headers.extend([
             crate::cache_update::header(),
             crate::choose_params::header(),
+            crate::quantize_params::header(),
             crate::lists::header(),
             crate::second::header(),
             crate::masks::header(),

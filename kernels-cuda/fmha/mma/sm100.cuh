@@ -46,6 +46,13 @@ FMHA_DEVICE constexpr uint32_t block_scaled(const Instruction& x, int byte) {
   return (x.bits() & ~(type_of_sums | m)) | bytes | e8m0 | uint32_t(x.m / 128) << 27;
 }
 
+// Instruction descriptor of the same product of pairs of E2M1 elements, 16 of which share an E4M3 scale. A step takes
+// all four bytes of a word.
+FMHA_DEVICE constexpr uint32_t pairs_scaled(const Instruction& x) {
+  constexpr uint32_t type_of_sums = 3 << 4, types = 7 << 7 | 7 << 10, m = 31 << 24, e2m1 = 1 << 7 | 1 << 10;
+  return (x.bits() & ~(type_of_sums | types | m)) | e2m1 | uint32_t(x.m / 128) << 27;
+}
+
 constexpr int kScaleColumns = 4;  // of tensor memory, for 128 rows
 constexpr int kScalesOfWord = 4;
 
@@ -158,6 +165,35 @@ FMHA_DEVICE void start_scaled_product_tmem(uint32_t d, uint32_t a, const TileB& 
   for (int step = first; step < end; ++step) {
     ptx::tcgen05_mma_block32_ts(d, a + step * (kStepBytes / 4), b_steps.at(step), block_scaled(instruction, step),
                                 scales_a, scales_b, accumulate || step != 0);
+  }
+}
+
+// d = A B^T of pairs of E2M1, both along their rows: each step of 64 elements has a word of scales, which lie
+// `kScaleColumns` apart. By one thread; starts, does not wait.
+template <Instruction instruction, class TileA, class TileB>
+FMHA_DEVICE void start_pairs_product_abt(uint32_t d, const TileA& a, const TileB& b, uint32_t scales_a,
+                                         uint32_t scales_b) {
+  static_assert(TileA::dim == TileB::dim && TileB::rows <= 128, "one inner dimension; a word's scales in four columns");
+  const Operand<instruction.dtype, false, TileA> a_steps(a);
+  const Operand<instruction.dtype, false, TileB> b_steps(b);
+#pragma unroll
+  for (int step = 0; step < TileA::dim / kStepBytes; ++step) {
+    ptx::tcgen05_mma_block16_ss(d, a_steps.at(step), b_steps.at(step), pairs_scaled(instruction),
+                                scales_a + step * kScaleColumns, scales_b + step * kScaleColumns, step != 0);
+  }
+}
+
+// d (+)= A B of pairs of E2M1: A in tensor memory from column `a` on, of which the steps [first, end) are taken; B's
+// tile is [n, k], and its words of scales lie `columns_of_word` apart. By one thread; starts, does not wait.
+template <Instruction instruction, int first, int end, int columns_of_word, class TileB>
+FMHA_DEVICE void start_pairs_product_tmem(uint32_t d, uint32_t a, const TileB& b, uint32_t scales_a, uint32_t scales_b,
+                                          bool accumulate) {
+  const Operand<instruction.dtype, false, TileB> b_steps(b);
+#pragma unroll
+  for (int step = first; step < end; ++step) {
+    ptx::tcgen05_mma_block16_ts(d, a + step * (kStepBytes / 4), b_steps.at(step), pairs_scaled(instruction),
+                                scales_a + step * kScaleColumns, scales_b + step * columns_of_word,
+                                accumulate || step != 0);
   }
 }
 

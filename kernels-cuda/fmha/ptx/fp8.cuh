@@ -26,6 +26,17 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
   return packed;
 }
 
+// needs: sm_100a. Eight numbers to E2M1, to nearest even, 6 where they are larger; the first in the lowest four bits.
+// PTX ISA: cvt.
+FMHA_DEVICE uint32_t cvt_rn_satfinite_e2m1_x8(const float* x) {
+  uint32_t packed;
+  asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %2, %1; cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 c, %6, %5; cvt.rn.satfinite.e2m1x2.f32 d, %8, %7; mov.b32 %0, {a, b, c, d}; }"
+      : "=r"(packed)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "f"(x[4]), "f"(x[5]), "f"(x[6]), "f"(x[7]));
+  return packed;
+}
+
 // needs: sm_89. The low half's two numbers to f16, which holds them exactly; the first in the low half.
 // PTX ISA: cvt.
 FMHA_DEVICE uint32_t cvt_rn_f16x2_e4m3x2(uint32_t pair) {

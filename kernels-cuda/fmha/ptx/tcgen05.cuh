@@ -133,4 +133,27 @@ FMHA_DEVICE void tcgen05_mma_block32_ts(uint32_t d, uint32_t a, uint64_t b, uint
       : "memory");
 }
 
+// needs: sm_100a. D (+)= A B of pairs of E2M1 elements, of which 16 along a row of A and down a column of B have an
+// unsigned E4M3 scale in tensor memory: A by a shared-memory descriptor.
+// PTX ISA: tcgen05.mma, .block_scale.
+FMHA_DEVICE void tcgen05_mma_block16_ss(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
+                                        uint32_t scales_b, bool accumulate) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], %1, %2, %3, [%4], [%5], p; }" ::"r"(d),
+      "l"(a), "l"(b), "r"(instruction), "r"(scales_a), "r"(scales_b), "r"(int(accumulate))
+      : "memory");
+}
+
+// needs: sm_100a. The same with A in tensor memory, packed along the columns.
+// PTX ISA: tcgen05.mma, .block_scale.
+FMHA_DEVICE void tcgen05_mma_block16_ts(uint32_t d, uint32_t a, uint64_t b, uint32_t instruction, uint32_t scales_a,
+                                        uint32_t scales_b, bool accumulate) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], [%1], %2, %3, [%4], [%5], p; }" ::"r"(d),
+      "r"(a), "l"(b), "r"(instruction), "r"(scales_a), "r"(scales_b), "r"(int(accumulate))
+      : "memory");
+}
+
 }  // namespace fmha::ptx

@@ -88,6 +88,9 @@ impl Sm100Tile {
                 self.cluster, self.split_keys, self.shares
             ));
         }
+        if self.has_pairs() && self.block_n % 64 != 0 {
+            return refuse(format!("block_n={} beside pairs of elements: a step has 64 keys", self.block_n));
+        }
         if self.split_keys % self.block_n != 0 {
             return refuse(format!(
                 "split_keys={} is not a multiple of block_n={}",

@@ -237,6 +237,8 @@ impl Forward {
         let (u_out, u_inner) = (problem.dtypes.o.unit_roundoff(), inner_roundoff(problem));
         let u_of_p = match problem.block_scales.map(|scales| scales.format.elem()) {
             Some(ElemType::Number(elem)) if rounds_p => elem.unit_roundoff(),
+            // Half a unit of one bit of mantissa.
+            Some(ElemType::E2m1Pair) if rounds_p => 0.25,
             _ => 0.0,
         };
         let of_o = |o: &Stat, name| {

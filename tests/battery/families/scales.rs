@@ -53,6 +53,22 @@ fn of_format(cases: &mut Vec<Case>, format: BlockFormat) {
                 push(&format!("{dtype}/keys/{seqlen_k}/{letter}"), problem, Lengths::default());
             }
         }
+        // Strides that TMA takes, also of pairs of keys.
+        for (head_dim, mask) in [(64, "0"), (128, "b"), (192, "b:90,0"), (256, "0")] {
+            let dims = Dims {
+                seqlen_q: 140,
+                seqlen_k: 320,
+                head_dim_qk: head_dim,
+                head_dim_v: head_dim,
+                ..small(dtype, mask).dims
+            };
+            let problem = masked(dtype, Dims { batch: 1, ..dims }, mask).v_layout(VLayout::ColMajor);
+            push(
+                &format!("{dtype}/columns/d{head_dim}"),
+                problem.with_block_scales(format),
+                Lengths::default(),
+            );
+        }
         let plain = |mask| small(dtype, mask).with_block_scales(format);
         for (what, problem) in [
             ("window", plain("b:20,3,2")),

@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::overlap::{Lattice, Meeting};
 use super::{
     BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, ElemType, FwdArgs,
-    MaskArgs, MemorySpace, ScoreArgs, SecondArgs, SeqArgs,
+    MaskArgs, MemorySpace, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::bwd::ValidBwd;
 use crate::combine::ValidCombine;
@@ -17,6 +17,7 @@ use crate::mask_object::MaskObject;
 use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
 use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
+use crate::quantize::{TensorScale, ValidQuantize};
 use crate::score::{Bias, Descale};
 use crate::second::{SecondCall, named};
 use crate::sparse::{CandidateKind, IndexKeys, ValidChoose};
@@ -205,6 +206,34 @@ pub fn check_choose(
     )?;
     let scores = args.scores.as_ref().map(Access::out);
     operands.numbers("scores", scores, problem.write_scores, (F32, rows.saturating_mul(entries.into())))?;
+    operands.workspace(args.workspace.as_ref(), workspace)?;
+    operands.disjoint()
+}
+
+/// Checks the arguments of a conversion against its problem, as [`check_fwd`] does.
+///
+/// # Errors
+/// The first argument that does not fit, with both byte counts.
+pub fn check_quantize(
+    problem: &ValidQuantize,
+    args: &QuantizeArgs<'_>,
+    workspace: Workspace,
+    space: MemorySpace,
+) -> Result<(), ProblemError> {
+    let mut operands = Operands::new(space);
+    operands.tensor("x", Access::input(&args.x), problem.x, problem.shape, problem.dtype)?;
+    let of_bytes = [
+        ("elements", &args.elements, problem.elements, problem.stored(), problem.format.elem()),
+        ("scales", &args.scales, problem.scales, problem.of_scales(), problem.format.scale_elem()),
+    ];
+    for (name, slice, strides, shape, elem) in of_bytes {
+        let bytes = ValidFwd::extent_bytes(strides, shape, BYTE);
+        operands.push(name, Access::out(slice), elem, bytes, 1, Some((strides, shape, BYTE)))?;
+    }
+    let is = |wanted| problem.tensor_scale == wanted;
+    operands.read("tensor_scale", &args.tensor_scale, is(TensorScale::Given), (F32, 1))?;
+    let written = args.written_scale.as_ref().map(Access::out);
+    operands.numbers("written_scale", written, is(TensorScale::Written), (F32, 1))?;
     operands.workspace(args.workspace.as_ref(), workspace)?;
     operands.disjoint()
 }

@@ -15,7 +15,7 @@ use bytemuck::AnyBitPattern;
 pub use addresses::check_addresses;
 pub use cache::{CacheArgs, CacheSlice};
 pub(crate) use check::{check_build, mask_tensors};
-pub use check::{check_bwd, check_choose, check_combine, check_fwd};
+pub use check::{check_bwd, check_choose, check_combine, check_fwd, check_quantize};
 pub(crate) use elem::Told;
 pub use elem::{Elem, ElemType};
 pub use second::SecondArgs;
@@ -525,6 +525,24 @@ pub struct CombineArgs<'a> {
     pub o: DevSliceMut<'a>,
     /// The combined LSE, iff the problem writes it.
     pub lse: Option<DevSliceMut<'a>>,
+}
+
+/// The pointers of a conversion to a format with scales by blocks.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct QuantizeArgs<'a> {
+    /// The tensor.
+    pub x: DevSlice<'a>,
+    /// The stored elements.
+    pub elements: DevSliceMut<'a>,
+    /// The scales of blocks.
+    pub scales: DevSliceMut<'a>,
+    /// The tensor's scale, one f32, iff the problem has it given.
+    pub tensor_scale: Option<DevSlice<'a>>,
+    /// The tensor's scale, one f32, iff the problem has it written.
+    pub written_scale: Option<DevSliceMut<'a>>,
+    /// Scratch of the plan's size.
+    pub workspace: Option<DevSliceMut<'a>>,
 }
 
 /// The pointers of a choice.

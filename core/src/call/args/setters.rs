@@ -2,7 +2,7 @@
 
 use super::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
-    MaskArgs, PartialResult, ScoreArgs, SecondArgs, SeqArgs,
+    MaskArgs, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -58,6 +58,23 @@ impl<'a> ChooseArgs<'a> {
         indices: impl Into<Option<DevSliceMut<'a>>> => indices;
         /// The scores, f32.
         scores: impl Into<Option<DevSliceMut<'a>>> => scores;
+        /// Scratch of the plan's size.
+        workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
+    }
+}
+
+impl<'a> QuantizeArgs<'a> {
+    /// A tensor, and where its elements and the scales of its blocks go.
+    #[must_use]
+    pub fn new(x: DevSlice<'a>, elements: DevSliceMut<'a>, scales: DevSliceMut<'a>) -> Self {
+        Self { x, elements, scales, tensor_scale: None, written_scale: None, workspace: None }
+    }
+
+    setters! {
+        /// The tensor's given scale, f32.
+        tensor_scale: impl Into<Option<DevSlice<'a>>> => tensor_scale;
+        /// The tensor's scale that is written, f32.
+        written_scale: impl Into<Option<DevSliceMut<'a>>> => written_scale;
         /// Scratch of the plan's size.
         workspace: impl Into<Option<DevSliceMut<'a>>> => workspace;
     }

@@ -22,8 +22,11 @@ use crate::combine::ValidCombine;
 use crate::dtype::DType;
 use crate::error::{ProblemError, Result};
 use crate::peers::Peers;
-use crate::plan::{BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, Workspace};
+use crate::plan::{
+    BwdPlan, ChoosePlan, CombinePlan, Folded, FwdPlan, Plan, PlanOptions, QuantizePlan, Workspace,
+};
 use crate::problem::ValidFwd;
+use crate::quantize::ValidQuantize;
 use crate::queues::Queues;
 use crate::records::{PLAN, record};
 use crate::roofline::Roofline;
@@ -152,6 +155,14 @@ impl Device {
     /// As [`plan_fwd`](Self::plan_fwd).
     pub fn plan_choose(&self, problem: &ValidChoose, options: &PlanOptions) -> Result<ChoosePlan> {
         self.planned(problem, options, |problem, options| self.0.plan_choose(problem, options))
+    }
+
+    /// Chooses a kernel that brings a tensor to a format with scales by blocks.
+    ///
+    /// # Errors
+    /// As [`plan_fwd`](Self::plan_fwd).
+    pub fn plan_quantize(&self, problem: &ValidQuantize, options: &PlanOptions) -> Result<QuantizePlan> {
+        self.planned(problem, options, |problem, options| self.0.plan_quantize(problem, options))
     }
 
     /// A plan, of which the program's logger is told.

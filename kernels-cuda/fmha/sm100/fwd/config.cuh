@@ -27,8 +27,10 @@ FMHA_DEVICE consteval bool is_pair(const Sm100Tile& tile) { return tile.cluster 
 // Whether TMA brings blocks of keys from pages (common/pages_of_block.cuh).
 FMHA_DEVICE consteval bool loads_pages(const Sm100Tile& tile) { return tile.page_keys > 0; }
 
-// MXFP8: FP8 elements with a power of two for each 32 (scales.cuh).
+// MXFP8: FP8 elements with a power of two for each 32 (scales.cuh). NVFP4: pairs of E2M1, which tiles have as bytes of
+// FP8, with an E4M3 scale for each 16.
 FMHA_DEVICE consteval bool is_scaled(const Sm100Tile& tile) { return tile.scale_block > 0; }
+FMHA_DEVICE consteval bool has_pairs(const Sm100Tile& tile) { return tile.scale_block == 16; }
 
 // Rows of a tile of work: a CTA's query tiles follow each other; a pair's are taken by its CTAs in turn, so that one
 // product has 256 adjacent rows.
@@ -87,11 +89,16 @@ struct Maps {
   TensorMap q, k, v;
 };
 
-// Tiles of scales: those of 128 queries or of a block's keys have a word for 128 elements of a row; a block of V has
-// one word for each element of its rows.
-template <FwdSpec spec>
+// Bytes of a row of Q and K where two elements share one: whole steps of a product.
+FMHA_DEVICE constexpr int bytes_of_pairs(int dim) { return round_up(dim, 64) / 2; }
+
+// Tiles of scales: those of 128 queries or of a block's keys have a word for 128 elements of a row, of pairs for 64; a
+// block of V has one word for each element of its rows, of pairs one for 64 keys. P of pairs has a word for 64 keys.
+template <FwdSpec spec, Sm100Tile tile>
 struct ScaleTiles {
-  static constexpr int qk = ceil_div(padded_dim(spec.head_dim_qk), 128), v = ceil_div(padded_dim(spec.head_dim_v), 128);
+  static constexpr int p = has_pairs(tile) ? tile.block_n / 64 : 1, columns = ceil_div(padded_dim(spec.head_dim_v), 128);
+  static constexpr int qk = has_pairs(tile) ? ceil_div(spec.head_dim_qk, 64) : ceil_div(padded_dim(spec.head_dim_qk), 128);
+  static constexpr int v = p * columns;
 };
 
 // Tensor memory, of each CTA: 512 columns of 128 lanes. Two score slots; P takes the last columns of its S, which the
@@ -101,13 +108,13 @@ template <FwdSpec spec, Sm100Tile tile>
 struct TmemPlan {
   static constexpr int columns = 512;
   static constexpr int dim_v = padded_dim(spec.head_dim_v);
-  static constexpr int p_columns = mma::sm100::columns_of(spec.dtype_v, tile.block_n);
+  static constexpr int p_columns = mma::sm100::columns_of(spec.dtype_v, tile.block_n) / (has_pairs(tile) ? 2 : 1);
 
   FMHA_DEVICE static constexpr int s(int slot) { return slot * tile.block_n; }
   FMHA_DEVICE static constexpr int p(int slot) { return s(slot) + tile.block_n - p_columns; }
   FMHA_DEVICE static constexpr int o(int q_tile) { return 2 * tile.block_n + q_tile * dim_v; }
 
-  using Tiles = ScaleTiles<spec>;
+  using Tiles = ScaleTiles<spec, tile>;
   static constexpr int tile_columns = is_scaled(tile) ? mma::sm100::kScaleColumns : 0;
   FMHA_DEVICE static constexpr int q_scales(int q_tile) {
     return o(num_q_tiles(tile)) + q_tile * Tiles::qk * tile_columns;
@@ -116,11 +123,12 @@ struct TmemPlan {
     return q_scales(num_q_tiles(tile)) + buffer * Tiles::qk * tile_columns;
   }
   FMHA_DEVICE static constexpr int v_scales(int buffer) { return k_scales(2) + buffer * Tiles::v * tile_columns; }
-  FMHA_DEVICE static constexpr int p_scales(int q_tile) { return v_scales(2) + q_tile * tile_columns; }
+  // P's scales of a query tile; beside pairs, of a score slot.
+  FMHA_DEVICE static constexpr int p_scales(int of) { return v_scales(2) + of * Tiles::p * tile_columns; }
 
   static_assert(p_columns <= tile.block_n, "P fits its S");
   static_assert(s(1) >= s(0) + tile.block_n && o(0) >= s(1) + tile.block_n, "score slots and O lie apart");
-  static_assert(p_scales(num_q_tiles(tile)) <= columns, "tensor memory holds S, O and scales");
+  static_assert(p_scales(has_pairs(tile) ? 2 : num_q_tiles(tile)) <= columns, "tensor memory holds S, O and scales");
 };
 
 // A score slot, and the parity of its barriers. Two query tiles have a slot each; a lone one takes them in turn, so
@@ -145,22 +153,26 @@ template <FwdSpec spec, Sm100Tile tile, bool has_any = is_scaled(tile)>
 struct ScaleSlots {};
 template <FwdSpec spec, Sm100Tile tile>
 struct ScaleSlots<spec, tile, true> {
-  using Tiles = ScaleTiles<spec>;
+  using Tiles = ScaleTiles<spec, tile>;
   mma::sm100::ScaleTile q_scales[num_q_tiles(tile)][Tiles::qk];
   mma::sm100::ScaleTile kv_scales[tile.stages][max(Tiles::qk, Tiles::v)];
+  // Scales of P in pairs, by score slot. They are read before the slot's next scores are announced.
+  mma::sm100::ScaleTile p_scales[has_pairs(tile) ? 2 : 1][Tiles::p];
 };
 
 template <FwdSpec spec, Sm100Tile tile>
 struct Smem : ScaleSlots<spec, tile> {
   static constexpr int q_tiles = num_q_tiles(tile);
-  static constexpr int dim_qk = padded_dim(spec.head_dim_qk), dim_v = padded_dim(spec.head_dim_v);
+  // Elements of a row; where pairs share bytes, bytes.
+  static constexpr int dim_qk = has_pairs(tile) ? bytes_of_pairs(spec.head_dim_qk) : padded_dim(spec.head_dim_qk);
+  static constexpr int dim_v = padded_dim(spec.head_dim_v), bytes_of_keys = tile.block_n / (has_pairs(tile) ? 2 : 1);
   static constexpr bool v_columns = spec.v_layout == VLayout::ColMajor, clustered = is_pair(tile);
   // Each CTA of a pair holds half of K's rows and half of V's columns of a block.
   static constexpr int own_keys = tile.block_n / tile.cluster, own_dim_v = dim_v / tile.cluster;
   using QTile = SmemTile<mma::Storage<spec.dtype_qk>, kRows, dim_qk, clustered>;
   using KTile = SmemTile<mma::Storage<spec.dtype_qk>, own_keys, dim_qk, clustered>;
   using VTile = SmemTile<mma::Storage<spec.dtype_v>, v_columns ? own_dim_v : tile.block_n,
-                         v_columns ? tile.block_n : own_dim_v, clustered>;
+                         v_columns ? bytes_of_keys : own_dim_v, clustered>;
   // A slot of the ring holds a block of K or of V.
   struct alignas(1024) KvSlot {
     unsigned char bytes[max(KTile::tile_bytes, VTile::tile_bytes)];
@@ -242,9 +254,13 @@ FMHA_DEVICE float softmax_scale_log2(const FwdParams& p, const Work& work) {
   return fmaxf(fabsf(p.softmax_scale * descale_qk<spec>(p, work)) * kLog2E, 1.17549435e-38f);
 }
 
+// Scale of P in pairs: the largest element times the largest scale, 2688, as its f32 exponent has it.
+constexpr float kLog2ScaleOfPairs = 11.392317771f, kScaleOfPairs = 2688.00073f;
+
 // P is scaled in the exponent: that of 8 bits to their range; that of bf16 to less (range.h).
 template <FwdSpec spec, Sm100Tile tile>
 FMHA_DEVICE constexpr float scale_of_p() {
+  if constexpr (has_pairs(tile)) return kScaleOfPairs;
   if constexpr (spec.dtype_v != DType::Bf16) return p_scale(spec.dtype_v);
   return power_of_two(offset_log2_of_bf16_p(spec.mask != MaskKind::Full, tile.lazy_rescale_log2));
 }
@@ -257,8 +273,14 @@ FMHA_DEVICE constexpr float log2_of_power(float power) {
   return exponent;
 }
 
+template <FwdSpec spec, Sm100Tile tile>
+FMHA_DEVICE constexpr float log2_scale_of_p() {
+  if constexpr (has_pairs(tile)) return kLog2ScaleOfPairs;
+  return log2_of_power(scale_of_p<spec, tile>());
+}
+
 // Keys of a block whose P is handed over first.
 template <FwdSpec spec, Sm100Tile tile>
-FMHA_DEVICE constexpr int first_part() { return tile.block_n * 3 / 4 / 32 * 32; }
+FMHA_DEVICE constexpr int first_part() { return has_pairs(tile) ? 64 : tile.block_n * 3 / 4 / 32 * 32; }
 
 }  // namespace fmha::sm100

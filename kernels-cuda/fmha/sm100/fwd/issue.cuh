@@ -95,8 +95,13 @@ struct Issuer {
         if constexpr (is_scaled(tile)) {
           const uint32_t of_q = tmem + Tmem::q_scales(q), of_k = tmem + Tmem::k_scales(k_buffer);
           if (scores.is_first(q)) start_copies<Tmem::Tiles::qk>(of_q, smem.q_scales[q]);
-          mma::sm100::start_scaled_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q],
-                                                                   smem.kv[k.index].k(), of_q, of_k);
+          if constexpr (has_pairs(tile)) {
+            mma::sm100::start_pairs_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q],
+                                                                    smem.kv[k.index].k(), of_q, of_k);
+          } else {
+            mma::sm100::start_scaled_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q],
+                                                                     smem.kv[k.index].k(), of_q, of_k);
+          }
         } else {
           mma::sm100::start_product_abt<scores_instruction>(tmem + Tmem::s(slot), smem.q[q], smem.kv[k.index].k());
         }
@@ -121,8 +126,16 @@ struct Issuer {
 
   // The steps [first, end) of a block's product with V.
   template <int first, int end, class Values>
-  FMHA_DEVICE void start_output_steps(int q, uint32_t d, uint32_t a, const Values& values, bool accumulate) const {
-    if constexpr (is_scaled(tile)) {
+  FMHA_DEVICE void start_output_steps(int q, int32_t slot, uint32_t d, uint32_t a, const Values& values,
+                                      bool accumulate) const {
+    if constexpr (has_pairs(tile)) {
+      // P's scales have come with it.
+      const uint32_t of_p = tmem + Tmem::p_scales(slot);
+#pragma unroll
+      for (int i = first; i < end; ++i) mma::sm100::start_copy(of_p + i * Tmem::tile_columns, smem.p_scales[slot][i]);
+      mma::sm100::start_pairs_product_tmem<output_instruction, first, end, Tmem::Tiles::columns * Tmem::tile_columns>(
+          d, a, values, of_p, tmem + Tmem::v_scales(v_buffer), accumulate);
+    } else if constexpr (is_scaled(tile)) {
       mma::sm100::start_scaled_product_tmem<output_instruction, first, end>(
           d, a, values, tmem + Tmem::p_scales(q), tmem + Tmem::v_scales(v_buffer), accumulate);
     } else {
@@ -137,8 +150,8 @@ struct Issuer {
       ScoreSlot<q_tiles>& at = output_slot[q];
       const int32_t slot = q_tiles == 2 ? q : at.index;
       const uint32_t d = tmem + Tmem::o(q), a = tmem + Tmem::p(slot);
-      constexpr int steps = tile.block_n / mma::sm100::depth_of(spec.dtype_v);
-      constexpr int first_steps = first_part<spec, tile>() / mma::sm100::depth_of(spec.dtype_v);
+      constexpr int depth = mma::sm100::depth_of(spec.dtype_v) * (has_pairs(tile) ? 2 : 1);
+      constexpr int steps = tile.block_n / depth, first_steps = first_part<spec, tile>() / depth;
       const auto& values = smem.kv[v.index].v();
       wait_for_pair<tile>(smem.p_full[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
@@ -146,12 +159,12 @@ struct Issuer {
         if constexpr (is_scaled(tile)) {
           if (!has_v_scales) start_copies<Tmem::Tiles::v>(tmem + Tmem::v_scales(v_buffer), smem.kv_scales[v.index]);
         }
-        start_output_steps<0, first_steps>(q, d, a, values, !output.is_first(q));
+        start_output_steps<0, first_steps>(q, slot, d, a, values, !output.is_first(q));
       }
       has_v_scales = true;
       wait_for_pair<tile>(smem.p_last[slot], at.phase);
       ptx::tcgen05_fence_after_thread_sync();
-      if (issues) start_output_steps<first_steps, steps>(q, d, a, values, true);
+      if (issues) start_output_steps<first_steps, steps>(q, slot, d, a, values, true);
       at.advance();
     }
     if (last_tile) {

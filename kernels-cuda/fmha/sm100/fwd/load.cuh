@@ -43,6 +43,7 @@ struct Loader {
   bool more = true;
 
   static constexpr bool copies = tile.copy_bytes > 0, paged = loads_pages(tile);
+  static constexpr int elems_of_byte = has_pairs(tile) ? 2 : 1;  // of those that tiles have as one
   // Without pages a block is one box.
   using Pages = PagesOfBlock<tile.block_n, loads_pages(tile) ? tile.page_keys : tile.block_n>;
   // With pages a whole warp loads, of which one lane waits for the others and arrives.
@@ -75,13 +76,13 @@ struct Loader {
   FMHA_DEVICE void copy_q(const Work& work, int q) {
     using Elem = typename Shared::QTile::Elem;
     const Elem* data = static_cast<const Elem*>(p.q.data);
-    copier.copy(smem.q[q], spec.head_dim_qk, data, [&](int32_t row) -> const Elem* {
+    copier.copy(smem.q[q], spec.head_dim_qk / elems_of_byte, data, [&](int32_t row) -> const Elem* {
       const int32_t packed_row = first_row_of<tile>(work, q) + row, i = query_of<tile>(p, packed_row);
       const int32_t i_head = tile.pack_gqa ? work.i_head + packed_row - i * p.gqa_ratio : work.i_head;
       return i < work.seqlen_q ? data + query_offset(p, span_of(work), i, i_head) : nullptr;
     });
     if constexpr (is_scaled(tile)) {
-      copy_scales<ScaleTiles<spec>::qk>(
+      copy_scales<ScaleTiles<spec, tile>::qk>(
           smem.q_scales[q], [&](int32_t word, int32_t l) { return reader().of_queries(work, q, word, l); });
     }
     copier.finish(smem.q_full[q]);
@@ -99,14 +100,16 @@ struct Loader {
     if constexpr (columns && spec.kv_layout == KvKind::Paged) {
       // A word's keys may lie in several pages.
       copier.gather(to, [&](int32_t d, int32_t column) -> const Elem* {
-        const int32_t j = first_key + column;
+        const int32_t j = first_key + column * elems_of_byte;
         if (d >= dim || j < 0 || j >= end) return nullptr;
-        return data + row_offset(view, keys.place(p, j), keys.i_head_kv) + d * view.dim;
+        KvRow place = keys.place(p, j);
+        place.row /= elems_of_byte;  // pages hold whole pairs
+        return data + row_offset(view, place, keys.i_head_kv) + d * view.dim;
       });
     } else if constexpr (columns) {
-      const int32_t there = first_key < 0 ? 0 : max(end - first_key, 0);
+      const int32_t there = first_key < 0 ? 0 : ceil_div(max(end - first_key, 0), elems_of_byte);
       copier.copy(to, there, data, [&](int32_t d) -> const Elem* {
-        return d < dim ? head + d * view.dim + first_key : nullptr;
+        return d < dim ? head + d * view.dim + first_key / elems_of_byte : nullptr;
       });
     } else {
       copier.copy(to, dim, data, [&](int32_t row) -> const Elem* {
@@ -117,7 +120,7 @@ struct Loader {
       });
     }
     if constexpr (is_scaled(tile)) {
-      constexpr int tiles = values ? ScaleTiles<spec>::v : ScaleTiles<spec>::qk;
+      constexpr int tiles = values ? ScaleTiles<spec, tile>::v : ScaleTiles<spec, tile>::qk;
       copy_scales<tiles>(smem.kv_scales[ring.index], [&](int32_t at, int32_t l) {
         return values ? reader().of_values(keys, at, l) : reader().of_keys(keys, at, l);
       });
@@ -197,7 +200,7 @@ struct Loader {
     if (k.next == k.end && more) begin_k();
     if (!more) return;
     if constexpr (copies) {
-      copy_block<false, false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk, smem.kv_full[ring.index], k);
+      copy_block<false, false>(smem.kv[ring.index].k(), p.k, spec.head_dim_qk / elems_of_byte, smem.kv_full[ring.index], k);
     } else {
       const Pages pages = pages_of(k);
       ptx::mbarrier_wait_parity(smem.kv_empty[ring.index], ring.phase ^ 1);
@@ -219,8 +222,9 @@ struct Loader {
     if constexpr (copies) {
       copy_block<Shared::v_columns, true>(smem.kv[slot].v(), p.v, spec.head_dim_v, smem.kv_full[slot], v);
     } else {
-      const bool raw = v.next == 0 && v.first_dirty < tile.block_n;
-      const int32_t row = v.row(seen), dim = half() * Shared::own_dim_v;
+      // Pairs of E2M1 are finite, whatever they are.
+      const bool raw = !has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n;
+      const int32_t row = v.row(seen) / elems_of_byte, dim = half() * Shared::own_dim_v;
       const Pages pages = pages_of(v);
       ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
       if (raw) {

@@ -33,13 +33,18 @@ struct ScaleLine {
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys>
 struct ScaleReader {
   using Keys = BlockKeys<spec, tile, SeenKeys>;
-  static constexpr uint32_t one = 127, ones = 0x7f7f7f7f;  // 2^0
+  using Tiles = ScaleTiles<spec, tile>;
+  // 1 of either type, and the bits of a scale: that of E4M3 has no sign.
+  static constexpr uint32_t one = has_pairs(tile) ? 0x38 : 127, ones = one * 0x01010101;
+  static constexpr uint32_t scale_bits = has_pairs(tile) ? 0x7f : 0xff;
 
   const FwdParams& p;
   const BlockScaleParams& scales;
   const SeenKeys& seen;
 
-  FMHA_DEVICE static uint32_t byte(const View& of, int64_t at) { return static_cast<const uint8_t*>(of.data)[at]; }
+  FMHA_DEVICE static uint32_t byte(const View& of, int64_t at) {
+    return static_cast<const uint8_t*>(of.data)[at] & scale_bits;
+  }
 
   // Word `word` of the scales along the row that begins at `at`.
   FMHA_DEVICE static uint32_t along_row(const View& of, int64_t at, int32_t word) {
@@ -81,11 +86,13 @@ struct ScaleReader {
     return line;
   }
   // Line l of tile `part` of a block of V: its rows are 128 columns of V, and a word has the scales of 128 keys.
-  FMHA_DEVICE ScaleLine of_values(const Keys& keys, int32_t part, int32_t l) const {
-    const int32_t first = keys.block(seen) * tile.block_n;
+  FMHA_DEVICE ScaleLine of_values(const Keys& keys, int32_t at_tile, int32_t l) const {
+    // Keys of pairs have tiles of their own for each 64.
+    const int32_t part = at_tile % Tiles::columns;
+    const int32_t first = keys.block(seen) * tile.block_n + at_tile / Tiles::columns * 64;
     ScaleLine line = {{ones, ones, ones, ones}};
 #pragma unroll
-    for (int b = 0; b < tile.block_n / tile.scale_block; ++b) {
+    for (int b = 0; b < (has_pairs(tile) ? 4 : tile.block_n / tile.scale_block); ++b) {
       const int32_t j = first + tile.scale_block * b;
       if (j < 0 || j >= keys.seqlen_k) continue;
       const KvRow place = keys.place(p, j);
@@ -106,7 +113,7 @@ struct ScaleReader {
 template <FwdSpec spec, Sm100Tile tile, class SeenKeys, int blocks_ahead>
 struct ScaleRole {
   using Shared = Smem<spec, tile>;
-  using Tiles = ScaleTiles<spec>;
+  using Tiles = ScaleTiles<spec, tile>;
   using Reader = ScaleReader<spec, tile, SeenKeys>;
 
   Shared& smem;
@@ -174,7 +181,7 @@ struct ScaleRole {
     const int32_t slot = ring.index;
     ptx::mbarrier_wait_parity(smem.kv_empty[slot], ring.phase ^ 1);
     put(smem.kv_scales[slot], lines, smem.kv_full[slot]);
-    if (v.next == 0 && v.first_dirty < tile.block_n) {
+    if (!has_pairs(tile) && v.next == 0 && v.first_dirty < tile.block_n) {
       ptx::mbarrier_wait_parity(smem.kv_raw[slot], raw_phases >> slot & 1);
       raw_phases ^= 1u << slot;
       zero_keys(smem.kv[slot].v(), v.first_dirty);

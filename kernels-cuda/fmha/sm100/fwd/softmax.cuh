@@ -10,6 +10,7 @@
 #pragma once
 #include <fmha/online_softmax.h>
 #include <fmha/philox.h>
+#include <fmha/ptx/copy.cuh>
 #include <fmha/ptx/f32x2.cuh>
 #include <fmha/ptx/fp8.cuh>
 #include <fmha/ptx/num.cuh>
@@ -49,7 +50,7 @@ struct SoftmaxRole {
   using Shared = Smem<spec, tile>;
   using Tmem = TmemPlan<spec, tile>;
   static constexpr int n = tile.block_n, chunk = 32, num_chunks = n / chunk;
-  static constexpr int p_words = chunk * size_bytes(spec.dtype_v) / 4;  // of a chunk
+  static constexpr int p_words = chunk * size_bytes(spec.dtype_v) / (has_pairs(tile) ? 8 : 4);  // of a chunk
   static constexpr int early_chunks = first_part<spec, tile>() / chunk;
   static constexpr bool loads_maxima = tile.load_max && !modifies_score(spec);
   static constexpr bool has_lo = spec.mask == MaskKind::Band;
@@ -228,21 +229,59 @@ struct SoftmaxRole {
       s[e + 1] = y.high;
     }
   }
+  // Scales the numbers of two blocks of 16 keys to E2M1's range, and says by what: the largest / 6 of each, in E4M3.
+  FMHA_DEVICE static uint32_t to_pairs(const float* s, float (&x)[chunk]) {
+    float scales[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      float most = 0.f;
+#pragma unroll
+      for (int e = 0; e < 16; ++e) most = fmaxf(most, s[16 * b + e]);
+      scales[b] = most * (1.f / 6.f);
+    }
+    const uint32_t codes = ptx::cvt_rn_satfinite_x4<DType::E4m3Fn>(scales[0], scales[1], 0.f, 0.f);
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      // A code's exponent and mantissa as f32 has them, whose exponents begin 120 lower.
+      const uint32_t code = codes >> 8 * b & 0xff;
+      const float factor = code == 0 ? 0.f : ptx::rcp_approx_ftz(float_of(code << 20) * float_of(247u << 23));
+#pragma unroll
+      for (int e = 0; e < 16; ++e) x[16 * b + e] = s[16 * b + e] * factor;
+    }
+    return codes;
+  }
+  // Half a word of P's scales, of a chunk's 32 keys.
+  FMHA_DEVICE void store_scales(int c, int32_t slot_index, uint32_t codes) const {
+    const mma::sm100::ScaleTile& to = smem.p_scales[slot_index][c / 2];
+    ptx::st_shared_u16(to.line(row_in_tile % 32) + row_in_tile / 32 * 4 + c % 2 * 2, uint16_t(codes));
+  }
   FMHA_DEVICE void store(const float (&s)[n], int c, int32_t slot_index) const {
     uint32_t words[p_words];
+    if constexpr (has_pairs(tile)) {
+      float x[chunk];
+      store_scales(c, slot_index, to_pairs(&s[c * chunk], x));
 #pragma unroll
-    for (int w = 0; w < p_words; ++w) {
-      const float* x = &s[c * chunk + w * chunk / p_words];
-      if constexpr (is_fp8(spec.dtype_v)) {
-        words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
-      } else {
-        words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+      for (int w = 0; w < p_words; ++w) words[w] = ptx::cvt_rn_satfinite_e2m1_x8(&x[8 * w]);
+    } else {
+#pragma unroll
+      for (int w = 0; w < p_words; ++w) {
+        const float* x = &s[c * chunk + w * chunk / p_words];
+        if constexpr (is_fp8(spec.dtype_v)) {
+          words[w] = ptx::cvt_rn_satfinite_x4<spec.dtype_v>(x[0], x[1], x[2], x[3]);
+        } else {
+          words[w] = ptx::cvt_rn_x2<spec.dtype_v>(x[0], x[1]);
+        }
       }
     }
     ptx::tcgen05_st(tmem + Tmem::p(slot_index) + c * p_words, words);
   }
   FMHA_DEVICE void hand_over(Barrier& barrier) const {
     ptx::tcgen05_wait_st();
+    if constexpr (has_pairs(tile)) {
+      // One lane announces what all of its warp's have written.
+      ptx::fence_proxy_async();
+      __syncwarp();
+    }
     ptx::tcgen05_fence_before_thread_sync();
     arrive_at_leader_if<tile>(barrier, signals);
   }
@@ -284,7 +323,7 @@ struct SoftmaxRole {
     row_max = new_max;
     if (!first) tell(correction, 0.f, false);
 
-    constexpr float p_offset_log2 = log2_of_power(scale_of_p<spec, tile>());
+    constexpr float p_offset_log2 = log2_scale_of_p<spec, tile>();
     float shift = reference * scale_log2 - p_offset_log2;
     if (fabsf(reference * scale_log2) >= kLargestShift) {
       shift = -p_offset_log2;
@@ -307,7 +346,7 @@ struct SoftmaxRole {
   }
 
   FMHA_DEVICE void run() {
-    if constexpr (is_scaled(tile)) {
+    if constexpr (is_scaled(tile) && !has_pairs(tile)) {
       // P's scales are 1 of the type of powers of two; the first hand-over of P announces them.
       constexpr uint32_t one = 0x7f7f7f7f;
       const uint32_t ones[] = {one, one, one, one};

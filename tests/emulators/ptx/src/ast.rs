@@ -25,6 +25,7 @@ pub(crate) enum Ty {
     S16x2,
     E4m3x2,
     E5m2x2,
+    E2m1x2,
     E4m3,
     E5m2,
     B64,
@@ -59,6 +60,7 @@ impl Ty {
             "s16x2" => Self::S16x2,
             "e4m3x2" => Self::E4m3x2,
             "e5m2x2" => Self::E5m2x2,
+            "e2m1x2" => Self::E2m1x2,
             "e4m3" => Self::E4m3,
             "e5m2" => Self::E5m2,
             "b64" => Self::B64,
@@ -75,7 +77,7 @@ impl Ty {
     pub(crate) fn bytes(self) -> u32 {
         match self {
             Self::Pred => 0,
-            Self::B8 | Self::U8 | Self::S8 | Self::E4m3 | Self::E5m2 => 1,
+            Self::B8 | Self::U8 | Self::S8 | Self::E4m3 | Self::E5m2 | Self::E2m1x2 => 1,
             Self::B16 | Self::U16 | Self::S16 | Self::F16 | Self::Bf16 | Self::E4m3x2 | Self::E5m2x2 => 2,
             Self::B32
             | Self::U32

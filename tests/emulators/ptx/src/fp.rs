@@ -39,6 +39,8 @@ pub(crate) const BF16: Format =
     Format { man: 7, bias: 127, max: 0x7f7f, inf: Some(0x7f80), nan: 0x7fff, sign: 15 };
 pub(crate) const E4M3: Format = Format { man: 3, bias: 7, max: 0x7e, inf: None, nan: 0x7f, sign: 7 };
 pub(crate) const E5M2: Format = Format { man: 2, bias: 15, max: 0x7b, inf: Some(0x7c), nan: 0x7f, sign: 7 };
+/// Four bits, without NaN: a NaN is converted to the largest number.
+pub(crate) const E2M1: Format = Format { man: 1, bias: 1, max: 7, inf: None, nan: 7, sign: 3 };
 /// Single precision with a ten-bit mantissa, kept in the upper bits of a word by [`tf32`].
 const TF32: Format = Format { man: 10, bias: 127, max: 0x3fbff, inf: Some(0x3fc00), nan: 0x3ffff, sign: 18 };
 

@@ -308,6 +308,26 @@ fn fp8_conversions_round_to_nearest_and_saturate() {
 }
 
 #[test]
+fn four_bit_conversions_round_to_nearest_even_and_saturate() {
+    let values = [0.0f32, -0.0, 0.25, 0.26, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0, -5.1, 6.5, 1e9, -1e9, f32::NAN, 4.9];
+    let want = [0, 8, 0, 1, 2, 2, 12, 4, 6, 6, 15, 7, 7, 15, 7, 6];
+    let a: [u64; 32] = std::array::from_fn(|i| u64::from(values[i % values.len()].to_bits()));
+    let one: [u64; 32] = [u64::from(1f32.to_bits()); 32];
+    // The first number of a byte is the second operand. Bytes are packed from the low end.
+    let got = lanes(
+        32,
+        "{ .reg .b8 %e, %f; cvt.rn.satfinite.e2m1x2.f32 %e, %b, %a; cvt.rn.satfinite.e2m1x2.f32 %f, %a, %b;
+         mov.b32 %d, {%e, %f, %e, %e}; }",
+        [&a, &one, &a],
+    );
+    for i in 0..32 {
+        let (code, pair) = (want[i % want.len()], want[i % want.len()] | 0x20);
+        let other = 2 | code << 4;
+        assert_eq!(got[i], pair | other << 8 | pair << 16 | pair << 24, "{}", values[i % values.len()]);
+    }
+}
+
+#[test]
 fn shuffles_and_votes_follow_the_isa() {
     let a: [u64; 32] = std::array::from_fn(|i| 100 + i as u64);
     let lane = |text: &str| lanes(32, text, [&a, &a, &a]);

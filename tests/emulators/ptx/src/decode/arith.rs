@@ -430,7 +430,9 @@ impl Decoder<'_> {
         let fp8 = |t| matches!(t, Ty::E4m3x2 | Ty::E5m2x2);
         let pair = |t| matches!(t, Ty::F16x2 | Ty::Bf16x2);
         let known = if cvt.packed {
-            from == Ty::F32 && (fp8(to) || pair(to))
+            from == Ty::F32 && (fp8(to) || pair(to) || to == Ty::E2m1x2 && cvt.satfinite)
+        } else if to == Ty::E2m1x2 || from == Ty::E2m1x2 {
+            false
         } else if fp8(to) || fp8(from) || pair(to) || pair(from) {
             fp8(to) && pair(from) || pair(to) && fp8(from)
         } else {

@@ -197,6 +197,7 @@ fn pair(cvt: Cvt, high: f64, low: f64) -> u64 {
         Ty::F16x2 => (fp::F16, 16, cvt.satfinite),
         Ty::Bf16x2 => (fp::BF16, 16, cvt.satfinite),
         Ty::E4m3x2 => (fp::E4M3, 8, true),
+        Ty::E2m1x2 => (fp::E2M1, 4, true),
         _ => (fp::E5M2, 8, true),
     };
     let one = |x: f64| {
