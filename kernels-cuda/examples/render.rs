@@ -73,8 +73,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             continue;
         }
         if fields.contains(&("kernel", "sm100_mla")) {
-            let mut tile =
-                Sm100MlaTile { by_tma: true, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+            let mut tile = Sm100MlaTile {
+                by_tma: true,
+                box_keys: 64,
+                lazy_rescale_log2: 8,
+                vector_store: true,
+                split_keys: 0,
+            };
             for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
                 if !of_spec && field != "kernel" {
                     tile.set(field, value)?;

@@ -28,6 +28,7 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
         Recipe::of::<Sm90Mla>(),
         Recipe::of::<Sm100Mla>(),
         Recipe::of::<Widened<Sm100>>(),
+        Recipe::of::<Widened<Sm100Mla>>(),
         Recipe::of::<Sm80>(),
         Recipe::of::<Simt>(),
     ]

@@ -25,8 +25,8 @@ pub const CTAS: u32 = 2;
 pub const ROWS: u32 = 128;
 /// Keys of a block.
 pub const KEYS: u32 = 128;
-/// Keys of a box of TMA: a CTA's half of a block.
-pub const BOX_KEYS: u32 = KEYS / CTAS;
+/// Most keys of a box of TMA: a CTA's half of a block.
+const BOX_KEYS: u32 = KEYS / CTAS;
 
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 416;
@@ -43,8 +43,10 @@ const STAGES: i32 = 8;
 abi_spec! {
     /// Tile of the kernel: how it computes.
     pub struct Sm100MlaTile {
-        /// TMA brings K and V, 64 keys at once, which lie in one page; else threads copy all rows.
+        /// TMA brings K and V, `box_keys` keys at once, which lie in one page; else threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
+        /// Keys of a box of TMA: what a page and 64 keys have in common, 8 at least; 64 without pages; 0: TMA brings none.
+        pub box_keys: i32 = Takes::nothing(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// O, whose rows are whole 16 bytes and begin on such, is stored 16 bytes at a time; else element by element.
@@ -74,14 +76,12 @@ impl Sm100MlaTile {
     /// # Errors
     /// A text that names the field and what does not go with it.
     pub fn check(&self, problem: &FwdProblem) -> Result<(), String> {
-        if let Some(page_size) = page_without_whole_boxes(problem)
-            && self.by_tma
-        {
-            return Err(format!(
-                "tile by_tma=1: pages of {page_size} rows are no whole boxes of {BOX_KEYS}, as TMA brings them"
-            ));
+        match problem.layout.kv {
+            KvLayout::Paged { page_size } if self.by_tma && self.box_keys == 0 => Err(format!(
+                "tile by_tma=1: pages of {page_size} rows are no whole boxes of 8, as TMA brings them"
+            )),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Dynamic shared memory of a CTA: Q, P, the ring, numbers and barriers. The entry asserts that it suffices.
@@ -137,12 +137,10 @@ fn units(problem: &FwdProblem) -> (u64, u64) {
     (u64::from(batch).saturating_mul(num_heads_kv.into()).saturating_mul(num_m_blocks), num_m_blocks)
 }
 
-/// Rows of a page, where they are no whole boxes of TMA.
-fn page_without_whole_boxes(problem: &FwdProblem) -> Option<u32> {
-    match problem.layout.kv {
-        KvLayout::Paged { page_size } if !page_size.is_multiple_of(BOX_KEYS) => Some(page_size),
-        _ => None,
-    }
+/// Keys of a box of TMA: rows of one page that are whole lines of the swizzle; 0 where pages have none.
+fn box_keys(problem: &FwdProblem) -> i32 {
+    let rows = problem.layout.kv.page_size().unwrap_or(BOX_KEYS);
+    [BOX_KEYS, 32, 16, 8].into_iter().find(|keys| rows.is_multiple_of(*keys)).unwrap_or(0).cast_signed()
 }
 
 /// Whether the kernel computes this problem, and if not, why.
@@ -205,8 +203,10 @@ pub fn accepts(problem: &FwdProblem) -> Result<(), Refusal> {
 /// The tile for a problem that the kernel [`accepts`], on a device of `num_sms` multiprocessors.
 #[must_use]
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm100MlaTile {
+    let box_keys = box_keys(problem);
     Sm100MlaTile {
-        by_tma: page_without_whole_boxes(problem).is_none(),
+        by_tma: box_keys > 0,
+        box_keys,
         // P up to 2^8 is as exact in 16 bits as P up to 1, and f32 sums have room.
         lazy_rescale_log2: 8,
         vector_store: stores_vectors(problem),

@@ -360,8 +360,7 @@ pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let listed = problem.walks_lists();
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
     let of_rows = |problem: &FwdProblem| split_keys(problem, units(problem, 1).0, KEYS, num_sms);
-    let split_keys =
-        if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) };
+    let split_keys = if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) };
     let v_in_k = problem.cache.v_in_k && shares_rows(problem.dims, listed);
     Sm90MlaTile {
         by_tma: !listed && !copies_rows(problem, split_keys),

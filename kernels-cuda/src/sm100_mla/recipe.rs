@@ -10,8 +10,8 @@ use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, St
 
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{ALIGN, refuse_row_invariant};
-use crate::sm90_mla::recipe::Maps;
 use crate::sm90_mla::MlaSchedule;
+use crate::sm90_mla::recipe::Maps;
 use crate::sm100::recipe::needs;
 use crate::sm100_mla::{self as text, Sm100MlaTile};
 use crate::split::{self, RowsAtOnce, launch as parts};
@@ -55,22 +55,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<Sm100MlaTile, Refusal> {
-        let refuse = |reason: String| Refusal::new(text::NAME, reason);
-        text::accepts(problem)?;
-        refuse_row_invariant(options, text::NAME)?;
-        let mut tile = text::choose_tile(problem, facts.num_sms);
-        if options.accuracy == Accuracy::Exact {
-            tile.lazy_rescale_log2 = 0;
-        }
-        // The number of parts depends on the batch.
-        if options.batch_invariant {
-            tile.split_keys = 0;
-        }
-        fields.iter().try_for_each(|(key, value)| tile.set(key, value)).map_err(refuse)?;
-        tile.check(problem).map_err(refuse)?;
-        let bytes = tile.smem_bytes(&FwdSpec::of(problem));
-        facts.has_room_for(&tile, bytes, text::CTAS as i32).map_err(refuse)?;
-        Ok(tile)
+        fit_like(problem, problem, facts, options, fields)
     }
 
     fn plan(
@@ -145,8 +130,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
         let (Self { tile, schedule }, fwd) = (*self, steps.main());
-        let maps =
-            if tile.by_tma { Maps::both::<V::Driver>(call, text::BOX_KEYS)? } else { Maps::UNREAD };
+        let maps = if tile.by_tma {
+            Maps::both::<V::Driver>(call, tile.box_keys.unsigned_abs())?
+        } else {
+            Maps::UNREAD
+        };
         // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
         let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
         let main = |params: &mut FwdParams, _| {
@@ -163,12 +151,44 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
     }
 }
 
+/// The tile for a problem, the one that `like` has: the same problem over a cache that lies otherwise.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn fit_like(
+    like: &ValidFwd,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+    fields: &TileOptions,
+) -> Result<Sm100MlaTile, Refusal> {
+    let refuse = |reason: String| Refusal::new(text::NAME, reason);
+    text::accepts(problem)?;
+    refuse_row_invariant(options, text::NAME)?;
+    let own = text::choose_tile(problem, facts.num_sms);
+    let mut tile = Sm100MlaTile { split_keys: text::choose_tile(like, facts.num_sms).split_keys, ..own };
+    if options.accuracy == Accuracy::Exact {
+        tile.lazy_rescale_log2 = 0;
+    }
+    // The number of parts depends on the batch.
+    if options.batch_invariant {
+        tile.split_keys = 0;
+    }
+    let fitted = |mut tile: Sm100MlaTile| {
+        fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+        tile.check(problem)?;
+        facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), text::CTAS as i32)?;
+        Ok(tile)
+    };
+    fitted(tile).map_err(refuse)
+}
+
 fn schedule_words(tile: &Sm100MlaTile, schedule: &MlaSchedule) -> String {
     let mut words = vec!["a pair reads K and V once, scores a block ahead".to_owned()];
     words
         .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
     words.push(if tile.by_tma {
-        format!("TMA of {} keys at a time", text::BOX_KEYS)
+        format!("TMA of {} keys at a time", tile.box_keys)
     } else {
         "loads by copies of 16 bytes".to_owned()
     });

@@ -70,8 +70,9 @@ FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& sc
     CorrectRole<spec, tile> role{p, work, smem, lanes};
     role.run();
   } else if (warp < kIssueWarp) {
-    // Keys that no other pair reads need not stay in the L2 once V has been read.
-    Loader<spec, tile> loader{p, maps, work, smem, ptx::CacheHint::EvictLast};
+    // Keys that no other pair reads need not stay in the L2 once their values have been read.
+    const bool shared = schedule.num_m_blocks > 1;
+    Loader<spec, tile> loader{p, maps, work, smem, shared ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst};
     loader.run();
   } else if (rank_in_pair() == kLeader) {
     Issuer<spec> issuer{smem, tmem};

@@ -1,8 +1,8 @@
 // The load role, four warps: Q once, and the ring's slots in the order of the products (config.cuh).
 //
-// TMA brings 64 keys by 64 columns at once, which lie in one page. Keys of which some are seen by no row are copied,
-// with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no whole boxes all rows are
-// copied, each from where it lies.
+// TMA brings up to 64 keys by 64 columns at once, a box to a lane, whose keys lie in one page. Keys of which some are seen
+// by no row are copied, with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no whole
+// boxes all rows are copied, each from where it lies.
 #pragma once
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -20,7 +20,7 @@ struct Loader {
   const Maps& maps;
   const Work& work;
   Smem<spec>& smem;
-  const ptx::CacheHint hint;
+  const ptx::CacheHint hint_of_v;
   const int32_t lane = threadIdx.x % 32, warp = ptx::uniform(threadIdx.x / 32) - kLoadWarp, rank = rank_in_pair();
   Slot<kStages> ring;
   // Barrier of the copies under way, which stay so while the next slot's are issued.
@@ -98,9 +98,24 @@ struct Loader {
     ptx::mbarrier_wait_parity(empty, ring.phase ^ 1);
   }
 
+  // Boxes of `count` chunks of 64 keys, dealt out to the lanes of a warp.
+  template <int count>
+  FMHA_DEVICE void bring(const Chunk* to, const ptx::TensorMap& map, uint32_t barrier, int32_t first_key, int32_t column,
+                         ptx::CacheHint hint) const {
+    constexpr int box_keys = tile.by_tma ? tile.box_keys : kHalf, boxes = kHalf / box_keys;
+    static_assert(box_keys % 8 == 0 && count * boxes <= 32, "a lane's box is whole lines of the swizzle");
+    const int32_t chunk = lane / boxes, box = lane % boxes;
+    if (chunk >= count) return;
+    const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key + box * box_keys);
+    const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
+    ptx::cp_async_bulk_tensor_4d_pair(to[chunk].address() + box * box_keys * Chunk::span_bytes, map, barrier,
+                                      column + chunk * kSpan, key.row, work.i_head_kv, batch, hint);
+  }
+
   // A slot: 64 keys from `first_key` on, `count` chunks of their columns from `column` on.
   template <int count>
-  FMHA_DEVICE void load(const View& view, const ptx::TensorMap& map, int32_t dim, int32_t first_key, int32_t column) {
+  FMHA_DEVICE void load(const View& view, const ptx::TensorMap& map, int32_t dim, int32_t first_key, int32_t column,
+                        ptx::CacheHint hint) {
     wait_empty();
     const Chunk* to = smem.kv[ring.index].chunks;
     Barrier& full = smem.kv_full[ring.index];
@@ -110,21 +125,15 @@ struct Loader {
     } else {
       // Earlier copies are needed first.
       flush();
-      if (lane == 0) {
-        const uint32_t barrier = ptx::address_at(full, kLeader);
-        if (warp == 0) {
-          ptx::mbarrier_arrive_expect_tx_at(barrier, count * Chunk::tile_bytes);
-          const KvRow key = kv_row(p, spec.kv_layout, work.span, first_key);
-          const int32_t batch = spec.kv_layout == KvKind::Packed ? 0 : key.batch;
-#pragma unroll
-          for (int chunk = 0; chunk < count; ++chunk)
-            ptx::cp_async_bulk_tensor_4d_pair(to[chunk].address(), map, barrier, column + chunk * kSpan, key.row,
-                                              work.i_head_kv, batch, hint);
-        } else {
-          ptx::mbarrier_arrive_at_if(full, kLeader, true);
-        }
+      const uint32_t barrier = ptx::address_at(full, kLeader);
+      if (warp > 0) {
+        ptx::mbarrier_arrive_at_if(full, kLeader, lane == 0);
+      } else {
+        if (lane == 0) ptx::mbarrier_arrive_expect_tx_at(barrier, count * Chunk::tile_bytes);
+        __syncwarp();
+        bring<count>(to, map, barrier, first_key, column, hint);
+        __syncwarp();
       }
-      __syncwarp();
     }
     ring.advance();
   }
@@ -140,15 +149,17 @@ struct Loader {
     const int32_t first_key = block * kKeys + rank * kHalf;
 #pragma unroll 1
     for (int32_t slot = 0; slot < P::chunks_k / 2; ++slot)
-      load<2>(p.k, maps.k, spec.head_dim_qk, first_key, slot * 2 * kSpan);
-    if constexpr (P::chunks_k % 2 == 1) load<1>(p.k, maps.k, spec.head_dim_qk, first_key, (P::chunks_k - 1) * kSpan);
+      load<2>(p.k, maps.k, spec.head_dim_qk, first_key, slot * 2 * kSpan, ptx::CacheHint::EvictLast);
+    if constexpr (P::chunks_k % 2 == 1)
+      load<1>(p.k, maps.k, spec.head_dim_qk, first_key, (P::chunks_k - 1) * kSpan, ptx::CacheHint::EvictLast);
   }
   FMHA_DEVICE void load_v(int32_t block) {
 #pragma unroll 1
     for (int32_t half = 0; half < kCtas; ++half) {
 #pragma unroll 1
       for (int32_t group = 0; group < P::groups_v; ++group)
-        load<2>(p.v, maps.v, spec.head_dim_v, block * kKeys + half * kHalf, group * kGroup + rank * (kGroup / kCtas));
+        load<2>(p.v, maps.v, spec.head_dim_v, block * kKeys + half * kHalf, group * kGroup + rank * (kGroup / kCtas),
+                hint_of_v);
     }
   }
 
