@@ -45,7 +45,8 @@ abi_spec! {
     pub struct Sm100MlaTile {
         /// TMA brings K and V, `box_keys` keys at once, which lie in one page; else threads copy all rows.
         pub by_tma: bool = Takes::all().tuned(),
-        /// Keys of a box of TMA: what a page and 64 keys have in common, 8 at least; 64 without pages; 0: TMA brings none.
+        /// Keys of a box of TMA: what a page and 64 keys have in common, 8 at least; 64 without pages; 0: TMA brings
+        /// none.
         pub box_keys: i32 = Takes::nothing(),
         /// O is rescaled only when a maximum grew by more than this, in log2; 0: when it grew.
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
@@ -114,7 +115,8 @@ impl Sm100MlaTile {
         if num_tiles > MAX_TILES {
             let Dims { batch, seqlen_q, num_heads_q, .. } = problem.dims;
             return Err(format!(
-                "batch {batch}, seqlen_q {seqlen_q} and num_heads_q {num_heads_q} make {num_tiles} tiles, more than {MAX_TILES}"
+                "batch {batch}, seqlen_q {seqlen_q} and num_heads_q {num_heads_q} make {num_tiles} tiles, more than \
+                 {MAX_TILES}"
             ));
         }
         Ok(MlaSchedule {
@@ -239,4 +241,99 @@ pub fn fwd(spec: &FwdSpec, tile: &Sm100MlaTile) -> KernelSource {
 fn host_header() -> Header {
     let definitions = [Sm100MlaTile::c_definition(), MlaSchedule::c_definition()];
     Header::shared("fmha/sm100_mla_host.h", "fmha", &["fmha/params.h", "fmha/spec.h"], &definitions)
+}
+
+#[cfg(test)]
+mod tests {
+    use fmha_core::{Append, Bias, CacheRows};
+
+    use super::*;
+
+    fn latent(batch: u32, heads: u32, seqlen_k: u32) -> FwdProblem {
+        let dims = Dims {
+            batch,
+            seqlen_q: 1,
+            seqlen_k,
+            num_heads_q: heads,
+            num_heads_kv: 1,
+            head_dim_qk: DIM_QK,
+            head_dim_v: DIM_V,
+        };
+        let mut problem = FwdProblem::batch(DType::Bf16, dims);
+        (problem.cache.v_in_k, problem.strides.v) = (true, problem.strides.k);
+        problem
+    }
+
+    #[test]
+    fn what_is_not_taken_is_refused_with_its_number() {
+        type Change = fn(&mut FwdProblem);
+        let taken: [Change; 7] = [
+            |_| (),
+            |p| p.cache.append = Some(Append::batch(p, 1)),
+            |p| p.cache.v_in_k = false,
+            |p| p.dims.head_dim_v = 256,
+            |p| p.score.softcap = Some(30.0),
+            |p| p.score.sink = true,
+            |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (16, 257),
+        ];
+        for change in taken {
+            let mut problem = latent(2, 16, 100);
+            change(&mut problem);
+            assert!(accepts(&problem).is_ok(), "{:?}", accepts(&problem));
+        }
+        let refused: [(&str, Change); 9] = [
+            ("head_dim_v 256: neither", |p| (p.dims.head_dim_qk, p.dims.head_dim_v) = (256, 256)),
+            ("head_dim_v 520", |p| p.dims.head_dim_v = 520),
+            ("v_layout col-major", |p| p.layout.v = VLayout::ColMajor),
+            ("dtype_cache e4m3fn", |p| p.cache.dtype = Some(DType::E4m3Fn)),
+            ("cache_rows of 656 bytes", |p| p.cache.rows = Some(CacheRows::Bytes656)),
+            ("tree_mask of 1", |p| p.cache.tree_mask = true),
+            ("sink_columns 4", |p| p.mask.sink_columns = 4),
+            ("k.seq stride 580", |p| p.strides.k.seq = 580),
+            ("dtype_o e4m3fn", |p| p.dtypes.o = DType::E4m3Fn),
+        ];
+        for (words, change) in refused {
+            let mut problem = latent(2, 16, 100);
+            change(&mut problem);
+            let refusal = accepts(&problem).unwrap_err().to_string();
+            assert!(refusal.contains(words) && refusal.contains(NAME), "{words}: {refusal}");
+        }
+        assert_eq!(latent(1, 1, 1).score.bias, Bias::None);
+    }
+
+    #[test]
+    fn parts_fill_one_wave_of_pairs_and_memory_suffices() {
+        for (batch, heads, seqlen_k, parts) in [
+            (1, 128, 32768, 64),
+            (16, 16, 8192, 4),
+            (74, 128, 8192, 1),
+            (37, 128, 8192, 2),
+            (74, 16, 4096, 1),
+        ] {
+            let problem = latent(batch, heads, seqlen_k);
+            let tile = choose_tile(&problem, 148);
+            let schedule = tile.schedule(&problem).unwrap();
+            assert_eq!(schedule.num_parts, parts, "{batch} sequences of {seqlen_k} keys: {tile:?}");
+            assert!(schedule.num_tiles <= 74);
+            let spec = FwdSpec::of(&problem);
+            assert!(tile.smem_bytes(&spec) <= 227 << 10 && tile.tmem_columns(&spec) <= 512);
+        }
+        let mut prefill = latent(1, 128, 8192);
+        prefill.dims.seqlen_q = 4096;
+        let schedule = choose_tile(&prefill, 148).schedule(&prefill).unwrap();
+        assert_eq!((schedule.num_m_blocks, schedule.num_parts), (4096, 1));
+    }
+
+    #[test]
+    fn boxes_of_tma_lie_in_one_page() {
+        for (page_size, keys) in [(1, 0), (12, 0), (24, 8), (16, 16), (96, 32), (64, 64), (192, 64)] {
+            let mut problem = latent(1, 128, 100);
+            problem.layout.kv = KvLayout::Paged { page_size };
+            let tile = choose_tile(&problem, 148);
+            assert_eq!((tile.by_tma, tile.box_keys), (keys > 0, keys), "pages of {page_size}");
+            assert_eq!(tile.check(&problem), Ok(()));
+            let asked = Sm100MlaTile { by_tma: true, ..tile };
+            assert_eq!(asked.check(&problem).is_ok(), keys > 0, "pages of {page_size}");
+        }
+    }
 }

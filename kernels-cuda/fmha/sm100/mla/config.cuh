@@ -47,8 +47,8 @@ struct Plan {
   static constexpr int groups_v = ceil_div(spec.head_dim_v, kGroup);
 };
 
-// Tensor memory of each CTA: two score slots, and O. A CTA has 64 rows of a product, in 128 lanes: lane l has row l % 64
-// and of the columns the first half (l < 64) or the last.
+// Tensor memory of each CTA: two score slots, and O. A CTA has 64 rows of a product, in 128 lanes: lane l has row
+// l % 64, and of the columns the first half (l < 64) or the last.
 template <FwdSpec spec>
 struct TmemPlan {
   static constexpr int columns = 512;
@@ -98,7 +98,8 @@ struct Smem {
 template <FwdSpec spec>
 FMHA_DEVICE float scale_log2_of(const FwdParams& p) {
   if constexpr (modifies_score(spec)) return kLog2E;
-  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for 0.
+  // A scale of 0 would make -inf * 0 of hidden scores, and so would a subnormal one, which the multiply-add takes for
+  // 0.
   return fmaxf(fabsf(p.softmax_scale) * kLog2E, 1.17549435e-38f);
 }
 

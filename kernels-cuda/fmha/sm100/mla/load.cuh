@@ -1,8 +1,8 @@
 // The load role, four warps: Q once, and the ring's slots in the order of the products (config.cuh).
 //
-// TMA brings up to 64 keys by 64 columns at once, a box to a lane, whose keys lie in one page. Keys of which some are seen
-// by no row are copied, with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no whole
-// boxes all rows are copied, each from where it lies.
+// TMA brings up to 64 keys by 64 columns at once, a box to a lane, whose keys lie in one page. Keys of which some are
+// seen by no row are copied, with zeros in the place of those: memory there may hold NaN, of V too. Where pages are no
+// whole boxes all rows are copied, each from where it lies.
 #pragma once
 #include <fmha/ptx/cluster.cuh>
 #include <fmha/ptx/copy.cuh>
@@ -100,8 +100,8 @@ struct Loader {
 
   // Boxes of `count` chunks of 64 keys, dealt out to the lanes of a warp.
   template <int count>
-  FMHA_DEVICE void bring(const Chunk* to, const ptx::TensorMap& map, uint32_t barrier, int32_t first_key, int32_t column,
-                         ptx::CacheHint hint) const {
+  FMHA_DEVICE void bring(const Chunk* to, const ptx::TensorMap& map, uint32_t barrier, int32_t first_key,
+                         int32_t column, ptx::CacheHint hint) const {
     constexpr int box_keys = tile.by_tma ? tile.box_keys : kHalf, boxes = kHalf / box_keys;
     static_assert(box_keys % 8 == 0 && count * boxes <= 32, "a lane's box is whole lines of the swizzle");
     const int32_t chunk = lane / boxes, box = lane % boxes;

@@ -1,5 +1,5 @@
-// The softmax role: a warpgroup turns a block's scores into P, in shared memory. Lane l of tensor memory has row l % 64,
-// of the block's keys the first half or the last; the two threads of a row tell each other their maxima.
+// The softmax role: a warpgroup turns a block's scores into P, in shared memory. Lane l of tensor memory has row
+// l % 64, of the block's keys the first half or the last; the two threads of a row tell each other their maxima.
 #pragma once
 #include <fmha/online_softmax.h>
 #include <fmha/ptx/barrier.cuh>
@@ -37,7 +37,7 @@ struct SoftmaxRole {
   FMHA_DEVICE void load(float (&s)[n], int32_t slot) const {
     uint32_t words[n / chunk][chunk];
 #pragma unroll
-    for (int c = 0; c < n / chunk; ++c) ptx::tcgen05_ld(words[c], tmem + Tmem::s(0) + slot * (Tmem::s(1) - Tmem::s(0)) + c * chunk);
+    for (int c = 0; c < n / chunk; ++c) ptx::tcgen05_ld(words[c], tmem + Tmem::s(slot) + c * chunk);
     ptx::tcgen05_wait_ld();
 #pragma unroll
     for (int c = 0; c < n / chunk; ++c) {
