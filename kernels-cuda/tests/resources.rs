@@ -783,7 +783,7 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
     .into()
 }
 
-/// The same on Blackwell, by pairs of CTAs.
+/// Kernels of latent attention and of wide heads on Blackwell, by pairs of CTAs.
 fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
     let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
     let (upper, band) = (wide(576, MaskKind::Upper), wide(576, MaskKind::Band));

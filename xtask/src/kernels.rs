@@ -569,8 +569,8 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent/|wide_fp8/.*d576x512)", deal: 1 },
         ..HOPPER_WALKING
     },
-    // The same on Blackwell, by pairs of CTAs: several blocks by TMA, boxes of pages and copies; keys in parts; FP8
-    // caches brought to 16 bits by a launch before.
+    // Wide heads and latent attention on Blackwell, by pairs of CTAs: several blocks by TMA, boxes of pages and copies;
+    // keys in parts; FP8 caches brought to 16 bits by a launch before.
     Row {
         kernel: Some("sm100_mla"),
         mode: Mode::HappensBefore,
