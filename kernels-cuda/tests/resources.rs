@@ -815,11 +815,15 @@ fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
     .into()
 }
 
+fn latent_table_of_blackwell(arch: &str) -> &'static str {
+    if arch == "sm_103a" { "resources_sm103_mla.txt" } else { "resources_sm100_mla.txt" }
+}
+
 #[test]
 fn a_sample_of_kernels_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", "resources_mla.txt", latent_kernels(), SAMPLE);
     for arch in sm100::ARCHS {
-        as_in_the_table(arch, "resources_sm100_mla.txt", latent_kernels_of_blackwell(), SAMPLE);
+        as_in_the_table(arch, latent_table_of_blackwell(arch), latent_kernels_of_blackwell(), SAMPLE);
     }
 }
 
@@ -828,7 +832,7 @@ fn a_sample_of_kernels_of_latent_attention_compiles_in_the_registers_of_the_tabl
 fn every_kernel_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", "resources_mla.txt", latent_kernels(), 1);
     for arch in sm100::ARCHS {
-        as_in_the_table(arch, "resources_sm100_mla.txt", latent_kernels_of_blackwell(), 1);
+        as_in_the_table(arch, latent_table_of_blackwell(arch), latent_kernels_of_blackwell(), 1);
     }
 }
 
