@@ -47,11 +47,12 @@ fn problems() -> Vec<(&'static str, &'static str, AnyValid)> {
         ("sm_120a", "sm80", fwd(long(64))),
         ("sm_90a", "sm90", fwd(long(128))),
         ("sm_90a", "sm90", fwd(forward(DType::E4m3Fn, 2048, (128, 128)))),
-        ("sm_90a", "sm90_mla", fwd(latent)),
+        ("sm_90a", "sm90_mla", fwd(latent.clone())),
         ("sm_90a", "sm90", bwd(long(128))),
         ("sm_90a", "sm90", bwd(long(192))),
         ("sm_90a", "simt", fwd(long(64))),
         ("sm_100a", "sm100", fwd(long(128))),
+        ("sm_100a", "sm100_mla", fwd(latent)),
         ("sm_100a", "sm100", bwd(long(128))),
     ]
 }

@@ -2,7 +2,7 @@
 //! headers and `meta.txt`. Reads lines `NAME field=value ...` from standard input, where fields are those of
 //! `FwdSpec` and `Sm90Tile`; what is not named has its default. With `kernel=sm100` fields are those of
 //! `Sm100Tile` (over MXFP8 with `scales=mxfp8`), with `kernel=sm90_mla`
-//! those of `Sm90MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
+//! those of `Sm90MlaTile`, with `kernel=sm100_mla` those of `Sm100MlaTile`, with `kernel=sm80` those of `Sm80Tile`, and
 //! the folder is for the check of registers alone.
 //!
 //! `echo 'd128 dtype=bf16 dim=128 mask=Upper block_n=128' | cargo run --example render -- out`
@@ -19,6 +19,7 @@ use fmha_kernels_cuda::sm80::{self, Room};
 use fmha_kernels_cuda::sm90::{self, Sm90Tile};
 use fmha_kernels_cuda::sm90_mla::{self, Sm90MlaTile};
 use fmha_kernels_cuda::sm100;
+use fmha_kernels_cuda::sm100_mla::{self, Sm100MlaTile};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(std::env::args().nth(1).ok_or("usage: render FOLDER < kernels.txt")?);
@@ -69,6 +70,22 @@ fn main() -> Result<(), Box<dyn Error>> {
                 }
             }
             write(&out.join(name), &sm90_mla::fwd(&spec, &tile), "arch=sm_90a\n")?;
+            continue;
+        }
+        if fields.contains(&("kernel", "sm100_mla")) {
+            let mut tile = Sm100MlaTile {
+                by_tma: true,
+                box_keys: 64,
+                lazy_rescale_log2: 8,
+                vector_store: true,
+                split_keys: 0,
+            };
+            for (&(field, value), of_spec) in fields.iter().zip(of_spec) {
+                if !of_spec && field != "kernel" {
+                    tile.set(field, value)?;
+                }
+            }
+            write(&out.join(name), &sm100_mla::fwd(&spec, &tile), "arch=sm_100a\n")?;
             continue;
         }
         if fields.contains(&("kernel", "sm80")) {

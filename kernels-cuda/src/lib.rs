@@ -14,6 +14,7 @@ pub mod rows;
 pub mod schedule;
 pub mod sm100;
 pub mod sm100_bwd;
+pub mod sm100_mla;
 pub mod sm80;
 pub mod sm80_bwd;
 pub mod sm80_index;

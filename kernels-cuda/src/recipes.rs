@@ -16,6 +16,7 @@ use crate::sm90_mla::recipe::Sm90Mla;
 use crate::sm90_widened::recipe::Widened;
 use crate::sm100::recipe::Sm100;
 use crate::sm100_bwd::recipe::Sm100Bwd;
+use crate::sm100_mla::recipe::Sm100Mla;
 
 /// Recipes of the forward.
 #[must_use]
@@ -25,7 +26,9 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
         Recipe::of::<Sm90>(),
         Recipe::of::<Widened<Sm90>>(),
         Recipe::of::<Sm90Mla>(),
+        Recipe::of::<Sm100Mla>(),
         Recipe::of::<Widened<Sm100>>(),
+        Recipe::of::<Widened<Sm100Mla>>(),
         Recipe::of::<Sm80>(),
         Recipe::of::<Simt>(),
     ]

@@ -26,11 +26,11 @@ pub const ROWS: u32 = 64;
 pub const KEYS: u32 = 64;
 
 /// Most elements of a key, and of a value; those of latent attention.
-const DIM_QK: u32 = 576;
-const DIM_V: u32 = 512;
+pub(crate) const DIM_QK: u32 = 576;
+pub(crate) const DIM_V: u32 = 512;
 
 /// Elements of a key, and of a value, up to which `sm90` takes them.
-const NARROW: u32 = 256;
+pub(crate) const NARROW: u32 = 256;
 
 /// Threads of a CTA.
 pub const NUM_THREADS: u32 = 384;
@@ -359,8 +359,8 @@ pub fn leave_narrow(problem: &FwdProblem) -> Result<(), String> {
 pub fn choose_tile(problem: &FwdProblem, num_sms: u32) -> Sm90MlaTile {
     let listed = problem.walks_lists();
     // The heads of a token are the rows of a tile, so that parts are dealt by tokens.
-    let split_keys =
-        if listed { split_keys(&lists::of_tokens(problem), num_sms) } else { split_keys(problem, num_sms) };
+    let of_rows = |problem: &FwdProblem| split_keys(problem, units(problem, 1).0, KEYS, num_sms);
+    let split_keys = if listed { of_rows(&lists::of_tokens(problem)) } else { of_rows(problem) };
     let v_in_k = problem.cache.v_in_k && shares_rows(problem.dims, listed);
     Sm90MlaTile {
         by_tma: !listed && !copies_rows(problem, split_keys),
@@ -402,25 +402,26 @@ const TILE_COST: u64 = 4;
 /// Cost of merging parts, in blocks: a launch of its own.
 const MERGE_COST: u64 = 3;
 
-/// Keys of a part, so that tiles come in as few waves as their number allows; 0: all keys.
-fn split_keys(problem: &FwdProblem, num_sms: u32) -> i32 {
+/// Keys of a part in blocks of `keys`, so that tiles, so many `units` of them before keys are split, come in as few
+/// waves of `at_once` as their number allows; 0: all keys.
+pub(crate) fn split_keys(problem: &FwdProblem, units: u64, keys: u32, at_once: u32) -> i32 {
     if split::splits(problem).is_err() {
         return 0;
     }
-    let blocks = u64::from(problem.dims.seqlen_k.div_ceil(KEYS));
-    let (units, sms) = (units(problem, 1).0, u64::from(num_sms.max(1)));
+    let blocks = u64::from(problem.dims.seqlen_k.div_ceil(keys));
+    let at_once = u64::from(at_once.max(1));
     let cost = |blocks_of_part: u64| {
         let parts = blocks.div_ceil(blocks_of_part);
-        let waves = units.saturating_mul(parts).div_ceil(sms);
+        let waves = units.saturating_mul(parts).div_ceil(at_once);
         let merge = if parts > 1 { MERGE_COST } else { 0 };
         waves.saturating_mul(blocks_of_part + TILE_COST) + merge
     };
     // Parts of one wave, of two and of more: beyond, tiles are so many that they come out even.
-    let most_parts = (8 * sms / units.max(1)).clamp(1, 256);
+    let most_parts = (8 * at_once / units.max(1)).clamp(1, 256);
     let best =
         (1..=most_parts.min(blocks)).map(|parts| blocks.div_ceil(parts)).min_by_key(|&part| cost(part));
     match best {
-        Some(part) if part < blocks => (part * u64::from(KEYS)) as i32,
+        Some(part) if part < blocks => (part * u64::from(keys)) as i32,
         _ => 0,
     }
 }

@@ -16,8 +16,10 @@ use fmha_core::{
 /// The kernel's name in plans and refusals.
 pub const NAME: &str = "sm90_widened";
 
-/// The kernel's name where Blackwell's kernel reads the cache.
+/// The kernel's name where Blackwell's kernel reads the cache, and where that of wide heads does.
 pub const NAME_OF_SM100: &str = "sm100_widened";
+/// See [`NAME_OF_SM100`].
+pub const NAME_OF_SM100_MLA: &str = "sm100_mla_widened";
 
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
@@ -28,8 +30,8 @@ pub const NUM_THREADS: u32 = 256;
 /// Keys of a sequence that one CTA widens.
 const KEYS: u32 = 64;
 
-/// Elements of a key, and of a value, up to which `sm90` reads them.
-const MOST_DIM: u32 = 256;
+/// Elements of a key, and of a value, up to which `sm90` and `sm100` read them.
+pub(crate) const NARROW: [u32; 2] = [256, 256];
 
 /// The largest workspace that is taken unasked.
 const MOST_BYTES: u64 = 4 << 30;
@@ -123,7 +125,7 @@ impl Places {
 /// Whether a problem's widened cache is one that is taken, and in a workspace that is taken unasked.
 pub(crate) fn has_room(problem: &FwdProblem) -> bool {
     let places = Places::new(problem, Workspace::NONE);
-    wide_problem(NAME, problem).is_ok() && places.is_ok_and(|places| places.bytes <= MOST_BYTES)
+    wide_problem(NAME, NARROW, problem).is_ok() && places.is_ok_and(|places| places.bytes <= MOST_BYTES)
 }
 
 /// Shapes of K and V in the workspace, a batch axis on both. Rows are whole 16 bytes, as TMA brings them.
@@ -176,11 +178,16 @@ fn leaves_v_in_k(problem: &FwdProblem) -> bool {
 }
 
 /// The problem that the kernel of 16-bit caches has. Packed queries have packed keys too, each sequence's as
-/// far from the last one's as the longest has rows.
+/// far from the last one's as the longest has rows. `most`: elements of a key, and of a value, up to which it reads
+/// them.
 ///
 /// # Errors
 /// In `kernel`'s name, the first fact that the launch which widens does not take.
-pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdProblem, Refusal> {
+pub fn wide_problem(
+    kernel: &'static str,
+    most: [u32; 2],
+    problem: &FwdProblem,
+) -> Result<FwdProblem, Refusal> {
     let refuse = |reason: String| Err(Refusal::new(kernel, reason));
     let own = match problem.layout.q {
         QLayout::Batch => KvLayout::Strided,
@@ -206,9 +213,10 @@ pub fn wide_problem(kernel: &'static str, problem: &FwdProblem) -> Result<FwdPro
         return refuse(format!("{field} {stored} with v_layout col-major: a cache is read along its rows"));
     }
     let Dims { batch, seqlen_k, head_dim_qk, head_dim_v, .. } = problem.dims;
-    if head_dim_qk > MOST_DIM || head_dim_v > MOST_DIM {
+    let [most_qk, most_v] = most;
+    if head_dim_qk > most_qk || head_dim_v > most_v {
         return refuse(format!(
-            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: larger than {MOST_DIM}, which sm90_mla widens itself"
+            "head_dim_qk {head_dim_qk} with head_dim_v {head_dim_v}: larger than {most_qk} with {most_v}"
         ));
     }
     if let (Some(why), None) = (no_whole_words(problem), problem.cache.dtype) {
@@ -376,9 +384,9 @@ mod tests {
             let of = cached(3, 40, 100, (4, 2));
             let mut problem = FwdProblem::new(q, kv, DType::Bf16, of.dims);
             problem.cache.dtype = of.cache.dtype;
-            let wide = wide_problem(NAME, &problem).unwrap();
+            let wide = wide_problem(NAME, NARROW, &problem).unwrap();
             if matches!(kv, KvLayout::Paged { .. }) {
-                assert_eq!(wide_problem(NAME, &paged(problem.clone())).unwrap(), wide);
+                assert_eq!(wide_problem(NAME, NARROW, &paged(problem.clone())).unwrap(), wide);
             }
             assert_eq!(wide.layout.kv == KvLayout::Packed, q == QLayout::Packed);
             assert_eq!(wide.layout.seqused_k, kv == KvLayout::Packed);
@@ -397,7 +405,7 @@ mod tests {
         let refused = |change: fn(&mut FwdProblem)| {
             let mut problem = cached(1, 512, 4096, (4, 1));
             change(&mut problem);
-            wide_problem(NAME, &problem).unwrap_err().to_string()
+            wide_problem(NAME, NARROW, &problem).unwrap_err().to_string()
         };
         assert!(
             refused(|problem| problem.cache.dtype = None).contains("dtype_qk bf16: its rows lie as they are")
@@ -412,14 +420,14 @@ mod tests {
         let of_pages = |change: fn(&mut FwdProblem)| {
             let mut problem = paged(cached(1, 512, 4096, (4, 1)));
             change(&mut problem);
-            wide_problem(NAME, &problem).unwrap_err().to_string()
+            wide_problem(NAME, NARROW, &problem).unwrap_err().to_string()
         };
         assert!(of_pages(|problem| problem.dims.head_dim_qk = 72).contains("head_dim_qk 72"));
         assert!(of_pages(|problem| problem.strides.k.seq = 516).contains("k.seq stride 516"));
         let by_element = |change: fn(&mut FwdProblem)| {
             let mut problem = cached(1, 512, 4096, (4, 1));
             change(&mut problem);
-            is_by_element(&problem) && wide_problem(NAME, &problem).is_ok()
+            is_by_element(&problem) && wide_problem(NAME, NARROW, &problem).is_ok()
         };
         assert!(by_element(|problem| problem.dims.head_dim_qk = 72));
         assert!(by_element(|problem| problem.strides.k.seq = 520));

@@ -22,11 +22,12 @@ use fmha_kernels_cuda::sm80::{Room, Sm80Tile};
 use fmha_kernels_cuda::sm90::{Lookahead, PrepareV, Sm90Tile, TileOrder};
 use fmha_kernels_cuda::sm90_mla::Sm90MlaTile;
 use fmha_kernels_cuda::sm100::Sm100Tile;
+use fmha_kernels_cuda::sm100_mla::Sm100MlaTile;
 use fmha_kernels_cuda::split;
 use fmha_kernels_cuda::tile_list::{MaskCode, TileOf};
 use fmha_kernels_cuda::{
     COMPILE_OPTIONS, rows, sm80, sm80_bwd, sm80_index, sm80_lists_bwd, sm90, sm90_bwd, sm90_index, sm90_mla,
-    sm100, sm100_bwd, tile_list,
+    sm100, sm100_bwd, sm100_mla, tile_list,
 };
 use libloading::Library;
 
@@ -790,15 +791,57 @@ fn latent_kernels() -> Vec<(String, KernelSource)> {
     .into()
 }
 
+/// Kernels of latent attention and of wide heads on Blackwell, by pairs of CTAs.
+fn latent_kernels_of_blackwell() -> Vec<(String, KernelSource)> {
+    let wide = |dim, mask| FwdSpec { head_dim_v: 512, ..FwdSpec::plain(DType::Bf16, dim, mask) };
+    let (upper, band) = (wide(576, MaskKind::Upper), wide(576, MaskKind::Band));
+    let paged = FwdSpec { kv_layout: KvKind::Paged, ..upper };
+    let tile =
+        Sm100MlaTile { by_tma: true, box_keys: 64, lazy_rescale_log2: 8, vector_store: true, split_keys: 0 };
+    let copied = Sm100MlaTile { by_tma: false, box_keys: 0, ..tile };
+    [
+        ("full", wide(576, MaskKind::Full), tile),
+        ("part_of_pages", split::part_spec(&paged), Sm100MlaTile { split_keys: 128, box_keys: 16, ..tile }),
+        ("upper", upper, tile),
+        ("band", band, tile),
+        ("upper_copied", paged, copied),
+        (
+            "upper_f16_sink",
+            FwdSpec { dtype_qk: DType::F16, dtype_v: DType::F16, dtype_o: DType::F16, sink: true, ..upper },
+            tile,
+        ),
+        ("bias", FwdSpec { bias: BiasKind::Elementwise, dtype_bias: DType::Bf16, ..upper }, tile),
+        ("softcap_alibi", FwdSpec { softcap: true, bias: BiasKind::Alibi, ..band }, copied),
+        ("512_upper", wide(512, MaskKind::Upper), tile),
+        (
+            "320_band_elements",
+            FwdSpec { head_dim_v: 320, ..wide(320, MaskKind::Band) },
+            Sm100MlaTile { vector_store: false, ..tile },
+        ),
+    ]
+    .map(|(name, spec, tile)| (format!("sm100_mla_{name}"), sm100_mla::fwd(&spec, &tile)))
+    .into()
+}
+
+fn latent_table_of_blackwell(arch: &str) -> &'static str {
+    if arch == "sm_103a" { "resources_sm103_mla.txt" } else { "resources_sm100_mla.txt" }
+}
+
 #[test]
 fn a_sample_of_kernels_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", "resources_mla.txt", latent_kernels(), SAMPLE);
+    for arch in sm100::ARCHS {
+        as_in_the_table(arch, latent_table_of_blackwell(arch), latent_kernels_of_blackwell(), SAMPLE);
+    }
 }
 
 #[test]
 #[ignore = "every kernel of the table is compiled: cargo xtask test --all"]
 fn every_kernel_of_latent_attention_compiles_in_the_registers_of_the_table_without_spills() {
     as_in_the_table("sm_90a", "resources_mla.txt", latent_kernels(), 1);
+    for arch in sm100::ARCHS {
+        as_in_the_table(arch, latent_table_of_blackwell(arch), latent_kernels_of_blackwell(), 1);
+    }
 }
 
 #[test]

@@ -47,7 +47,9 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 const CODELESS: &[&str] = &[
     "sm90_mla",
     "sm90_widened",
+    "sm100_mla",
     "sm100_widened",
+    "sm100_mla_widened",
     "cdna_decode",
     "cdna_widened",
     "rdna_decode",
@@ -84,7 +86,15 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "simt_widened"],
+        kernels: &[
+            "sm90",
+            "sm90_widened",
+            "sm100",
+            "sm100_widened",
+            "sm100_mla",
+            "sm100_mla_widened",
+            "simt_widened",
+        ],
         slowly: false,
         what: "rows of bytes of a latent cache are sm80's and sm90_mla's",
         applies: |_, problem| problem.is_some_and(|p| p.cache.rows.is_some()),
@@ -122,7 +132,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened"],
+        kernels: &["sm90", "sm90_widened", "sm100", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
         slowly: false,
         what: "lists of keys are sm80's, and sm90_mla's of wide rows",
         applies: |_, problem| problem.is_some_and(FwdProblem::walks_lists),
@@ -305,16 +315,16 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90_mla", "sm90_widened", "sm100_widened"],
+        kernels: &["sm90_mla", "sm90_widened", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm100"],
+        kernels: &["sm100", "sm100_mla"],
         slowly: false,
-        what: "FP8 caches beside 16 bits are widened before (sm100_widened)",
+        what: "FP8 caches beside 16 bits are widened before (sm100_widened, sm100_mla_widened)",
         applies: |_, problem| problem.is_some_and(|p| p.cache.dtype.is_some()),
     },
     Declared {
@@ -375,7 +385,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["rocm", "cuda"],
-        kernels: &["cdna_widened", "rdna_widened", "sm100_widened"],
+        kernels: &["cdna_widened", "rdna_widened", "sm100_widened", "sm100_mla_widened"],
         slowly: false,
         what: "rows that a forward kernel reads as they lie: a launch before it brings FP8 caches that lie as Q does, and no others",
         applies: |case, problem| {

@@ -571,6 +571,31 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/(latent/|wide_fp8/.*d576x512)", deal: 1 },
         ..HOPPER_WALKING
     },
+    // Wide heads and latent attention on Blackwell, by pairs of CTAs: several blocks by TMA, boxes of pages and copies;
+    // keys in parts; FP8 caches brought to 16 bits by a launch before.
+    Row {
+        kernel: Some("sm100_mla"),
+        mode: Mode::HappensBefore,
+        in_test: Cases { filter: "^decode/latent/bf16/(s2x330/h40/b/p1|s3x257/h2/t:60,70/p48)$", deal: 1 },
+        in_all: Cases {
+            filter: "^decode/(latent|wide|v_in_k/.*d576x512|(last_keys|tables_apart)/b?f16/latent)/",
+            deal: 1,
+        },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: Some("sm100_mla"),
+        tile: Some("split_keys=128,lazy_rescale_log2=0"),
+        mode: Mode::Late,
+        arch: "sm_103a",
+        in_all: Cases { filter: "^decode/(latent|wide)/.*b?f16", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        kernel: Some("sm100_mla_widened"),
+        in_all: Cases { filter: "^decode/wide_fp8/", deal: 1 },
+        ..BLACKWELL
+    },
     // Keys in pages: boxes by the lanes of a warp, copies, parts, and V of the pages of the block before. FP8 caches
     // widened in shared memory.
     Row {
@@ -1028,6 +1053,11 @@ pub(crate) const QUICK: &[Row] = &[
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
+    quick(
+        "sm100_mla",
+        "^decode/latent/bf16/s1x130/h16/0/strided$",
+        Row { mode: Mode::HappensBefore, ..BLACKWELL },
+    ),
     quick("sm100_widened", "^decode/fp8_cache/e4m3fn/bf16/descale_plain/q1/strided$", BLACKWELL),
     quick("sm100", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick("cdna_fwd", OFF_TILE, amd("gfx942", NONE)),

@@ -1,5 +1,6 @@
 // Typed products of one CTA, or of a pair whose tensor cores compute as one: 128 rows a CTA, accumulators in tensor
-// memory, where row m is lane m and column n column n.
+// memory, where row m is lane m and column n column n. A pair may have 64 rows a CTA: row m is then lane m with the
+// first half of the columns, and lane m + 64 with the last.
 // PTX ISA, TensorCore 5th Generation Family Instructions: tcgen05.mma, matrix and instruction descriptors
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-instruction-descriptor
 #pragma once
@@ -28,8 +29,9 @@ struct Instruction {
   bool negate_a = false;
   bool b_across_rows = false;  // B's tile is [k, n]
   bool a_across_rows = false;  // A's is [k, m]
+  bool pair_of_64 = false;     // of a pair with 64 rows a CTA, m 128
 
-  FMHA_DEVICE constexpr int num_ctas() const { return m / kRows; }
+  FMHA_DEVICE constexpr int num_ctas() const { return pair_of_64 ? 2 : m / kRows; }
   FMHA_DEVICE constexpr uint32_t bits() const {
     const uint32_t format = dtype == DType::Bf16 || dtype == DType::E5m2;  // else f16, e4m3
     constexpr uint32_t f32_sums = 1 << 4;

@@ -5,7 +5,7 @@ use fmha_core::error::{Refusal, Result};
 use fmha_core::fields::knob_values;
 use fmha_core::spec::FwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, ValidFwd};
+use fmha_core::{Accuracy, DevSlice, PlanOptions, Promises, Shape, Strides, ValidFwd};
 use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
 
 use crate::lists::{self, TokenParams};
@@ -182,34 +182,55 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
 /// A kernel argument: what TMA has to know of K and V.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
-struct Maps {
+pub(crate) struct Maps {
     k: TensorMap,
     v: TensorMap,
 }
 
 impl Maps {
+    /// Maps of a call that is loaded by copies.
+    pub(crate) const UNREAD: Self = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
+
     /// Maps of a call. Both are unread where threads copy, and V's where V lies in K.
     ///
     /// # Errors
     /// What the driver refuses.
     fn of<D: EncodeTensorMap>(call: &FwdCall<'_>, tile: &Sm90MlaTile) -> Result<Self> {
-        let mut maps = Self { k: TensorMap::UNREAD, v: TensorMap::UNREAD };
-        if tile.by_tma {
-            let (problem, args) = (call.problem, call.args);
-            let extents = problem.extents(args.seq.totals);
-            let rows = |name, slice: DevSlice<'_>, shape, strides| {
-                let addresses = [slice.as_ptr() as u64, args.q.as_ptr() as u64];
-                let box_dims = [64, text::KEYS as i32, 1, 1];
-                TensorMapFacts::of_rows((name, problem.dtypes.qk), addresses, shape, strides, box_dims)
-                    .encode::<D>()
-            };
-            maps.k = rows("k", args.k_slice(), extents.k, problem.strides.k)?;
-            if !tile.v_in_k {
-                maps.v = rows("v", args.v_slice(), extents.v, problem.strides.v)?;
-            }
+        if !tile.by_tma {
+            return Ok(Self::UNREAD);
         }
-        Ok(maps)
+        let k = map_of_k::<D>(call, text::KEYS)?;
+        let v = if tile.v_in_k { TensorMap::UNREAD } else { map_of_v::<D>(call, text::KEYS)? };
+        Ok(Self { k, v })
     }
+
+    /// Maps of boxes of so many keys, of K and of V, which may lie in K.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub(crate) fn both<D: EncodeTensorMap>(call: &FwdCall<'_>, keys: u32) -> Result<Self> {
+        Ok(Self { k: map_of_k::<D>(call, keys)?, v: map_of_v::<D>(call, keys)? })
+    }
+}
+
+/// Map of boxes of 64 columns and so many rows.
+fn map_of_rows<D: EncodeTensorMap>(
+    call: &FwdCall<'_>,
+    (name, slice): (&'static str, DevSlice<'_>),
+    (shape, strides): (Shape, Strides),
+    keys: u32,
+) -> Result<TensorMap> {
+    let addresses = [slice.as_ptr() as u64, call.args.q.as_ptr() as u64];
+    let box_dims = [64, keys.cast_signed(), 1, 1];
+    TensorMapFacts::of_rows((name, call.problem.dtypes.qk), addresses, shape, strides, box_dims).encode::<D>()
+}
+fn map_of_k<D: EncodeTensorMap>(call: &FwdCall<'_>, keys: u32) -> Result<TensorMap> {
+    let shape = call.problem.extents(call.args.seq.totals).k;
+    map_of_rows::<D>(call, ("k", call.args.k_slice()), (shape, call.problem.strides.k), keys)
+}
+fn map_of_v<D: EncodeTensorMap>(call: &FwdCall<'_>, keys: u32) -> Result<TensorMap> {
+    let shape = call.problem.extents(call.args.seq.totals).v;
+    map_of_rows::<D>(call, ("v", call.args.v_slice()), (shape, call.problem.strides.v), keys)
 }
 
 /// Spec of the main kernel.

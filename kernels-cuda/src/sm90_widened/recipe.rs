@@ -11,8 +11,10 @@ use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
 use crate::operands::ALIGN;
 use crate::sm80::{self, recipe::room};
 use crate::sm90::{self, recipe::Sm90};
+use crate::sm90_mla::{DIM_QK, DIM_V};
 use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
 use crate::sm100::{self, recipe::Sm100};
+use crate::sm100_mla::{self, recipe::Sm100Mla};
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
@@ -21,6 +23,8 @@ pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
     /// Whether 16-bit caches that lie otherwise are gathered for it, where that is cheaper. A reader that gathers none
     /// reads them as they lie.
     const GATHERS: bool;
+    /// Elements of a key, and of a value, up to which the reader takes them.
+    const MOST_DIMS: [u32; 2] = text::NARROW;
 
     /// The reader's choice for a problem, with the tile that `like` has: the same problem over a cache that lies
     /// otherwise.
@@ -61,6 +65,22 @@ impl<V: Nvidia> Reader<V> for Sm100 {
         options: &PlanOptions,
     ) -> Result<Choice<Self>, Refusal> {
         let fit = |fields: &TileOptions| sm100::recipe::fit_like(like, problem, facts, options, fields);
+        <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
+}
+
+impl<V: Nvidia> Reader<V> for Sm100Mla {
+    const WIDENED: &'static str = text::NAME_OF_SM100_MLA;
+    const GATHERS: bool = false;
+    const MOST_DIMS: [u32; 2] = [DIM_QK, DIM_V];
+
+    fn choose_like(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let fit = |fields: &TileOptions| sm100_mla::recipe::fit_like(like, problem, facts, options, fields);
         <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
     }
 }
@@ -120,7 +140,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         if !R::GATHERS && !cached {
             return Err(refuse(format!("dtype_cache: K and V are {} already", problem.dtypes.qk)));
         }
-        let wide = text::wide_problem(R::WIDENED, problem)?
+        let wide = text::wide_problem(R::WIDENED, R::MOST_DIMS, problem)?
             .validate()
             .map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         // The reader is chosen by name, or it would leave short queries to others.

@@ -1,0 +1,91 @@
+// Wide heads on Blackwell, whose O takes the tensor memory of a pair of CTAs: rows of Q and K of up to 576 elements and
+// of V of up to 512; among them latent attention (DeepSeek's MLA, absorbed), whose values are the first 512 elements of
+// its keys, of few kv heads, in most models one, with 16 to 128 query heads each.
+//
+// A pair of CTAs computes as one (cta_group::2) on 128 rows, (query, head) pairs: each has 64 of them, half of every
+// block of keys for the scores, and half of V's columns for the output. So a pair reads K and V once.
+//
+//   load      K and V by TMA, or copies       load.cuh
+//   issue     starts every product            issue.cuh
+//   softmax   S to P                          softmax.cuh
+//   correct   rescales O, stores it           correct.cuh
+#pragma once
+#include <fmha/ptx/grid.cuh>
+#include <fmha/sm100/mla/correct.cuh>
+#include <fmha/sm100/mla/issue.cuh>
+#include <fmha/sm100/mla/load.cuh>
+#include <fmha/sm100/mla/softmax.cuh>
+
+namespace fmha::sm100::mla {
+
+template <FwdSpec spec>
+FMHA_DEVICE void init_barriers(Smem<spec>& smem) {
+  ptx::mbarrier_init(smem.q_full, kCtas * kWarps);
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(smem.kv_full[i], kCtas * kWarps);
+    ptx::mbarrier_init(smem.kv_empty[i], 1);
+  }
+  for (int i = 0; i < 2; ++i) ptx::mbarrier_init(smem.s_full[i], 1);
+  ptx::mbarrier_init(smem.p_full, kCtas * 2 * kWarps);
+  ptx::mbarrier_init(smem.o_full, 1);
+  ptx::mbarrier_init(smem.stats_full, kWarps);
+  ptx::mbarrier_init(smem.stats_empty, kWarps);
+  ptx::fence_mbarrier_init();
+}
+
+template <FwdSpec spec, Sm100MlaTile tile>
+FMHA_DEVICE void fwd(const FwdParams& p, const Maps& maps, const MlaSchedule& schedule) {
+  static_assert(spec.head_dim_qk <= 576 && spec.head_dim_v <= 512, "sm100_mla: rows of 576 elements, values of 512");
+  static_assert(spec.dtype_qk == spec.dtype_v && size_bytes(spec.dtype_qk) == 2, "sm100_mla: one 16-bit type");
+  static_assert(!is_fp8(spec.dtype_o) && !spec.dropout && !spec.sink_columns && spec.v_layout == VLayout::RowMajor,
+                "sm100_mla: O of 16 or 32 bits, no dropout, no sink columns, rows of V");
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<spec>& smem = *reinterpret_cast<Smem<spec>*>(raw);
+  const int32_t warp = ptx::uniform(threadIdx.x / 32);
+  const Work work = resolve<spec, tile>(p, schedule, blockIdx.x / kCtas);
+  // Both CTAs of a pair.
+  if (!work.has_rows) return;
+  if (threadIdx.x == 0) {
+    init_barriers(smem);
+    if constexpr (tile.by_tma) {
+      ptx::prefetch_tensormap(maps.k);
+      ptx::prefetch_tensormap(maps.v);
+    }
+  }
+  if (warp == kIssueWarp) {
+    ptx::tcgen05_alloc<kCtas>(ptx::shared_address(&smem.tmem), TmemPlan<spec>::columns);
+    ptx::tcgen05_relinquish_alloc_permit<kCtas>();
+  }
+  ptx::tcgen05_fence_before_thread_sync();  // behind the allocation
+  ptx::cluster_sync();
+  ptx::tcgen05_fence_after_thread_sync();  // behind the allocation
+  // The merge's CTAs find no room before these end, and wait for all of them.
+  if constexpr (tile.split_keys > 0) ptx::launch_dependents();
+
+  const uint32_t tmem = smem.tmem, lanes = tmem + (uint32_t(warp % 4 * 32) << 16);
+  if (warp < kCorrectWarp) {
+    SoftmaxRole<spec, tile> role{p, work, smem, lanes};
+    role.run();
+  } else if (warp < kLoadWarp) {
+    CorrectRole<spec, tile> role{p, work, smem, lanes};
+    role.run();
+  } else if (warp < kIssueWarp) {
+    // Keys that no other pair reads need not stay in the L2 once their values have been read.
+    const bool shared = schedule.num_m_blocks > 1;
+    Loader<spec, tile> loader{p, maps, work, smem, shared ? ptx::CacheHint::EvictLast : ptx::CacheHint::EvictFirst};
+    loader.run();
+  } else if (rank_in_pair() == kLeader) {
+    Issuer<spec> issuer{smem, tmem};
+    issuer.run(work.num_blocks);
+  }
+  // A CTA stays until the other's arrivals have come, and the products have read what it holds.
+  ptx::tcgen05_fence_before_thread_sync();
+  ptx::cluster_sync();
+  if (warp == kIssueWarp) {
+    ptx::tcgen05_fence_after_thread_sync();
+    ptx::tcgen05_dealloc<kCtas>(tmem, TmemPlan<spec>::columns);
+  }
+  ptx::cluster_sync();
+}
+
+}  // namespace fmha::sm100::mla

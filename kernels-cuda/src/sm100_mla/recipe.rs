@@ -1,0 +1,200 @@
+//! Wide heads and latent attention on Blackwell: which problems it takes, its tile, its launches.
+
+use fmha_core::abi::FwdParams;
+use fmha_core::error::{Refusal, Result};
+use fmha_core::fields::knob_values;
+use fmha_core::spec::FwdSpec;
+use fmha_core::tune::TileOptions;
+use fmha_core::{Accuracy, PlanOptions, Promises, ScoreSums, ValidFwd};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launch, Launches, Operand, Stage, Steps, Tiles, update};
+
+use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
+use crate::operands::{ALIGN, refuse_row_invariant};
+use crate::sm90_mla::MlaSchedule;
+use crate::sm90_mla::recipe::Maps;
+use crate::sm100::recipe::needs;
+use crate::sm100_mla::{self as text, Sm100MlaTile};
+use crate::split::{self, RowsAtOnce, launch as parts};
+
+/// The kernel with its tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sm100Mla {
+    tile: Sm100MlaTile,
+    schedule: MlaSchedule,
+}
+
+/// The merging kernel's name in plans.
+const MERGE_NAME: &str = "sm100_mla_merge";
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "sm100_mla_update";
+
+impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100Mla {
+    type Tile = Sm100MlaTile;
+
+    fn about() -> About<ValidFwd> {
+        let tiles = Tiles::of_forward::<Sm100MlaTile>(text::NAME, &[text::HEADER]);
+        About { tiles: Some(tiles), ..About::new(text::NAME) }
+    }
+
+    fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
+        needs(facts)
+    }
+
+    fn own_tiles(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Vec<TileOptions>, Refusal> {
+        <Self as Kernel<ValidFwd, V>>::choose(problem, facts, &PlanOptions::default())?;
+        Ok(vec![knob_values(&text::choose_tile(problem, facts.num_sms))])
+    }
+
+    fn fit(
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+        fields: &TileOptions,
+    ) -> Result<Sm100MlaTile, Refusal> {
+        fit_like(problem, problem, facts, options, fields)
+    }
+
+    fn plan(
+        tile: Sm100MlaTile,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        _: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let refuse = |reason: String| Refusal::new(text::NAME, reason);
+        let spec = FwdSpec::of(problem);
+        let is_split = tile.split_keys > 0;
+        let schedule = tile.schedule(problem).map_err(refuse)?;
+        // Parts are f32 in the workspace, which begin on 16 bytes.
+        let (own_spec, own_tile) = if is_split {
+            (split::part_spec(&spec), Sm100MlaTile { vector_store: true, ..tile })
+        } else {
+            (spec, tile)
+        };
+        let tiles = schedule.num_tiles.unsigned_abs();
+        let main = Launch {
+            stage: Stage::Main,
+            kernel: text::NAME,
+            source: text::fwd(&own_spec, &own_tile),
+            grid: Grid::new(tiles.max(1) * text::CTAS, text::NUM_THREADS),
+            shared_bytes: tile.smem_bytes(&spec).unsigned_abs(),
+            tiles: u64::from(tiles),
+            // One CTA an SM: it takes all of tensor memory.
+            tiles_at_once: u64::from(facts.num_sms / text::CTAS),
+        };
+        let cut = (tile.cut(), problem.dims.seqlen_q, problem.dtypes.qk);
+        let merge = parts::merge(MERGE_NAME, problem, cut, facts);
+        let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
+        let workspace = update::workspace(problem, tile.workspace(problem)).map_err(refuse)?;
+        Ok(Choice {
+            kernel: Self { tile, schedule },
+            launches: Launches::new(update, main, merge),
+            workspace,
+            promises: Promises {
+                deterministic: true,
+                // A row's blocks begin at multiples of 128 keys, and those that only other rows see add zeros; but how
+                // its keys are split depends on what else is in the call.
+                batch_invariant: !is_split,
+                row_invariant: false,
+                graph_capturable: true,
+                accuracy: if tile.lazy_rescale_log2 == 0 { Accuracy::Exact } else { Accuracy::Fast },
+                score_sums: ScoreSums::F32,
+            },
+            details: vec![
+                ("tile", format!("{} x {} in a pair of CTAs", text::ROWS, text::KEYS)),
+                ("order", "a pair a tile, row blocks of a part side by side".to_owned()),
+                ("schedule", schedule_words(&tile, &schedule)),
+                (
+                    "tensor memory",
+                    format!("{} of {} columns", tile.tmem_columns(&spec), crate::sm100::TMEM_COLUMNS),
+                ),
+            ],
+        })
+    }
+
+    fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
+        let Self { tile, .. } = self;
+        // A tensor without rows may lie anywhere.
+        let has_keys = problem.shape_k().seq > 0;
+        match operand {
+            // Turned queries lie in the workspace.
+            Operand::Q if problem.cache.rotary.is_none() => ALIGN,
+            Operand::K | Operand::V if has_keys => ALIGN,
+            Operand::O if tile.vector_store && tile.split_keys == 0 => ALIGN,
+            _ => 1,
+        }
+    }
+
+    unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
+        let (Self { tile, schedule }, fwd) = (*self, steps.main());
+        let maps = if tile.by_tma {
+            Maps::both::<V::Driver>(call, tile.box_keys.unsigned_abs())?
+        } else {
+            Maps::UNREAD
+        };
+        // SAFETY: the caller keeps the contract of `launch`; the plan's workspace was made for the same tile.
+        let whole = unsafe { update::run(steps, call, tile.workspace(call.problem))? };
+        let main = |params: &mut FwdParams, _| {
+            let mut schedule = schedule;
+            let mut arguments =
+                [(&raw mut *params).cast(), (&raw const maps).cast_mut().cast(), (&raw mut schedule).cast()];
+            // SAFETY: the kernel takes FwdParams, Maps and MlaSchedule; `check_fwd` saw that the memory covers the
+            // problem.
+            unsafe { fwd.launch(&mut arguments, call.stream) }
+        };
+        let in_parts = (tile.cut(), RowsAtOnce::all(call.problem));
+        // SAFETY: the caller keeps the contract of `launch`.
+        unsafe { parts::run(steps, call, whole, in_parts, main) }
+    }
+}
+
+/// The tile for a problem, the one that `like` has: the same problem over a cache that lies otherwise.
+///
+/// # Errors
+/// The field that it does not take, and its number.
+pub(crate) fn fit_like(
+    like: &ValidFwd,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+    fields: &TileOptions,
+) -> Result<Sm100MlaTile, Refusal> {
+    let refuse = |reason: String| Refusal::new(text::NAME, reason);
+    text::accepts(problem)?;
+    refuse_row_invariant(options, text::NAME)?;
+    let own = text::choose_tile(problem, facts.num_sms);
+    let mut tile = Sm100MlaTile { split_keys: text::choose_tile(like, facts.num_sms).split_keys, ..own };
+    if options.accuracy == Accuracy::Exact {
+        tile.lazy_rescale_log2 = 0;
+    }
+    // The number of parts depends on the batch.
+    if options.batch_invariant {
+        tile.split_keys = 0;
+    }
+    let fitted = |mut tile: Sm100MlaTile| {
+        fields.iter().try_for_each(|(key, value)| tile.set(key, value))?;
+        tile.check(problem)?;
+        facts.has_room_for(&tile, tile.smem_bytes(&FwdSpec::of(problem)), text::CTAS as i32)?;
+        Ok(tile)
+    };
+    fitted(tile).map_err(refuse)
+}
+
+fn schedule_words(tile: &Sm100MlaTile, schedule: &MlaSchedule) -> String {
+    let mut words = vec!["a pair reads K and V once, scores a block ahead".to_owned()];
+    words
+        .extend((tile.lazy_rescale_log2 > 0).then(|| format!("rescale beyond 2^{}", tile.lazy_rescale_log2)));
+    words.push(if tile.by_tma {
+        format!("TMA of {} keys at a time", tile.box_keys)
+    } else {
+        "loads by copies of 16 bytes".to_owned()
+    });
+    words.extend(
+        (tile.split_keys > 0)
+            .then(|| format!("keys in {} parts of {}, merged", schedule.num_parts, tile.split_keys)),
+    );
+    words.join(", ")
+}
