@@ -787,7 +787,7 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Rows of bytes: by lists of one cache and of two, and without one; whole tiles and parts.
     Row {
-        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/two/h7)$", deal: 1 },
+        in_test: Cases { filter: "^lists/rows/b(656/(one/h4|appended/new2/every)|584/(two/h7|appended/unseen/nan))$", deal: 1 },
         in_all: Cases { filter: "^lists/rows/", deal: 1 },
         ..AMPERE
     },
@@ -811,13 +811,13 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER_WALKING
     },
     Row {
-        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/one/h7)$", deal: 1 },
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        in_test: Cases { filter: "^lists/rows/b(656/(one/h4|appended/new1/list)|584/one/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
         ..lists_on("cdna_decode", "gfx942")
     },
     Row {
         in_test: NONE,
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
         ..lists_on("cdna_decode", "gfx950")
     },
     Row { in_test: NONE, in_all: Cases { filter: "^lists/rows/", deal: 1 }, kernel: Some("simt"), ..AMPERE },

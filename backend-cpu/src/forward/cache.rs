@@ -80,6 +80,11 @@ pub(crate) fn append(
     for (to, new, from_strides, to_strides, dtype, dim, angles) in tensors {
         let (CacheSlice::Append(to), Some(new)) = (to, new) else { continue };
         let from = Source::new(*new, dtype, from_strides);
+        // Rows of bytes are K's, whose strides are in bytes.
+        let (packed, bytes) = (
+            problem.cache.rows.zip(problem.layout.kv.page_size()),
+            Target::new(to, DType::E4m3Fn, to_strides),
+        );
         let to = Target::new(to, dtype, to_strides);
         let mut scratch = reserve(used)?;
         scratch.extend((0..used).map(|_| vec![0f32; dim as usize]));
@@ -95,6 +100,13 @@ pub(crate) fn append(
                     }
                     if let Some(angles) = &angles {
                         angles.turn(row, j);
+                    }
+                    if let Some((format, page_size)) = packed {
+                        let page = bytes.row_ptr(batch, 0, head, 0);
+                        // SAFETY: `spans` saw that the row's page is in the cache, and that no other row is written
+                        // to its place.
+                        format.write(page_size, at, row, |at, byte| unsafe { page.add(at).write(byte) });
+                        continue;
                     }
                     // SAFETY: `spans` saw that this row is in the cache and that no other is written there.
                     unsafe { to.write_strided(batch, at, head, row) };

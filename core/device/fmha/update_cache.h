@@ -7,6 +7,7 @@
 // `Lanes` is the vendor's: `count`, `index()`; `thread()`, the index of a thread of the launch, and `threads()`,
 // their number; and `product`, `sum` and `difference`, each rounded to f32 by itself.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/cache_update.h>
 #include <fmha/num.h>
 #include <fmha/seq.h>
@@ -95,6 +96,10 @@ struct Update {
     const int32_t j = at.span.seqlen_k + n;
     using T = ElemOfBytes<size_bytes(of_keys ? spec.dtype_qk : spec.dtype_v)>;
     const T* from = read<T>(source, row_offset(source, at.new_batch, at.added.first + n, i_head));
+    if constexpr (of_keys && spec.row_bytes > 0) {
+      const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
+      return quantise(from, bytes_of_row<spec.row_bytes>(cache, p.page_size, place));
+    }
     T* to = written<T>(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
     if constexpr (!of_keys) {
       copy<spec.head_dim_v>(from, to, spec.v_layout == VLayout::ColMajor ? cache.dim : 1);
@@ -102,6 +107,42 @@ struct Update {
       turn(from, to, j);
     } else {
       copy<spec.head_dim_qk>(from, to, 1);
+    }
+  }
+
+  // Writes a new row of K to a cache of rows of bytes. A group's scale is the least power of two by which its greatest
+  // value fits E4M3, whose largest number, 448, is 1.75 times 2^8. A lane has sixteen values at a time, and looks for
+  // the greatest of their whole group.
+  FMHA_DEVICE void quantise(const Key* from, const BytesOfRow& at) const {
+    using Format = RowFormat<(spec.row_bytes > 0 ? spec.row_bytes : 656)>;
+    constexpr int32_t run = 16;
+    uint8_t *row = const_cast<uint8_t*>(at.row), *scales = const_cast<uint8_t*>(at.scales);
+    for (int32_t first = lane * run; first < Format::values; first += Lanes::count * run) {
+      const int32_t i_group = first / Format::group, group = i_group * Format::group;
+      uint32_t greatest = 0;  // bits of bf16 without their sign
+      for (int32_t d = 0; d < Format::group; ++d) {
+        const uint32_t bits = uint32_t(from[group + d]) & 0x7fff;
+        greatest = bits > 0x7f80 || bits < greatest ? greatest : bits;
+      }
+      const int32_t exponent = clamp(int32_t(greatest >> 7) - 127 - 8 + ((greatest & 0x7f) > 0x60), -126, 119);
+      const float inverse = float_of(uint32_t(127 - exponent) << 23);
+      for (int32_t d = first; d < first + run; ++d)
+        store_elem<DType::E4m3Fn>(row, d, load_elem<DType::Bf16>(from, d) * inverse);
+      if (first != group) continue;
+      if constexpr (Format::in_page_tail) {
+        scales[i_group] = uint8_t(exponent + 127);
+      } else {
+        // The two lower bytes of a power of two in f32 are 0.
+        const uint32_t upper = uint32_t(exponent + 127) << 7;
+        for (int32_t byte = 0; byte < 4; ++byte)
+          scales[4 * i_group + byte] = uint8_t(byte < 2 ? 0 : upper >> 8 * (byte - 2));
+      }
+    }
+    for (int32_t d = lane; d < spec.head_dim_qk - Format::values; d += Lanes::count) {
+      uint8_t* to = row + Format::rotary + 2 * d;
+      const uint32_t bits = from[Format::values + d];
+      to[0] = uint8_t(bits);
+      to[1] = uint8_t(bits >> 8);
     }
   }
 

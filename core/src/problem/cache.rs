@@ -186,7 +186,11 @@ impl FwdProblem {
         if self.cache.append.is_none() {
             return Ok(());
         }
-        check_output("k", self.strides.k, k, self.dtypes.qk)?;
+        let (k, dtype_k) = match self.cache.rows {
+            None => (k, self.dtypes.qk),
+            Some(_) => self.k_in_memory(k),
+        };
+        check_output("k", self.strides.k, k, dtype_k)?;
         // A column-major V is written by elements: no two of them may share an address either.
         ensure!(
             self.cache.v_in_k || self.strides.v.is_injective(v),

@@ -53,6 +53,13 @@ impl<'a> Cached<'a> {
             let mut new: Vec<T> =
                 self.new_rows("k_new", new, append.k_new, problem.dtypes.qk, head, problem.dims.head_dim_qk)?;
             self.turn(&mut new, |n| span.seqlen_cached + n)?;
+            if let Some(format) = problem.cache.rows {
+                for row in new.chunks_mut(problem.dims.head_dim_qk as usize) {
+                    let mut written: Vec<f32> = row.iter().map(|x| x.to_f32().unwrap_or(f32::NAN)).collect();
+                    format.round(&mut written);
+                    row.iter_mut().zip(written).for_each(|(x, written)| *x = real(f64::from(written)));
+                }
+            }
             keys.extend(new.into_iter().map(|x| x * descale));
         }
         Ok(keys)

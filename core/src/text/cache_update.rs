@@ -46,6 +46,8 @@ abi_spec! {
         pub interleaved: bool,
         /// Whether query i is rotated to i rows after the first one's position.
         pub positions_advance: bool,
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; else 0.
+        pub row_bytes: i32,
     }
 }
 
@@ -198,6 +200,7 @@ impl CacheSpec {
             rotary_dim: rotary.map_or(0, |rotary| rotary.dim as i32),
             interleaved: rotary.is_some_and(|rotary| rotary.pairs == RotaryPairs::Interleaved),
             positions_advance: problem.positions_advance(),
+            row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed()),
         }
     }
 }

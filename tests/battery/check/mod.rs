@@ -1,10 +1,12 @@
 //! Results against the f64 reference.
 
+mod appended;
 mod bwd;
 mod canary;
 mod combine;
 mod fwd;
 
+pub use appended::appended_bytes;
 pub use bwd::check_bwd;
 pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
