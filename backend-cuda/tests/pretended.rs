@@ -40,6 +40,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "sm90_mla",
         "sm100_widened",
         "sm80",
+        "sm80_widened",
         "simt",
         "sm80_lists",
         "combine",

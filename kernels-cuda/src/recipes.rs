@@ -27,6 +27,7 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
         Recipe::of::<Sm90Mla>(),
         Recipe::of::<Widened<Sm100>>(),
         Recipe::of::<Sm80>(),
+        Recipe::of::<Widened<Sm80>>(),
         Recipe::of::<Simt>(),
     ]
 }

@@ -100,6 +100,14 @@ struct Update {
       const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
       return quantise(from, bytes_of_row<spec.row_bytes>(cache, p.page_size, place));
     }
+    if constexpr (spec.scaled) {
+      // Rows have scales of their own where a block is one row.
+      const View& scales = of_keys ? update.k_scale : update.v_scale;
+      const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
+      return quantise_by_row<of_keys ? spec.head_dim_qk : spec.head_dim_v, of_keys ? spec.dtype_qk : spec.dtype_v>(
+          from, written<uint8_t>(cache, row_offset(cache, place, i_head)),
+          written<float>(scales, row_offset(scales, place, i_head)));
+    }
     T* to = written<T>(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
     if constexpr (!of_keys) {
       copy<spec.head_dim_v>(from, to, spec.v_layout == VLayout::ColMajor ? cache.dim : 1);
@@ -144,6 +152,25 @@ struct Update {
       to[0] = uint8_t(bits);
       to[1] = uint8_t(bits >> 8);
     }
+  }
+
+  // Writes a new row to a cache with a scale for each row: its greatest magnitude over the type's largest number, or 1.
+  // A lane looks for the greatest of the whole row. Bits of magnitudes have the order of their numbers, NaN above all.
+  template <int32_t dim, DType own, class T>
+  FMHA_DEVICE void quantise_by_row(const T* from, uint8_t* to, float* scale_of_row) const {
+    static_assert(own == DType::F16 || own == DType::Bf16, "rows of 16 bits are quantised");
+    constexpr uint32_t infinity = own == DType::F16 ? 0x7c00 : 0x7f80;
+    uint32_t greatest = 0;
+    for (int32_t d = 0; d < dim; ++d) {
+      const uint32_t bits = uint32_t(from[d]) & 0x7fff;
+      greatest = bits > infinity || bits < greatest ? greatest : bits;
+    }
+    const uint16_t code = uint16_t(greatest);
+    const float most = greatest == infinity ? float_of(0x7f7fffff) : load_elem<own>(&code, 0);
+    float scale = most / decode(format_of(spec.stored), format_of(spec.stored).largest);
+    if (!(scale > 0.f)) scale = 1.f;
+    for (int32_t d = lane; d < dim; d += Lanes::count) store_elem<spec.stored>(to, d, load_elem<own>(from, d) / scale);
+    if (lane == 0) *scale_of_row = scale;
   }
 
   FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {
