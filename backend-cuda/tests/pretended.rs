@@ -42,6 +42,7 @@ fn it_says_what_it_is_and_what_it_has() {
         "sm100_widened",
         "sm100_mla_widened",
         "sm80",
+        "sm80_widened",
         "simt",
         "sm80_lists",
         "combine",

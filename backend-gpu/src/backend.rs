@@ -145,6 +145,9 @@ impl<V: Vendor> Backend<V> {
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_cache_rows) {
                 fwd.refuse_cache_rows(kernel.name())?;
             }
+            if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_cache_scales) {
+                fwd.refuse_cache_scales(kernel.name())?;
+            }
             if let Some(fwd) = problem.forward().filter(|_| !kernel.about.reads_block_scales) {
                 fwd.refuse_block_scales(kernel.name())?;
             }

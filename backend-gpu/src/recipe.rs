@@ -302,6 +302,8 @@ pub struct About<P> {
     pub takes_second: bool,
     /// Whether the kernel reads caches of rows of bytes, or refuses their formats by number.
     pub reads_cache_rows: bool,
+    /// Whether the kernel reads FP8 caches with scales by rows.
+    pub reads_cache_scales: bool,
     /// Whether the kernel reads masks as data.
     pub reads_masks: bool,
     /// Whether the kernel computes scores and masks as code.
@@ -326,6 +328,7 @@ impl<P> About<P> {
             takes_lists: false,
             takes_second: false,
             reads_cache_rows: false,
+            reads_cache_scales: false,
             reads_masks: false,
             computes_code: false,
             computes_code_beside_masks: false,

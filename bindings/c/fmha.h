@@ -213,7 +213,8 @@ typedef struct FmhaCache {
   // 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
   int32_t v_in_k;
   // 656 or 584: K's rows are bytes in pages, with v_in_k and dtype_qk bf16, strides in bytes: E4M3 values with their
-  // scales, and 64 elements in bf16, as FlashMLA has them; 0: rows of elements.
+  // scales, and 64 elements in bf16, as FlashMLA has them; new rows come in bf16 and are quantised; 0: rows of
+  // elements.
   int32_t cache_rows;
 } FmhaCache;
 

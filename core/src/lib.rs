@@ -114,9 +114,9 @@ pub use plan::{
     Promises, QuantizePlan, ResourceUsage, ScoreSums, Step, Workspace,
 };
 pub use problem::{
-    BlockScales, CacheRows, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout, Extents,
-    FwdProblem, KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score, SecondCache,
-    SmallOutputs, TensorStrides, ValidFwd,
+    BlockScales, CacheRows, CacheScales, CacheUse, CapturedGrad, CapturedTensor, Code, DTypes, Dims, Dropout,
+    Extents, FwdProblem, KeyLists, Layouts, ListEntries, ListLength, MAX_ARRIVALS, Part, Scales, Score,
+    SecondCache, SmallOutputs, TensorStrides, ValidFwd,
 };
 pub use quantize::{QuantizeProblem, TensorScale, ValidQuantize};
 pub use queues::Queues;

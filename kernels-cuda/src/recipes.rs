@@ -30,6 +30,7 @@ pub fn forward<V: Nvidia>() -> Vec<Recipe<ValidFwd, V>> {
         Recipe::of::<Widened<Sm100>>(),
         Recipe::of::<Widened<Sm100Mla>>(),
         Recipe::of::<Sm80>(),
+        Recipe::of::<Widened<Sm80>>(),
         Recipe::of::<Simt>(),
     ]
 }

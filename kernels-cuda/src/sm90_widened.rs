@@ -9,8 +9,8 @@ use fmha_core::source::{Entry, Header, KernelSource, Literal};
 use fmha_core::spec::KvKind;
 use fmha_core::work::visible_pairs;
 use fmha_core::{
-    DType, Descale, Dims, FwdProblem, KvLayout, QLayout, Refusal, Shape, Strides, VLayout, Workspace,
-    abi_spec, abi_struct,
+    DType, Descale, DevSlice, Dims, FwdArgs, FwdProblem, KvLayout, QLayout, Refusal, Shape, Strides, VLayout,
+    Workspace, abi_spec, abi_struct,
 };
 
 /// The kernel's name in plans and refusals.
@@ -20,6 +20,9 @@ pub const NAME: &str = "sm90_widened";
 pub const NAME_OF_SM100: &str = "sm100_widened";
 /// See [`NAME_OF_SM100`].
 pub const NAME_OF_SM100_MLA: &str = "sm100_mla_widened";
+
+/// The kernel's name where the kernel of every NVIDIA GPU reads the cache.
+pub const NAME_OF_SM80: &str = "sm80_widened";
 
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
@@ -53,6 +56,10 @@ abi_spec! {
         pub v_in_k: bool,
         /// Whether rows are not whole words of 16 codes, or begin within one.
         pub by_element: bool,
+        /// Whether rows have scales of their own.
+        pub scaled: bool,
+        /// Whether the device has conversions of e4m3.
+        pub converts_fp8: bool,
     }
 }
 
@@ -67,10 +74,14 @@ abi_struct! {
         pub seqused_k: DevPtr<i32>,
         /// `[batch + 1]`, written: the first row of each sequence.
         pub cu_seqlens_k: DevPtr<i32>,
+        /// Scales of K by rows; unread where rows have none.
+        pub k_scale: View,
+        /// Scales of V by rows, likewise.
+        pub v_scale: View,
         /// Blocks of keys of the longest sequence.
         pub num_blocks: i32,
-        /// Padding, unused.
-        pub reserved: i32,
+        /// Rows that share a scale.
+        pub scale_block: i32,
     }
 }
 
@@ -107,6 +118,12 @@ impl Places {
         Ok(Self { seqused_k, cu_seqlens_k, k, v, bytes: fits(v.checked_add(of_v))? })
     }
 
+    /// The whole workspace, of which a reader's `own` part comes first.
+    #[must_use]
+    pub fn workspace(&self, own: Workspace) -> Workspace {
+        Workspace { bytes: self.bytes, ..own }
+    }
+
     /// Widened cache in a workspace that begins at an address.
     #[must_use]
     pub fn cache(&self, problem: &FwdProblem, workspace: u64) -> WidenedCache {
@@ -116,8 +133,29 @@ impl Places {
             v: View::new(workspace + self.v, v, false),
             seqused_k: DevPtr::new(workspace + self.seqused_k),
             cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
+            k_scale: View::NULL,
+            v_scale: View::NULL,
             num_blocks: num_blocks(problem).cast_signed(),
-            reserved: 0,
+            scale_block: 1,
+        }
+    }
+}
+
+impl WidenedCache {
+    /// This cache with the scales of a call's rows, where they have some.
+    #[must_use]
+    pub fn scaled(self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Self {
+        let Some(scales) = &problem.cache.scales else { return self };
+        let packed = problem.layout.kv == KvLayout::Packed;
+        let [k_scale, v_scale] = args.scale_slices();
+        let view = |slice: Option<DevSlice<'_>>, strides| {
+            View::new(slice.map_or(0, |slice| slice.as_ptr() as u64), strides, packed)
+        };
+        Self {
+            k_scale: view(k_scale, scales.k),
+            v_scale: view(v_scale, scales.v),
+            scale_block: scales.block.cast_signed(),
+            ..self
         }
     }
 }
@@ -229,6 +267,8 @@ pub fn wide_problem(
     wide.layout.seqused_k = problem.layout.seqused_k || problem.layout.kv == KvLayout::Packed;
     wide.layout.kv = own;
     [wide.strides.k, wide.strides.v] = strides(problem);
+    // Another launch before appends to the cache as it lies.
+    wide.cache.append = None;
     wide.cache.v_in_k = leaves_v_in_k(problem);
     if wide.cache.v_in_k {
         wide.strides.v = wide.strides.k;

@@ -25,8 +25,8 @@ struct Widen {
     return __builtin_bit_cast(uint16_t, bf16(x));
   }
 
-  FMHA_DEVICE void tensor(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span, int32_t first,
-                          int32_t count, int32_t dim) const {
+  FMHA_DEVICE void tensor(const View& from, const View& wide, const HeadScalars& descale, const View& scales,
+                          const SeqSpan& span, int32_t first, int32_t count, int32_t dim) const {
     const int32_t runs = ceil_div(dim, elems), all = count * p.num_heads_kv * runs;
     for (int32_t at = thread_idx(); at < all; at += kWidenThreads) {
       const int32_t run = at % runs, row = at / runs, i_head = row % p.num_heads_kv, j = first + row / p.num_heads_kv;
@@ -34,7 +34,12 @@ struct Widen {
       const bool is_there = j < span.seqlen_k;
       const int64_t source = is_there ? row_offset(from, kv_row(p, KvKind::Strided, span, j), i_head) : 0;
       const int64_t place = row_offset(wide, span.i_batch, int64_t(j), i_head) + span.i_batch * to.rows_of_batch * wide.row;
-      const float factor = scalar_of(descale, span.i_batch, i_head, 1.f);
+      float factor = scalar_of(descale, span.i_batch, i_head, 1.f);
+      if (spec.scaled && is_there) {
+        const KvRow key = kv_row(p, KvKind::Strided, span, j);
+        const int64_t of_scale = row_offset(scales, {key.batch, key.row / to.scale_block}, i_head);
+        factor = static_cast<const float*>(scales.data)[of_scale];
+      }
       for (int32_t d = elem; d < end; ++d) {
         const uint32_t code = is_there ? static_cast<const uint8_t*>(from.data)[source + d * from.dim] : 0;
         const_cast<uint16_t*>(static_cast<const uint16_t*>(wide.data))[place + d * wide.dim] = is_there ? widened(code, factor) : 0;
@@ -53,8 +58,8 @@ struct Widen {
     }
     const int32_t count = min(kWidenKeys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
     if (count <= 0) return;
-    tensor(p.k, to.k, p.descale_k, span, first, count, to.head_dim_qk);
-    tensor(p.v, to.v, p.descale_v, span, first, count, to.head_dim_v);
+    tensor(p.k, to.k, p.descale_k, to.k_scale, span, first, count, to.head_dim_qk);
+    tensor(p.v, to.v, p.descale_v, to.v_scale, span, first, count, to.head_dim_v);
   }
 };
 

@@ -7,7 +7,9 @@ pub(crate) mod recipe;
 use fmha_core::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, HeadScalars, View, c_constant};
 use fmha_core::problem::MAX_SEQLEN;
 use fmha_core::source::{Entry, Header, KernelSource};
-use fmha_core::{DType, FwdProblem, KvLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct};
+use fmha_core::{
+    DType, DevSlice, FwdArgs, FwdProblem, KvLayout, Refusal, Shape, Strides, VLayout, abi_spec, abi_struct,
+};
 
 use crate::device::refuse;
 
@@ -27,6 +29,8 @@ abi_spec! {
         pub stored: DType,
         /// Type of the widened elements: Q's type.
         pub dtype: DType,
+        /// Whether rows have scales of their own.
+        pub scaled: bool,
     }
 }
 
@@ -41,6 +45,10 @@ abi_struct! {
         pub seqused_k: DevPtr<i32>,
         /// `[batch + 1]`, written: the first row of each sequence.
         pub cu_seqlens_k: DevPtr<i32>,
+        /// Scales of K by rows; unread where rows have none.
+        pub k_scale: View,
+        /// Scales of V by rows, likewise.
+        pub v_scale: View,
         /// Rows from sequence to sequence where there is no batch axis; else 0.
         pub rows_of_batch: i64,
         /// Blocks of keys of the longest sequence.
@@ -49,8 +57,8 @@ abi_struct! {
         pub head_dim_qk: i32,
         /// Elements of a value's row.
         pub head_dim_v: i32,
-        /// Padding, unused.
-        pub reserved: i32,
+        /// Rows that share a scale.
+        pub scale_block: i32,
     }
 }
 
@@ -95,16 +103,34 @@ impl Places {
             v: View::new(workspace + self.v, v, packed),
             seqused_k: DevPtr::new(workspace),
             cu_seqlens_k: DevPtr::new(workspace + self.cu_seqlens_k),
+            k_scale: View::NULL,
+            v_scale: View::NULL,
             rows_of_batch: if packed { problem.dims.seqlen_k.into() } else { 0 },
             num_blocks: num_blocks(problem).cast_signed(),
             head_dim_qk: problem.dims.head_dim_qk.cast_signed(),
             head_dim_v: problem.dims.head_dim_v.cast_signed(),
-            reserved: 0,
+            scale_block: 1,
         }
     }
 }
 
 impl WidenedCache {
+    /// This cache with the scales of a call's rows, where they have some.
+    pub(crate) fn scaled(self, problem: &FwdProblem, args: &FwdArgs<'_>) -> Self {
+        let Some(scales) = &problem.cache.scales else { return self };
+        let packed = problem.layout.kv == KvLayout::Packed;
+        let [k_scale, v_scale] = args.scale_slices();
+        let view = |slice: Option<DevSlice<'_>>, strides| {
+            View::new(slice.map_or(0, |slice| slice.as_ptr() as u64), strides, packed)
+        };
+        Self {
+            k_scale: view(k_scale, scales.k),
+            v_scale: view(v_scale, scales.v),
+            scale_block: scales.block.cast_signed(),
+            ..self
+        }
+    }
+
     /// Arguments of the forward kernel: the call's arguments, but for K and V.
     pub(crate) fn forward(&self, problem: &FwdProblem, whole: &FwdParams) -> FwdParams {
         let mut fwd = FwdParams { k: self.k, v: self.v, ..*whole };
@@ -163,7 +189,8 @@ pub(crate) fn wide_problem(kernel: &'static str, mut wide: FwdProblem) -> Result
 
 /// The launch that brings the cache there: arguments `FwdParams` of the call, [`WidenedCache`].
 pub(crate) fn widen(problem: &FwdProblem) -> KernelSource {
-    let spec = WidenSpec { stored: problem.stored_k(), dtype: problem.dtypes.qk };
+    let scaled = problem.cache.scales.is_some();
+    let spec = WidenSpec { stored: problem.stored_k(), dtype: problem.dtypes.qk, scaled };
     let entry = Entry {
         include: "fmha/widen_cache.h",
         constants: &[("kSpec", &spec)],

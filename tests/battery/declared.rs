@@ -46,6 +46,7 @@ fn alibi_beside_a_tiny_scale(problem: &FwdProblem) -> bool {
 /// Kernels that compute no score and no mask as code.
 const CODELESS: &[&str] = &[
     "sm90_mla",
+    "sm80_widened",
     "sm90_widened",
     "sm100_mla",
     "sm100_widened",
@@ -315,10 +316,29 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["cuda"],
-        kernels: &["sm90_mla", "sm90_widened", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
+        kernels: &["sm90_mla", "sm80_widened", "sm90_widened", "sm100_widened", "sm100_mla", "sm100_mla_widened"],
         slowly: false,
         what: "what of appends, rotary embedding, FP8 caches beside 16 bits and tree masks other kernels take",
         applies: updates_the_cache,
+    },
+    Declared {
+        backends: &["cuda", "rocm"],
+        kernels: &["sm80", "sm90", "sm90_mla", "sm100", "sm100_mla", "simt", "cdna_decode", "rdna_decode"],
+        slowly: false,
+        what: "FP8 caches with scales by rows are widened before",
+        applies: |_, problem| problem.is_some_and(|p| p.cache.scales.is_some()),
+    },
+    Declared {
+        backends: &["rocm"],
+        kernels: &[],
+        slowly: false,
+        what: "FP8 caches with scales by rows in pages, or that are appended to, or that lie otherwise than Q's rows: a launch before the forward kernels alone widens them",
+        applies: |_, problem| {
+            problem.is_some_and(|p| {
+                let lies_apart = p.refuse_mixed_layouts("").is_err();
+                p.cache.scales.is_some() && (lies_apart || p.cache.append.is_some())
+            })
+        },
     },
     Declared {
         backends: &["cuda"],
@@ -385,7 +405,7 @@ pub const DECLARED: &[Declared] = &[
     },
     Declared {
         backends: &["rocm", "cuda"],
-        kernels: &["cdna_widened", "rdna_widened", "sm100_widened", "sm100_mla_widened"],
+        kernels: &["cdna_widened", "rdna_widened", "sm80_widened", "sm100_widened", "sm100_mla_widened"],
         slowly: false,
         what: "rows that a forward kernel reads as they lie: a launch before it brings FP8 caches that lie as Q does, and no others",
         applies: |case, problem| {

@@ -190,7 +190,7 @@ impl<'a> Resident<'a> {
         let mut outputs = vec![Operand::O, Operand::Lse, Operand::KeepMask];
         outputs.extend([Operand::RowMax, Operand::HeadMax, Operand::KeySum]);
         if appends {
-            outputs.extend([Operand::K, Operand::V]);
+            outputs.extend([Operand::K, Operand::V, Operand::KScale, Operand::VScale]);
         }
         self.call(operands, &outputs, |mut views| {
             let (k, v) = if appends {
@@ -201,6 +201,10 @@ impl<'a> Resident<'a> {
             } else {
                 (views.get(Operand::K).map(Into::into), views.get(Operand::V).map(Into::into))
             };
+            let [k_scale, v_scale] = [Operand::KScale, Operand::VScale].map(|operand| {
+                let written = views.outputs.remove(&operand).map(CacheSlice::from);
+                written.or_else(|| views.get(operand).map(CacheSlice::from))
+            });
             let second = second_of((of_second, facts.1), |operand| views.get(operand));
             let mut args = FwdArgs::new(
                 views.input(Operand::Q)?,
@@ -213,6 +217,8 @@ impl<'a> Resident<'a> {
             .score(score_of(dropout, |operand| views.get(operand)))
             .masks(masks_of(|operand| views.get(operand)))
             .cache(cache_of(|operand| views.get(operand)))
+            .k_scale(k_scale)
+            .v_scale(v_scale)
             .second(second.as_ref())
             .scale_o(views.get(Operand::ScaleO))
             .keep_mask(views.outputs.remove(&Operand::KeepMask))

@@ -219,12 +219,13 @@ impl Law {
                 HostFwd::new(other, &before, *data)
             }
             LawKind::WidenedCache => {
-                other.cache.dtype = None;
+                (other.cache.dtype, other.cache.scales) = (None, None);
                 (other.scales.descale_k, other.scales.descale_v) = (Descale::None, Descale::None);
                 let mut b = HostFwd::new(other, lengths, *data)?;
-                widen(a, &mut b, Operand::K, Operand::DescaleK, problem.scales.descale_k)?;
+                widen(a, &mut b, Operand::K, [Operand::DescaleK, Operand::KScale], problem.scales.descale_k)?;
                 if !problem.cache.v_in_k {
-                    widen(a, &mut b, Operand::V, Operand::DescaleV, problem.scales.descale_v)?;
+                    let scales = [Operand::DescaleV, Operand::VScale];
+                    widen(a, &mut b, Operand::V, scales, problem.scales.descale_v)?;
                 }
                 Ok(b)
             }
@@ -288,8 +289,14 @@ fn copy_keys(from: &HostFwd, to: &mut HostFwd, source: impl Fn(u32, u32, u32) ->
     copy(from, to, Operand::V, source);
 }
 
-/// A cache of Q's type: each element of `a`'s times its descale, rounded once.
-fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind: Descale) -> Result<()> {
+/// A cache of Q's type: each element of `a`'s times its descale, or its row's scale, rounded once.
+fn widen(
+    a: &HostFwd,
+    b: &mut HostFwd,
+    operand: Operand,
+    [descale, scales]: [Operand; 2],
+    kind: Descale,
+) -> Result<()> {
     let heads = a.problem.dims.num_heads_kv;
     let seq = a.inputs().seq;
     let rows = KvRows::of(&a.problem, &seq)?;
@@ -301,6 +308,9 @@ fn widen(a: &HostFwd, b: &mut HostFwd, operand: Operand, descale: Operand, kind:
                 .operands
                 .get(descale)
                 .map_or(1.0, |numbers| numbers.nth(kind.index(span.i_batch, h, heads)));
+            let block = a.problem.cache.scales.map_or(1, |scales| scales.block);
+            let by_rows = a.operands.get(scales).map(|scales| scales.get(batch, row / block, h, 0));
+            let factor = by_rows.unwrap_or(factor);
             for d in 0..to.shape.dim {
                 let value = from.get(batch, row, h, d) as f32 * factor as f32;
                 to.set([batch, row, h, d], f64::from(value));

@@ -12,7 +12,10 @@ use fmha_core::{BwdPlan, Device, Error, FwdProblem, MemorySpace, PlanOptions, Re
 use serde::Serialize;
 
 use crate::case::{Backward, Body, Case, Combine, Forward, Plant};
-use crate::check::{Selection, check_bwd, check_combine, check_fwd, intact_bwd, intact_combine, intact_fwd};
+use crate::check::{
+    Selection, appended_bytes, check_bwd, check_combine, check_fwd, intact_bwd, intact_combine, intact_fwd,
+    quantises,
+};
 use crate::declared;
 use crate::execute::{run_bwd, run_combine, run_fwd};
 use crate::memory::Placement;
@@ -146,6 +149,11 @@ pub(crate) fn run_forward(case: &Forward, backend: &Device, options: &Options) -
         verdict.faults.extend(intact_fwd(&host));
     }
     verdict.faults.extend(constant_v_fault(case, &host));
+    if quantises(&host) {
+        let mut before = HostFwd::new(case.problem.clone(), &case.lengths, case.data)?;
+        plant(&mut before, case.plant)?;
+        verdict.faults.extend(appended_bytes(&host, before)?);
+    }
     Ok(verdict)
 }
 

@@ -61,6 +61,8 @@ pub enum Operand {
     DescaleQ,
     DescaleK,
     DescaleV,
+    KScale,
+    VScale,
     BlockScaleQ,
     BlockScaleK,
     BlockScaleV,

@@ -365,6 +365,7 @@ fn inputs_of(facts: (Totals, u32), operands: &Operands, dropout: DropoutSeed) ->
         v: operands.input(Operand::V).unwrap_or(k),
         seq: seq_of(facts, |operand| operands.input(operand)),
         cache: cache_of(|operand| operands.input(operand)),
+        cache_scales: [Operand::KScale, Operand::VScale].map(|operand| operands.input(operand)),
         score: score_of(dropout, |operand| operands.input(operand)),
         masks: masks_of(|operand| operands.input(operand)),
         second: None,
@@ -521,6 +522,19 @@ fn inputs(
         scaled_operands(problem, scales, &extents, [&rows_q, &rows_k], data, operands)?;
     }
     cache_operands(problem, lengths, &spans, data, operands)?;
+    if let Some(scales) = &problem.cache.scales {
+        let of_k = (Operand::KScale, extents.k, scales.k, 0.02);
+        for (operand, of, strides, least) in [of_k, (Operand::VScale, extents.v, scales.v, 0.03)] {
+            let mut tensor = Tensor::new(DType::F32, scales.shape(of), strides, data.room)?;
+            // No powers of two, and no two neighbours alike; scales of blocks without a row in use stay NaN.
+            for (row, head) in rows_k.iter().flat_map(|row| (0..of.head).map(move |head| (row, head))) {
+                let at = row.row / scales.block;
+                let value = least * f64::from(1 + (at * 7 + head * 3 + row.storage_batch) % 11);
+                tensor.set([row.storage_batch, at, head, 0], value);
+            }
+            operands.put(operand, tensor);
+        }
+    }
     if let (Some(second), Some(of_second)) = (&problem.second, &lengths.second) {
         second_cache(problem, second, (lengths, of_second), data, fill, operands)?;
     }

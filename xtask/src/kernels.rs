@@ -362,6 +362,36 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^decode/fp8_cache/(e4m3fn|e5m2)/", deal: 1 },
         ..BLACKWELL
     },
+    // Caches of FP8 with scales by rows, read and appended, where each kernel of 16-bit caches reads them.
+    Row {
+        kernel: Some("sm80_widened"),
+        in_test: Cases {
+            filter: "^decode/(fp8_rows/e4m3fn/f16/appended/new3/p16|fp8_rows_.*/e5m2/bf16/block7/q1/strided)$",
+            deal: 1,
+        },
+        in_all: Cases { filter: "^decode/fp8_rows/(e4m3fn|e5m2)/", deal: 1 },
+        ..AMPERE
+    },
+    Row {
+        in_test: Cases { filter: "^decode/fp8_rows_.*/e4m3fn/f16/block16/q20/p16$", deal: 1 },
+        in_all: Cases { filter: "^decode/fp8_rows.*/(e4m3fn|e5m2)/", deal: 1 },
+        ..HOPPER_WALKING
+    },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^decode/fp8_rows.*/(e4m3fn|e5m2)/", deal: 1 },
+        ..BLACKWELL
+    },
+    Row {
+        in_test: Cases { filter: "^decode/fp8_rows_.*/e4m3fnuz/bf16/block7/q20/strided$", deal: 1 },
+        in_all: Cases { filter: "^decode/fp8_rows.*/(block[17]/.*/strided|packed)$", deal: 1 },
+        ..amd("gfx942", NONE)
+    },
+    Row {
+        in_test: NONE,
+        in_all: Cases { filter: "^decode/fp8_rows.*/(block[17]/.*/strided|packed)$", deal: 1 },
+        ..amd("gfx1100", NONE)
+    },
     // Pairs of CTAs, which wait for each other.
     Row {
         tile: Some("cluster=2,order=dynamic,split_keys=0,copy_bytes=0"),
@@ -814,7 +844,10 @@ pub(crate) const ROWS: &[Row] = &[
     },
     // Rows of bytes: by lists of one cache and of two, and without one; whole tiles and parts.
     Row {
-        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/two/h7)$", deal: 1 },
+        in_test: Cases {
+            filter: "^lists/rows/b(656/(one/h4|appended/new2/every)|584/(two/h7|appended/unseen/nan))$",
+            deal: 1,
+        },
         in_all: Cases { filter: "^lists/rows/", deal: 1 },
         ..AMPERE
     },
@@ -838,13 +871,13 @@ pub(crate) const ROWS: &[Row] = &[
         ..HOPPER_WALKING
     },
     Row {
-        in_test: Cases { filter: "^lists/rows/b(656/one/h4|584/one/h7)$", deal: 1 },
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        in_test: Cases { filter: "^lists/rows/b(656/(one/h4|appended/new1/list)|584/one/h7)$", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
         ..lists_on("cdna_decode", "gfx942")
     },
     Row {
         in_test: NONE,
-        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table)/", deal: 1 },
+        in_all: Cases { filter: "^lists/rows/b(656|584)/(one|table|appended/new./list)", deal: 1 },
         ..lists_on("cdna_decode", "gfx950")
     },
     Row { in_test: NONE, in_all: Cases { filter: "^lists/rows/", deal: 1 }, kernel: Some("simt"), ..AMPERE },
@@ -1051,6 +1084,7 @@ pub(crate) const QUICK: &[Row] = &[
     quick("combine", "^combine/f32_to_f32/n3/s17/d128$", HOPPER),
     quick("sm80", OFF_TILE, Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm80", "^backward/head_dim/bf16/d64$", Row { mode: Mode::HappensBefore, ..AMPERE }),
+    quick("sm80_widened", "^decode/fp8_rows/e4m3fn/f16/appended/new3/p16$", AMPERE),
     quick("sm80_lists", "^lists/unordered/bf16/packed$", Row { mode: Mode::HappensBefore, ..AMPERE }),
     quick("sm100", OFF_TILE, Row { mode: Mode::HappensBefore, ..BLACKWELL }),
     quick(

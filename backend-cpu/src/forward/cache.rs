@@ -3,7 +3,8 @@
 
 use fmha_core::seq::KvRows;
 use fmha_core::{
-    CacheArgs, CacheRows, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan, Shape, Strides,
+    CacheArgs, CacheRows, CacheScales, CacheSlice, DType, DevSlice, FwdArgs, FwdProblem, Rotary, SeqSpan,
+    Shape, Strides,
 };
 
 use half::{bf16, f16};
@@ -56,31 +57,38 @@ pub(crate) fn append(
     let Some(append) = &problem.cache.append else { return Ok(()) };
     let angles = problem.cache.rotary.map(|rotary| Angles::new(rotary, &args.cache));
     let dims = problem.dims;
+    let scales = |slice: &Option<CacheSlice<'_>>, of: fn(&CacheScales) -> Strides| match (
+        slice,
+        &problem.cache.scales,
+    ) {
+        (Some(CacheSlice::Append(slice)), Some(scales)) => Some(Target::new(slice, DType::F32, of(scales))),
+        _ => None,
+    };
     let tensors = [
         (
-            &args.k,
-            &args.cache.k_new,
-            append.k_new,
-            problem.strides.k,
-            problem.dtypes.qk,
+            (&args.k, problem.strides.k, scales(&args.k_scale, |scales| scales.k)),
+            (&args.cache.k_new, append.k_new, problem.dtypes.qk),
             dims.head_dim_qk,
             angles,
         ),
         (
-            &args.v,
-            &args.cache.v_new,
-            append.v_new,
-            problem.strides.v,
-            problem.dtypes.v,
+            (&args.v, problem.strides.v, scales(&args.v_scale, |scales| scales.v)),
+            (&args.cache.v_new, append.v_new, problem.dtypes.v),
             dims.head_dim_v,
             None,
         ),
     ];
     let used = threads.used(spans.len());
-    for (to, new, from_strides, to_strides, dtype, dim, angles) in tensors {
+    for ((to, to_strides, scales), (new, from_strides, dtype), dim, angles) in tensors {
         let (CacheSlice::Append(to), Some(new)) = (to, new) else { continue };
         let from = Source::new(*new, dtype, from_strides);
-        let to = Target::new(to, dtype, to_strides);
+        let stored = problem.cache.dtype.unwrap_or(dtype);
+        // Rows of bytes are K's, whose strides are in bytes.
+        let (packed, bytes) = (
+            problem.cache.rows.zip(problem.layout.kv.page_size()),
+            Target::new(to, DType::E4m3Fn, to_strides),
+        );
+        let to = Target::new(to, stored, to_strides);
         let mut scratch = reserve(used)?;
         scratch.extend((0..used).map(|_| vec![0f32; dim as usize]));
         threads.for_each(&mut scratch, spans.len(), |row, task| {
@@ -95,6 +103,18 @@ pub(crate) fn append(
                     }
                     if let Some(angles) = &angles {
                         angles.turn(row, j);
+                    }
+                    if let Some((format, page_size)) = packed {
+                        let page = bytes.row_ptr(batch, 0, head, 0);
+                        // SAFETY: `spans` saw that the row's page is in the cache, and that no other row is written
+                        // to its place.
+                        format.write(page_size, at, row, |at, byte| unsafe { page.add(at).write(byte) });
+                        continue;
+                    }
+                    if let Some(scales) = &scales {
+                        let scale = CacheScales::quantise(stored, row);
+                        // SAFETY: the argument check measured the scales, each of which is of one row and head.
+                        unsafe { scales.write_strided(batch, at, head, &[scale]) };
                     }
                     // SAFETY: `spans` saw that this row is in the cache and that no other is written there.
                     unsafe { to.write_strided(batch, at, head, row) };
@@ -174,6 +194,8 @@ pub(crate) struct Cached<'a> {
     pub(crate) in_codes: bool,
     /// Format of rows of bytes, and the rows of a page.
     pub(crate) packed: Option<(CacheRows, u32)>,
+    /// Scales by rows, and the rows that share one.
+    pub(crate) scales: Option<(Source, u32)>,
 }
 
 impl Cached<'_> {
@@ -206,9 +228,34 @@ impl Cached<'_> {
         (self.widened.is_none() || self.in_codes) && self.source.matrix(0, 0, 0).has_dense_rows()
     }
 
+    /// The scale of a row of a kv head; 1 where rows have none.
+    fn scale(&self, batch: u32, row: u32, i_head_kv: u32) -> f32 {
+        let Some((scales, block)) = &self.scales else { return 1.0 };
+        // SAFETY: the argument check measured the scales.
+        unsafe { scales.matrix(batch, i_head_kv, row / block).get(0, 0) }
+    }
+
+    /// Writes key `j` of a kv head in 16 bits, each element times the row's scale, rounded once.
+    fn scale_row(&self, span: &SeqSpan, i_head_kv: u32, j: u32, to: *mut u16) {
+        let values = fp8_table(self.source.dtype());
+        let (batch, row) = self.rows.at(span, j);
+        let (from, scale) = (self.source.matrix(batch, i_head_kv, row), self.scale(batch, row, i_head_kv));
+        for d in 0..self.dim {
+            // SAFETY: `spans` saw that the row is in the tensor; the scratch has room for it.
+            unsafe {
+                let value = values[usize::from(*from.at(0, d))] * scale;
+                to.add(d).write(match self.taken_as() {
+                    DType::F16 => f16::from_f32(value).to_bits(),
+                    _ => bf16::from_f32(value).to_bits(),
+                });
+            }
+        }
+    }
+
     /// Element `d` of key `j` of a head, times its descale, as arithmetic meets it.
     pub(crate) fn value(&self, head: &HeadScore, j: u32, d: usize, descale: f32) -> f32 {
         let (batch, row) = self.rows.at(&head.span, j);
+        let descale = descale * self.scale(batch, row, head.i_head_kv);
         // SAFETY: the argument check measured the tensor, `spans` its rows.
         let value = unsafe { self.source.matrix(batch, head.i_head_kv, row).get(0, d) } * descale;
         self.widened.map_or(value, |wide| wide.round(f64::from(value)) as f32)
@@ -224,7 +271,8 @@ impl Cached<'_> {
     /// widens every code again. (AVX2, in place and by way of scratch, from memory: a query 4.8 and 3.2 GB/s,
     /// four 1.9 and 2.9.)
     pub(crate) fn widened_by<S: Simd>(mut self, descales: &[f32], rows: u32) -> (Self, Vec<BytePlanes>) {
-        let Some(wide) = self.widened else { return (self, Vec::new()) };
+        // Scales by rows are no table of a head's codes.
+        let Some(wide) = self.widened.filter(|_| self.scales.is_none()) else { return (self, Vec::new()) };
         let mut planes: Vec<BytePlanes> = Vec::new();
         for (n, &descale) in descales.iter().enumerate() {
             let same = descales[..n].iter().position(|before| before.to_bits() == descale.to_bits());
@@ -357,6 +405,13 @@ impl Cached<'_> {
         widen: &[BytePlanes],
         to: *mut u8,
     ) {
+        if self.scales.is_some() {
+            for (head, n) in (0..heads as usize).flat_map(|head| (0..count).map(move |n| (head, n))) {
+                let to = to.wrapping_add(head * self.scratch_bytes(BLOCK_KEYS) + self.scratch_bytes(n));
+                self.scale_row(span, first_head + head as u32, j + n as u32, to.cast());
+            }
+            return;
+        }
         let size = self.taken_as().size_bytes() as usize;
         let mut done = 0;
         while done < count {

@@ -31,7 +31,7 @@ use std::ops::Range;
 use fmha_core::expr::Seen;
 use fmha_core::seq::KvRows;
 use fmha_core::tree::TreeMask;
-use fmha_core::{DType, FwdArgs, FwdProblem, SeqSpan};
+use fmha_core::{CacheScales, DType, DevSlice, FwdArgs, FwdProblem, SeqSpan, Strides};
 
 use cache::{Cached, TurnedQueries};
 
@@ -194,13 +194,21 @@ impl<'a> Forward<'a> {
         code: Option<Code<'a>>,
     ) -> Shared<'a> {
         let (problem, args) = (self.problem, self.args);
-        let cached = |slice, dtype, strides, dim: u32| Cached {
+        let [k_scale, v_scale] = args.scale_slices();
+        let scales = |slice: Option<DevSlice<'_>>, of: fn(&CacheScales) -> Strides| {
+            let scales = problem.cache.scales.as_ref();
+            slice
+                .zip(scales)
+                .map(|(slice, scales)| (Source::new(slice, DType::F32, of(scales)), scales.block))
+        };
+        let cached = |slice, dtype, strides, dim: u32, scales| Cached {
             source: Source::new(slice, dtype, strides),
             rows,
             dim: dim as usize,
             widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
             packed: None,
+            scales,
         };
         let q = Source::new(args.q, problem.dtypes.qk, problem.strides.q);
         Shared {
@@ -209,8 +217,20 @@ impl<'a> Forward<'a> {
             blocks,
             score: ScoreInputs::new(problem, &args.score, code),
             q: turned.map_or(q, TurnedQueries::source),
-            k: cached(args.k_slice(), problem.stored_k(), problem.strides.k, problem.dims.head_dim_qk),
-            v: cached(args.v_slice(), problem.stored_v(), problem.strides.v, problem.dims.head_dim_v),
+            k: cached(
+                args.k_slice(),
+                problem.stored_k(),
+                problem.strides.k,
+                problem.dims.head_dim_qk,
+                scales(k_scale, |scales| scales.k),
+            ),
+            v: cached(
+                args.v_slice(),
+                problem.stored_v(),
+                problem.strides.v,
+                problem.dims.head_dim_v,
+                scales(v_scale, |scales| scales.v),
+            ),
             tree: TreeMask::of(problem, &args.cache, &args.seq),
             o: Target::new(&args.o, problem.dtypes.o, problem.strides.o),
             scale_o: args.scale_o.as_ref().map_or(1.0, |scale| f32_at(scale, 0)),

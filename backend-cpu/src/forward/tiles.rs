@@ -260,6 +260,7 @@ mod tests {
             v: DevSlice::host(&v),
             seq: SeqArgs::default(),
             cache: fmha_core::CacheArgs::default(),
+            cache_scales: [None; 2],
             score: fmha_core::ScoreArgs::default(),
             masks: fmha_core::MaskArgs::default(),
             second: None,

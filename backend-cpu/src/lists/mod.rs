@@ -131,6 +131,7 @@ impl<'a> Shared<'a> {
             widened: problem.cache.dtype.map(|_| problem.dtypes.qk),
             in_codes: false,
             packed: packed(problem),
+            scales: None,
         };
         let most = problem.most_walked_keys() as usize;
         Ok(Some(Self {
@@ -423,6 +424,7 @@ impl<'a> Second<'a> {
             widened: None,
             in_codes: false,
             packed: packed(problem),
+            scales: None,
         };
         let v = args.v.unwrap_or(args.k);
         Ok(Self {

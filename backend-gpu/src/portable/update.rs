@@ -61,16 +61,35 @@ pub unsafe fn run<D: Driver>(
     own: Workspace,
 ) -> Result<FwdParams> {
     let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
-    if let Some(step) = steps.at(Stage::UpdateCache) {
-        let (mut update, updated) = bind(call.problem, call.args, &params, params.workspace.0 + place(own));
-        // SAFETY: the kernel takes FwdParams and CacheUpdate; core saw that the memory of both covers the problem, and
-        // the workspace is as large as the plan says.
-        unsafe { step.launch(&mut [(&raw mut params).cast(), (&raw mut update).cast()], call.stream)? };
-        params = updated;
+    // A launch before a reader of a widened cache has updated that cache as it lies.
+    if is_wanted(call.problem) {
+        // SAFETY: the caller keeps the contract.
+        params = unsafe { run_alone(steps, call, own)? };
     }
     if let Some(step) = steps.at(Stage::KeepMask) {
         // SAFETY: the kernel takes FwdParams; core saw that the keep mask covers the problem.
         unsafe { step.launch(&mut [(&raw mut params).cast()], call.stream)? };
     }
     Ok(params)
+}
+
+/// Queues the launch that updates the cache, where the plan has it; returns the parameters behind it.
+///
+/// # Safety
+/// As [`run`].
+///
+/// # Errors
+/// What the driver said.
+pub unsafe fn run_alone<D: Driver>(
+    steps: &Steps<D>,
+    call: &Call<'_, ValidFwd>,
+    own: Workspace,
+) -> Result<FwdParams> {
+    let mut params = fmha_core::bind::fwd_params(call.problem, call.args);
+    let Some(step) = steps.at(Stage::UpdateCache) else { return Ok(params) };
+    let (mut update, updated) = bind(call.problem, call.args, &params, params.workspace.0 + place(own));
+    // SAFETY: the kernel takes FwdParams and CacheUpdate; core saw that the memory of both covers the problem, and the
+    // workspace is as large as the plan says.
+    unsafe { step.launch(&mut [(&raw mut params).cast(), (&raw mut update).cast()], call.stream)? };
+    Ok(updated)
 }

@@ -155,7 +155,8 @@ pub struct FmhaCache {
     /// 1: V is the first head_dim_v elements of K's rows, and has no address of its own; else 0.
     pub v_in_k: i32,
     /// 656 or 584: K's rows are bytes in pages, with v_in_k and dtype_qk bf16, strides in bytes: E4M3 values with their
-    /// scales, and 64 elements in bf16, as FlashMLA has them; 0: rows of elements.
+    /// scales, and 64 elements in bf16, as FlashMLA has them; new rows come in bf16 and are quantised; 0: rows of
+    /// elements.
     pub cache_rows: i32,
 }
 

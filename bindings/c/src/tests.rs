@@ -700,6 +700,25 @@ fn rows_of_bytes_are_read_where_they_lie() {
     let call = Call { p, a: with!(a, k = std::ptr::null_mut()) };
     let text = run(&plan(&call).unwrap(), &call).unwrap_err();
     assert!(text.contains("k is null, but 2624 bytes are needed"), "{text}");
+
+    // A new row of ones after the third: 448 times 2^-8 in place of 1, and its scales, which do not round.
+    let (mut appended, ones) = (pages, vec![0x3F80u16; 576]);
+    let cache = with!(cache, seqlen_new = 1, k_new = one(576));
+    let p = with!(p, lists = std::ptr::null(), cache = &raw const cache);
+    let a =
+        with!(a, indices = std::ptr::null(), k = appended.as_mut_ptr().cast(), k_new = ones.as_ptr().cast());
+    run_on_cpu(&Call { p, a });
+    let (values, rest) = appended[3 * BYTES..].split_at(512);
+    assert!(values.iter().all(|&value| value == 0x78), "{values:x?}");
+    assert!(rest[..16].chunks(4).all(|scale| scale == (1f32 / 256.0).to_le_bytes()), "{rest:x?}");
+    assert!(rest[16..].chunks(2).all(|element| element == 0x3F80u16.to_le_bytes()), "{rest:x?}");
+    assert!(o.iter().all(|&element| element == 0x3F80), "{o:x?}");
+    let turning = with!(cache, max_pos = 8, rotary_dim = 64, dtype_rotary = FMHA_F32);
+    let text = refused(&Call { p: with!(p, cache = &raw const turning), a });
+    assert!(text.contains("cache_rows of 656 bytes"), "{text}");
+    let wrong = with!(cache, k_new = with!(one(576), dim_stride = 2));
+    let text = refused(&Call { p: with!(p, cache = &raw const wrong), a });
+    assert!(text.contains("k_new"), "{text}");
 }
 
 #[test]

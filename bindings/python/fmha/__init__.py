@@ -406,11 +406,12 @@ def attention_with_kvcache(
         q: ``[batch, seqlen_q, num_heads_q, head_dim]``, or packed with ``cu_seqlens_q`` and ``max_seqlen_q``.
         k_cache: ``[batch, seqlen_max, num_heads_kv, head_dim]``; with ``block_table``, pages
             ``[num_pages, page_size, num_heads_kv, head_dim]``. In FP8 under 16-bit queries too (``descale_k``,
-            ``descale_v``).
+            ``descale_v``). In uint8 FlashMLA's rows of 656 and 584 bytes, ``[num_pages, page_size, 1, bytes]``, under
+            queries in bf16; ``v_cache`` is ``None`` and ``head_dim_v`` 512.
         v_cache: likewise; ``None`` with ``head_dim_v``: V is the front of K's rows (MLA).
         k, v: new rows ``[batch, seqlen_new, num_heads_kv, head_dim]``, written at ``seqused_k[b]``; packed
             ``[total_new, num_heads_kv, head_dim]`` with ``cu_seqlens_new``, i32 ``[batch + 1]``, and
-            ``max_seqlen_new``.
+            ``max_seqlen_new``. Rows of bytes are quantised from ``k`` in bf16, and ``v`` is ``None``.
         head_dim_v: V's last axis where ``v_cache`` is ``None``; beside a ``v_cache`` it has to be its.
         seqused_k: i32 ``[batch]``, rows in the cache: before the new ones.
         rotary_cos, rotary_sin: ``[max_pos, rotary_dim / 2]``, f32 or Q's type; ``rotary_interleaved`` turns pairs

@@ -4,8 +4,9 @@
 take and give what they give, LSE too: natural, without the sink, and ``+inf`` for a row that has no key. Caches are of
 16 bits or f32, or have FlashMLA's rows of 656 and 584 bytes; a second cache joins in the same softmax, where it lies.
 Rows of bytes are read where they lie under queries in bf16, on the CPU, and on NVIDIA's GPUs where pages begin on whole
-16 bytes. Elsewhere they are gathered into a tensor of their own first, which costs more. ``indexer_topk`` is refused by
-name.
+16 bytes. Elsewhere they are gathered into a tensor of their own first, which costs more. New rows are quantised and
+written by ``fmha.attention_with_kvcache(q, k_cache, None, k, head_dim_v=512, block_table=..., seqused_k=...)`` over a
+cache in uint8. ``indexer_topk`` is refused by name.
 """
 
 from __future__ import annotations

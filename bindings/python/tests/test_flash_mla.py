@@ -5,6 +5,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import pytest
 import torch
 
+import fmha
 from fmha import flash_mla
 from fmha.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from reference import DEVICE
@@ -102,6 +103,42 @@ def packed(rows: torch.Tensor, page_size: int) -> Tuple[torch.Tensor, torch.Tens
     # A page is padded to whole 576 bytes.
     padded = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % 576), value=255)
     return padded.as_strided((len(pages), page_size, 1, 584), (padded.shape[-1], 584, 584, 1)), stands
+
+
+@pytest.mark.parametrize("dim", [576, 512])
+def test_new_rows_of_bytes_are_quantised_and_seen(dim: int) -> None:
+    torch.manual_seed(9)
+    group, num_groups = (128, 4) if dim == 576 else (64, 7)
+    cache, rows = packed(torch.randn(64, dim), 16)
+    table, used = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), torch.tensor([20, 15], dtype=torch.int32)
+    q, new = torch.randn(2, 1, 3, dim).bfloat16(), torch.randn(2, 2, 1, dim).bfloat16()
+    given: Dict[str, Any] = dict(head_dim_v=512, block_table=table, seqused_k=used, mask="causal")
+    before = cache.clone()
+    out = fmha.attention_with_kvcache(q, cache, None, new, **given)
+    values, rotary = new.float()[..., : group * num_groups].unflatten(-1, (num_groups, group)), new[..., -64:]
+    scales = torch.exp2((values.abs().amax(-1) / 448).log2().ceil())
+    quantised = (values / scales[..., None]).to(torch.float8_e4m3fn).float() * scales[..., None]
+    stands = torch.cat((quantised.flatten(-2), rotary.float()), -1)[:, :, 0]
+    there = rows.view(4, 16, dim)[table.long()].flatten(1, 2).clone()
+    for b in range(2):
+        first = int(used[b])
+        there[b, first : first + 2] = stands[b]
+        page, at = table[b, torch.arange(first, first + 2) // 16].long(), torch.arange(first, first + 2) % 16
+        assert torch.equal(flash_mla._widened(cache, page, at), stands[b])
+        keys = there[b, : first + 2]
+        wanted, _, _ = defined(q[b, 0], keys, torch.arange(first + 2), dim**-0.5, 512)
+        torch.testing.assert_close(out[b, 0].double(), wanted, rtol=3e-2, atol=3e-2)
+        # No other row has changed.
+        others = torch.arange(first)
+        page, at = table[b, others // 16].long(), others % 16
+        assert torch.equal(flash_mla._widened(cache, page, at), flash_mla._widened(before, page, at))
+    turns = dict(rotary_cos=torch.ones(40, 32), rotary_sin=torch.zeros(40, 32))
+    with pytest.raises(RuntimeError, match="rotary"):
+        fmha.attention_with_kvcache(q, cache, None, new, **given, **turns)
+    with pytest.raises(RuntimeError, match=rf"k has shape .*, not \[2, 2, 1, {dim}\]"):
+        fmha.attention_with_kvcache(q, cache, None, new[..., :-1], **given)
+    with pytest.raises(RuntimeError, match="k is of float16"):
+        fmha.attention_with_kvcache(q, cache, None, new.half(), **given)
 
 
 @pytest.mark.parametrize("dim", [576, 512])

@@ -7,6 +7,7 @@
 // `Lanes` is the vendor's: `count`, `index()`; `thread()`, the index of a thread of the launch, and `threads()`,
 // their number; and `product`, `sum` and `difference`, each rounded to f32 by itself.
 #pragma once
+#include <fmha/cache_rows.h>
 #include <fmha/cache_update.h>
 #include <fmha/num.h>
 #include <fmha/seq.h>
@@ -95,6 +96,18 @@ struct Update {
     const int32_t j = at.span.seqlen_k + n;
     using T = ElemOfBytes<size_bytes(of_keys ? spec.dtype_qk : spec.dtype_v)>;
     const T* from = read<T>(source, row_offset(source, at.new_batch, at.added.first + n, i_head));
+    if constexpr (of_keys && spec.row_bytes > 0) {
+      const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
+      return quantise(from, bytes_of_row<spec.row_bytes>(cache, p.page_size, place));
+    }
+    if constexpr (spec.scaled) {
+      // Rows have scales of their own where a block is one row.
+      const View& scales = of_keys ? update.k_scale : update.v_scale;
+      const KvRow place = kv_row(p, spec.kv_layout, at.span, j);
+      return quantise_by_row<of_keys ? spec.head_dim_qk : spec.head_dim_v, of_keys ? spec.dtype_qk : spec.dtype_v>(
+          from, written<uint8_t>(cache, row_offset(cache, place, i_head)),
+          written<float>(scales, row_offset(scales, place, i_head)));
+    }
     T* to = written<T>(cache, row_offset(cache, kv_row(p, spec.kv_layout, at.span, j), i_head));
     if constexpr (!of_keys) {
       copy<spec.head_dim_v>(from, to, spec.v_layout == VLayout::ColMajor ? cache.dim : 1);
@@ -103,6 +116,61 @@ struct Update {
     } else {
       copy<spec.head_dim_qk>(from, to, 1);
     }
+  }
+
+  // Writes a new row of K to a cache of rows of bytes. A group's scale is the least power of two by which its greatest
+  // value fits E4M3, whose largest number, 448, is 1.75 times 2^8. A lane has sixteen values at a time, and looks for
+  // the greatest of their whole group.
+  FMHA_DEVICE void quantise(const Key* from, const BytesOfRow& at) const {
+    using Format = RowFormat<(spec.row_bytes > 0 ? spec.row_bytes : 656)>;
+    constexpr int32_t run = 16;
+    uint8_t *row = const_cast<uint8_t*>(at.row), *scales = const_cast<uint8_t*>(at.scales);
+    for (int32_t first = lane * run; first < Format::values; first += Lanes::count * run) {
+      const int32_t i_group = first / Format::group, group = i_group * Format::group;
+      uint32_t greatest = 0;  // bits of bf16 without their sign
+      for (int32_t d = 0; d < Format::group; ++d) {
+        const uint32_t bits = uint32_t(from[group + d]) & 0x7fff;
+        greatest = bits > 0x7f80 || bits < greatest ? greatest : bits;
+      }
+      const int32_t exponent = clamp(int32_t(greatest >> 7) - 127 - 8 + ((greatest & 0x7f) > 0x60), -126, 119);
+      const float inverse = float_of(uint32_t(127 - exponent) << 23);
+      for (int32_t d = first; d < first + run; ++d)
+        store_elem<DType::E4m3Fn>(row, d, load_elem<DType::Bf16>(from, d) * inverse);
+      if (first != group) continue;
+      if constexpr (Format::in_page_tail) {
+        scales[i_group] = uint8_t(exponent + 127);
+      } else {
+        // The two lower bytes of a power of two in f32 are 0.
+        const uint32_t upper = uint32_t(exponent + 127) << 7;
+        for (int32_t byte = 0; byte < 4; ++byte)
+          scales[4 * i_group + byte] = uint8_t(byte < 2 ? 0 : upper >> 8 * (byte - 2));
+      }
+    }
+    for (int32_t d = lane; d < spec.head_dim_qk - Format::values; d += Lanes::count) {
+      uint8_t* to = row + Format::rotary + 2 * d;
+      const uint32_t bits = from[Format::values + d];
+      to[0] = uint8_t(bits);
+      to[1] = uint8_t(bits >> 8);
+    }
+  }
+
+  // Writes a new row to a cache with a scale for each row: its greatest magnitude over the type's largest number, or 1.
+  // A lane looks for the greatest of the whole row. Bits of magnitudes have the order of their numbers, NaN above all.
+  template <int32_t dim, DType own, class T>
+  FMHA_DEVICE void quantise_by_row(const T* from, uint8_t* to, float* scale_of_row) const {
+    static_assert(own == DType::F16 || own == DType::Bf16, "rows of 16 bits are quantised");
+    constexpr uint32_t infinity = own == DType::F16 ? 0x7c00 : 0x7f80;
+    uint32_t greatest = 0;
+    for (int32_t d = 0; d < dim; ++d) {
+      const uint32_t bits = uint32_t(from[d]) & 0x7fff;
+      greatest = bits > infinity || bits < greatest ? greatest : bits;
+    }
+    const uint16_t code = uint16_t(greatest);
+    const float most = greatest == infinity ? float_of(0x7f7fffff) : load_elem<own>(&code, 0);
+    float scale = most / decode(format_of(spec.stored), format_of(spec.stored).largest);
+    if (!(scale > 0.f)) scale = 1.f;
+    for (int32_t d = lane; d < dim; d += Lanes::count) store_elem<spec.stored>(to, d, load_elem<own>(from, d) / scale);
+    if (lane == 0) *scale_of_row = scale;
   }
 
   FMHA_DEVICE void turn_query(int32_t i_batch, int32_t i, int32_t i_head) const {

@@ -273,6 +273,11 @@ impl Problem for ValidFwd {
                 slice.tell(stored);
             }
         }
+        for slice in [&args.k_scale, &args.v_scale].into_iter().flatten() {
+            if let CacheSlice::Append(slice) = slice {
+                slice.tell(DType::F32);
+            }
+        }
     }
 
     fn of_one_sequence(&self) -> Result<Option<Self>, ProblemError> {

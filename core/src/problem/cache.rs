@@ -71,7 +71,7 @@ impl FwdProblem {
     pub fn over_wide_cache(&self) -> Option<Self> {
         self.cache.dtype?;
         let mut wide = self.clone();
-        wide.cache.dtype = None;
+        (wide.cache.dtype, wide.cache.scales) = (None, None);
         (wide.scales.descale_k, wide.scales.descale_v) = (Descale::None, Descale::None);
         Some(wide)
     }
@@ -85,9 +85,9 @@ impl FwdProblem {
                 "dtype_cache {cache} does not go with dtype_qk {qk} and dtype_v {v} (FP8 beside 16 bits)"
             );
             ensure!(
-                self.cache.append.is_none(),
+                self.cache.append.is_none() || self.cache.scales.is_some(),
                 "dtype_cache",
-                "dtype_cache {cache} takes no append: 0 ways to round new keys to it are defined"
+                "dtype_cache {cache} takes no append: 0 ways to round new keys to it are defined without cache_scales"
             );
         }
         if self.cache.v_in_k {
@@ -186,7 +186,8 @@ impl FwdProblem {
         if self.cache.append.is_none() {
             return Ok(());
         }
-        check_output("k", self.strides.k, k, self.dtypes.qk)?;
+        let (k, dtype_k) = self.k_in_memory(k);
+        check_output("k", self.strides.k, k, dtype_k)?;
         // A column-major V is written by elements: no two of them may share an address either.
         ensure!(
             self.cache.v_in_k || self.strides.v.is_injective(v),

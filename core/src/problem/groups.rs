@@ -1,6 +1,6 @@
 //! Groups of fields of a forward problem.
 
-use super::CacheRows;
+use super::{CacheRows, CacheScales};
 use crate::dtype::DType;
 use crate::error::Refusal;
 use crate::kv::{Append, Rotary};
@@ -136,6 +136,9 @@ pub struct CacheUse {
     /// FP8 type of the stored K and V with a 16-bit Q: `dtype_cache`. `None`: K and V have their own types.
     /// Each element is multiplied by its descale and rounded to `dtype_qk` before anything else.
     pub dtype: Option<DType>,
+    /// Scales of K and V in `dtype` by rows, one for each token and head or block of tokens: `cache_scales`. `None`: a
+    /// scale of the whole tensor or of a kv head (`descale_k`), or none.
+    pub scales: Option<CacheScales>,
     /// Format of K's rows where they are bytes with scales of their own: `cache_rows`. Strides of K are in bytes then.
     /// `None`: rows of elements.
     pub rows: Option<CacheRows>,

@@ -5,6 +5,7 @@ mod blocks;
 pub mod built_in;
 pub mod bwd;
 mod cache;
+mod cache_scales;
 mod code;
 pub mod combine;
 pub mod dropout;
@@ -31,6 +32,8 @@ use crate::expr::Function;
 use crate::kv::{Append, Rotary};
 pub use blocks::BlockScales;
 pub(crate) use blocks::{BYTE, SCALE_NAMES};
+pub(crate) use cache_scales::CACHE_SCALE_NAMES;
+pub use cache_scales::CacheScales;
 pub use code::{CapturedGrad, CapturedTensor, Code};
 pub use groups::{CacheUse, DTypes, Dropout, Layouts, Scales, Score, SmallOutputs, TensorStrides};
 pub use lists::{KeyLists, ListEntries, ListLength};
@@ -256,6 +259,8 @@ impl FwdProblem {
         dtype_cache: impl Into<Option<DType>> => cache.dtype;
         /// Format of K's rows where they are bytes with scales of their own.
         cache_rows: impl Into<Option<CacheRows>> => cache.rows;
+        /// Scales of a cache in FP8 by rows.
+        cache_scales: impl Into<Option<CacheScales>> => cache.scales;
         /// Whether V is the first `head_dim_v` elements of K's rows.
         v_in_k: bool => cache.v_in_k;
         /// New keys and values to write to the cache first.
@@ -393,6 +398,7 @@ impl FwdProblem {
         self.code.check()?;
         self.check_cache()?;
         self.check_cache_rows()?;
+        self.check_cache_scales()?;
         self.check_part()?;
         self.check_lists()?;
         self.check_masks()?;
@@ -545,6 +551,7 @@ impl FwdProblem {
         check_unit_stride("k", "dim", self.strides.k.dim, k.dim)?;
         check_v("v", self.strides.v, self.layout.v, v, dtype_v)?;
         self.check_written_cache(extents.k, extents.v)?;
+        self.check_scale_strides(extents.k, extents.v)?;
         check_output("o", self.strides.o, extents.o, self.dtypes.o)
     }
 

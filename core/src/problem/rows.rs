@@ -19,6 +19,21 @@ pub enum CacheRows {
     Bytes584,
 }
 
+/// Exponent of the least power of two, from 2^-126 up, by which the greatest of these numbers is 448 at most; 2^119,
+/// beyond which 448 times it is infinite, where none is. A NaN is no greatest number.
+fn fitting_exponent(numbers: &[f32]) -> i32 {
+    let greatest = numbers.iter().fold(0f32, |greatest, x| greatest.max(x.abs()));
+    // 448 is 1.75 times 2^8.
+    let is_above = greatest.to_bits() & 0x7f_ffff > 0x60_0000;
+    let exponent = (greatest.to_bits() >> 23) as i32 - 127 - 8 + i32::from(is_above);
+    exponent.clamp(-126, 119)
+}
+
+/// 2^exponent, of a normal number.
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((exponent + 127) as u32) << 23)
+}
+
 /// Elements in bf16 at a row's end.
 const ROTARY: u32 = 64;
 
@@ -94,6 +109,40 @@ impl CacheRows {
         for (d, to) in rest.iter_mut().enumerate() {
             *to = u16::from_le_bytes([page[rotary + 2 * d], page[rotary + 2 * d + 1]]);
         }
+    }
+
+    /// Writes a row, each of its bytes by `put` at an offset in its page. A group's scale is the least power of two,
+    /// from 2^-126 to 2^119, by which its greatest value fits E4M3; a value is rounded to the nearest, and saturates.
+    /// `from` are the row's elements, of which those behind the values are rounded to bf16.
+    pub fn write(self, page_size: u32, row: u32, from: &[f32], mut put: impl FnMut(usize, u8)) {
+        let [values, scales, rotary] = self.places(page_size, row);
+        let (quantised, rest) = from.split_at(self.values() as usize);
+        let group = self.group() as usize;
+        for (n, numbers) in quantised.chunks(group).enumerate() {
+            let exponent = fitting_exponent(numbers);
+            match self {
+                Self::Bytes656 => {
+                    let bytes = power_of_two(exponent).to_le_bytes();
+                    bytes.into_iter().enumerate().for_each(|(at, byte)| put(scales + 4 * n + at, byte));
+                }
+                Self::Bytes584 => put(scales + n, (exponent + 127) as u8),
+            }
+            let inverse = power_of_two(-exponent);
+            for (d, &x) in numbers.iter().enumerate() {
+                put(values + n * group + d, E4m3Fn::from_f64_saturating(f64::from(x * inverse)).to_bits());
+            }
+        }
+        for (d, &x) in rest.iter().enumerate() {
+            let bits = half::bf16::from_f32(x).to_bits().to_le_bytes();
+            bits.into_iter().enumerate().for_each(|(at, byte)| put(rotary + 2 * d + at, byte));
+        }
+    }
+
+    /// Elements of a row as they are read once the row is written.
+    pub fn round(self, row: &mut [f32]) {
+        let mut page = vec![0; self.row_bytes() as usize];
+        self.write(1, 0, row, |at, byte| page[at] = byte);
+        self.read(&page, 1, 0, row);
     }
 
     /// The n-th scale of a row, whose scales begin here.
@@ -175,11 +224,14 @@ impl FwdProblem {
             self.strides.k.seq,
             self.strides.k.dim
         );
-        ensure!(
-            self.cache.append.is_none(),
-            "cache_rows",
-            "cache_rows of {bytes} bytes take no append yet: new keys are not quantised"
-        );
+        if let (Some(append), Some(rotary)) = (&self.cache.append, &self.cache.rotary) {
+            let text = format!(
+                "cache_rows of {bytes} bytes beside an append of seqlen_new {} and rotary of dim {}: turned rows are \
+                 not quantised",
+                append.seqlen_new, rotary.dim
+            );
+            return Err(ProblemError::new("cache_rows", text));
+        }
         match (self.lists, self.second) {
             (None, None) => self.check_beside_walk(&format!("cache_rows of {bytes} bytes without indices")),
             // Lists are checked as lists, and a second cache says what it takes beside it.
@@ -239,6 +291,28 @@ mod tests {
         }
         assert_eq!(CacheRows::Bytes656.head_dim_qk(), 576);
         assert_eq!(CacheRows::Bytes584.head_dim_qk(), 512);
+    }
+
+    #[test]
+    fn a_row_is_written_with_the_least_scales_that_fit_its_values() {
+        for rows in [CacheRows::Bytes656, CacheRows::Bytes584] {
+            let (dim, group) = (rows.head_dim_qk() as usize, rows.group() as usize);
+            let mut row = vec![0f32; dim];
+            // A group of zeros, one whose greatest value is 448 as it is, one that takes twice the scale, and one with
+            // an infinity, which saturates.
+            (row[group], row[group + 1]) = (-448.0, 1.0);
+            (row[2 * group], row[2 * group + 1], row[2 * group + 2]) = (450.0, 1.0, f32::NAN);
+            row[3 * group] = f32::INFINITY;
+            row[dim - 1] = 1.0 + 1.0 / 512.0;
+            rows.round(&mut row);
+            assert_eq!((row[0], row[group], row[group + 1]), (0.0, -448.0, 1.0));
+            assert_eq!((row[2 * group], row[2 * group + 1]), (448.0, 1.0));
+            assert!(row[2 * group + 2].is_nan());
+            assert_eq!(row[3 * group], 448.0 * 2f32.powi(119));
+            assert_eq!(row[dim - 1], 1.0);
+        }
+        let exponents = [0.0, 1e-45, 448.0, 448.1, 1.0, f32::MAX].map(|x| fitting_exponent(&[x, f32::NAN]));
+        assert_eq!(exponents, [-126, -126, 0, 1, -8, 119]);
     }
 
     #[test]

@@ -155,9 +155,6 @@ impl FwdProblem {
         if self.cache.tree_mask {
             return refused("tree_mask", format!("tree_mask of {} queries", self.dims.seqlen_q));
         }
-        if let Some(append) = &self.cache.append {
-            return refused("append", format!("append of seqlen_new {}", append.seqlen_new));
-        }
         if let Some(rotary) = &self.cache.rotary {
             return refused("rotary", format!("rotary of dim {}", rotary.dim));
         }
@@ -199,6 +196,9 @@ impl FwdProblem {
         let refused = |field: &'static str, what: String| {
             Err(ProblemError::new(field, format!("{field}: {what} beside a second cache is not defined")))
         };
+        if let Some(append) = &self.cache.append {
+            return refused("append", format!("append of seqlen_new {}", append.seqlen_new));
+        }
         if let Some(cache) = self.cache.dtype {
             return refused("dtype_cache", format!("dtype_cache {cache}"));
         }

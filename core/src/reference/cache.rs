@@ -8,7 +8,7 @@ use crate::args::DevSlice;
 use crate::dtype::DType;
 use crate::error::ProblemError;
 use crate::layout::Strides;
-use crate::problem::FwdProblem;
+use crate::problem::{CacheScales, FwdProblem};
 use crate::scaled_rows::ScaledRows;
 use crate::seq::{KvRows, SeqSpan};
 
@@ -48,11 +48,20 @@ impl<'a> Cached<'a> {
             return Ok(self.values_of(k, |j| places.at(&self.span, j), head, shape, descale));
         }
         let rows = Rows { name: "k", slice: inputs.k, dtype: problem.stored_k(), strides: problem.strides.k };
-        let mut keys = self.cached(&rows, head, problem.dims.head_dim_qk, descale)?;
+        let scales = problem.cache.scales.map(|scales| (scales.k, inputs.cache_scales[0]));
+        let mut keys = self.cached(&rows, scales, head, problem.dims.head_dim_qk, descale)?;
         if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.k_new) {
             let mut new: Vec<T> =
                 self.new_rows("k_new", new, append.k_new, problem.dtypes.qk, head, problem.dims.head_dim_qk)?;
             self.turn(&mut new, |n| span.seqlen_cached + n)?;
+            if let Some(format) = problem.cache.rows {
+                for row in new.chunks_mut(problem.dims.head_dim_qk as usize) {
+                    let mut written: Vec<f32> = row.iter().map(|x| x.to_f32().unwrap_or(f32::NAN)).collect();
+                    format.round(&mut written);
+                    row.iter_mut().zip(written).for_each(|(x, written)| *x = real(f64::from(written)));
+                }
+            }
+            self.quantise(&mut new, problem.dims.head_dim_qk);
             keys.extend(new.into_iter().map(|x| x * descale));
         }
         Ok(keys)
@@ -72,10 +81,12 @@ impl<'a> Cached<'a> {
             return Ok(self.values_of(v, |j| places.at(&self.span, j), head, shape, descale));
         }
         let rows = Rows { name: "v", slice: inputs.v, dtype: problem.stored_v(), strides: problem.strides.v };
-        let mut values = self.cached(&rows, head, problem.dims.head_dim_v, descale)?;
+        let scales = problem.cache.scales.map(|scales| (scales.v, inputs.cache_scales[1]));
+        let mut values = self.cached(&rows, scales, head, problem.dims.head_dim_v, descale)?;
         if let (Some(append), Some(new)) = (&problem.cache.append, inputs.cache.v_new) {
-            let new =
+            let mut new =
                 self.new_rows("v_new", new, append.v_new, problem.dtypes.v, head, problem.dims.head_dim_v)?;
+            self.quantise(&mut new, problem.dims.head_dim_v);
             values.extend(new.into_iter().map(|x: T| x * descale));
         }
         Ok(values)
@@ -111,10 +122,24 @@ impl<'a> Cached<'a> {
         values
     }
 
-    /// The rows that are in the cache before the call.
+    /// New rows as they are read from a cache with scales by rows, once they are written.
+    fn quantise<T: Float>(self, new: &mut [T], dim: u32) {
+        let (Some(stored), Some(_)) = (self.problem.cache.dtype, self.problem.cache.scales) else { return };
+        for row in new.chunks_mut(dim as usize) {
+            let mut written: Vec<f32> = row.iter().map(|x| x.to_f32().unwrap_or(f32::NAN)).collect();
+            let scale = CacheScales::quantise(stored, &mut written);
+            for (x, written) in row.iter_mut().zip(written) {
+                let value = stored.round(f64::from(written)) as f32 * scale;
+                *x = real(self.problem.dtypes.qk.round(f64::from(value)));
+            }
+        }
+    }
+
+    /// The rows that are in the cache before the call. `scales` are those by rows.
     fn cached<T: Float>(
         self,
         rows: &Rows<'_>,
+        scales: Option<(Strides, Option<DevSlice<'_>>)>,
         head: u32,
         dim: u32,
         descale: T,
@@ -137,7 +162,16 @@ impl<'a> Cached<'a> {
             return rows.gather(place, head, span.seqlen_cached, dim, descale);
         }
         // The product in f32, rounded to Q's type once, as the contract has it.
-        let stored: Vec<f32> = rows.gather(place, head, span.seqlen_cached, dim, 1.0)?;
+        let mut stored: Vec<f32> = rows.gather(place, head, span.seqlen_cached, dim, 1.0)?;
+        if let (Some((strides, slice)), Some(of)) = (scales, problem.cache.scales) {
+            let bytes = host(rows.name, slice.as_ref())?;
+            for (j, row) in (0..).zip(stored.chunks_mut(dim as usize)) {
+                let (batch, at) = place(j);
+                let scale = strides.offset(batch, at / of.block, head, 0) as usize * 4;
+                let scale = DType::F32.read(&bytes[scale..]) as f32;
+                row.iter_mut().for_each(|x| *x *= scale);
+            }
+        }
         let descale = descale.to_f32().unwrap_or(f32::NAN);
         let widened = |x: f32| real(problem.dtypes.qk.round(f64::from(x * descale)));
         Ok(stored.into_iter().map(widened).collect())

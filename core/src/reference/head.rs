@@ -43,6 +43,8 @@ pub struct Inputs<'a> {
     pub seq: SeqArgs<'a>,
     /// Operands of the cache. New keys are read from here, whether the cache has them already or not.
     pub cache: CacheArgs<'a>,
+    /// Scales of K and of V by rows, of rows that are in the cache.
+    pub cache_scales: [Option<DevSlice<'a>>; 2],
     /// Operands of the score.
     pub score: ScoreArgs<'a>,
     /// Masks as data.
@@ -55,7 +57,8 @@ impl<'a> From<&'a FwdArgs<'_>> for Inputs<'a> {
     fn from(args: &'a FwdArgs<'_>) -> Self {
         let (q, k, v) = (args.q, args.k_slice(), args.v_slice());
         let FwdArgs { seq, cache, score, masks, second, .. } = *args;
-        Self { q, k, v, seq, cache, score, masks, second: second.copied() }
+        let cache_scales = args.scale_slices();
+        Self { q, k, v, seq, cache, cache_scales, score, masks, second: second.copied() }
     }
 }
 
@@ -63,7 +66,7 @@ impl<'a> From<&BwdArgs<'a>> for Inputs<'a> {
     fn from(args: &BwdArgs<'a>) -> Self {
         let cache = CacheArgs::default();
         let BwdArgs { q, k, v, seq, score, masks, .. } = *args;
-        Self { q, k, v, seq, cache, score, masks, second: None }
+        Self { q, k, v, seq, cache, cache_scales: [None; 2], score, masks, second: None }
     }
 }
 

@@ -9,7 +9,7 @@ use crate::abi::{AbiLiteral as _, AbiStruct as _, DevPtr, FwdParams, Untyped, Vi
 use crate::args::{DevSlice, FwdArgs};
 use crate::dtype::DType;
 use crate::error::Refusal;
-use crate::layout::{QLayout, Shape, Strides, VLayout};
+use crate::layout::{KvLayout, QLayout, Shape, Strides, VLayout};
 use crate::problem::FwdProblem;
 use crate::source::Header;
 use crate::spec::KvKind;
@@ -46,6 +46,12 @@ abi_spec! {
         pub interleaved: bool,
         /// Whether query i is rotated to i rows after the first one's position.
         pub positions_advance: bool,
+        /// Bytes of a key's row, 584 or 656, where the cache has rows of bytes; else 0.
+        pub row_bytes: i32,
+        /// Whether new rows are quantised, each by a scale of its own, to `stored`.
+        pub scaled: bool,
+        /// Type of the cache where rows have scales; else unread.
+        pub stored: DType,
     }
 }
 
@@ -58,6 +64,10 @@ abi_struct! {
         pub v_new: View,
         /// Place of the rotated queries.
         pub q: View,
+        /// Scales of K's rows in the cache, written with them; unread where rows have none.
+        pub k_scale: View,
+        /// Scales of V's rows, likewise.
+        pub v_scale: View,
         /// `[batch + 1]`, first new row of each sequence; null where new rows have a batch axis.
         pub cu_seqlens_new: DevPtr<i32>,
         /// Cosines, `[max_pos, rotary_dim / 2]`.
@@ -151,10 +161,17 @@ pub fn bind(
         Some(_) => View::new(workspace + first_query(problem), turned_strides(problem), false),
         None => whole.q,
     };
+    let of_cache = |slice: Option<DevSlice<'_>>, strides: Option<Strides>| {
+        let packs = problem.layout.kv == KvLayout::Packed;
+        strides.map_or(View::NULL, |strides| View::new(address(slice.as_ref()), strides, packs))
+    };
+    let [k_scale, v_scale] = args.scale_slices();
     let update = CacheUpdate {
         k_new: new(args.cache.k_new.as_ref(), append.map(|append| append.k_new)),
         v_new: new(args.cache.v_new.as_ref(), append.map(|append| append.v_new)),
         q,
+        k_scale: of_cache(k_scale, problem.cache.scales.map(|scales| scales.k)),
+        v_scale: of_cache(v_scale, problem.cache.scales.map(|scales| scales.v)),
         cu_seqlens_new: DevPtr::new(address(args.seq.cu_seqlens_new.as_ref())),
         cos: DevPtr::new(address(args.cache.cos.as_ref())),
         sin: DevPtr::new(address(args.cache.sin.as_ref())),
@@ -198,6 +215,9 @@ impl CacheSpec {
             rotary_dim: rotary.map_or(0, |rotary| rotary.dim as i32),
             interleaved: rotary.is_some_and(|rotary| rotary.pairs == RotaryPairs::Interleaved),
             positions_advance: problem.positions_advance(),
+            row_bytes: problem.cache.rows.map_or(0, |rows| rows.row_bytes().cast_signed()),
+            scaled: problem.cache.scales.is_some(),
+            stored: problem.stored_k(),
         }
     }
 }

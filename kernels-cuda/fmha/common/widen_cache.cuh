@@ -16,10 +16,21 @@ struct Widen {
   const FwdParams& p;
   const WidenedCache& to;
 
+  // The factor of key j, which is there: its head's, or its row's.
+  FMHA_DEVICE float factor_of(const HeadScalars& descale, const View& scales, const SeqSpan& span, int32_t j,
+                              int32_t i_head) const {
+    if constexpr (!spec.scaled) {
+      return scalar_of(descale, span.i_batch, i_head, 1.f);
+    } else {
+      const KvRow at = kv_row(p, spec.kv_layout, span, j);
+      return static_cast<const float*>(scales.data)[row_offset(scales, {at.batch, at.row / to.scale_block}, i_head)];
+    }
+  }
+
   // Two words of a thread's are under way at a time.
   template <int32_t dim>
-  FMHA_DEVICE void widen(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span, int32_t first,
-                         int32_t count) const {
+  FMHA_DEVICE void widen(const View& from, const View& wide, const HeadScalars& descale, const View& scales,
+                         const SeqSpan& span, int32_t first, int32_t count) const {
     static_assert(dim % 16 == 0, "widen_cache: rows are whole words of 16 elements");
     constexpr int32_t words = dim / 16, ahead = 2, size = size_bytes(spec.stored);
     const int32_t all = count * p.num_heads_kv * words;
@@ -39,7 +50,8 @@ struct Widen {
           ptx::ld_global_v4_b32_if(bytes[k][part], static_cast<const uint8_t*>(from.data) + size * narrow + 16 * part, there);
         places[k] = const_cast<uint16_t*>(static_cast<const uint16_t*>(wide.data)) +
                     row_offset(wide, span.i_batch, int64_t(j), i_head) + 16 * word;
-        factors[k] = scalar_of(descale, span.i_batch, i_head, 1.f);
+        // Zeros of rows that are not there stay zeros.
+        factors[k] = there ? factor_of(descale, scales, span, j, i_head) : 1.f;
       }
 #pragma unroll
       for (int32_t k = 0; k < ahead; ++k) {
@@ -49,7 +61,7 @@ struct Widen {
           if constexpr (is_fp8(spec.stored)) {
             const uint32_t eight[2] = {bytes[k][0][2 * half], bytes[k][0][2 * half + 1]};
             uint32_t packed[4];
-            widen_word<spec.stored, spec.dtype, true>(eight, factors[k], packed);
+            widen_word<spec.stored, spec.dtype, spec.converts_fp8>(eight, factors[k], packed);
             ptx::st_global_v4_b32_if(places[k] + 8 * half, packed, true);
           } else {
             ptx::st_global_v4_b32_if(places[k] + 8 * half, bytes[k][half], true);
@@ -60,15 +72,15 @@ struct Widen {
   }
 
   // Rows of any length, at any place: an element of a thread at a time.
-  FMHA_DEVICE void widen_elements(const View& from, const View& wide, const HeadScalars& descale, const SeqSpan& span,
-                                  int32_t first, int32_t count, int32_t dim) const {
+  FMHA_DEVICE void widen_elements(const View& from, const View& wide, const HeadScalars& descale, const View& scales,
+                                  const SeqSpan& span, int32_t first, int32_t count, int32_t dim) const {
     const int32_t all = count * p.num_heads_kv * dim;
     for (int32_t at = threadIdx.x; at < all; at += threads) {
       const int32_t d = at % dim, row = at / dim, i_head = row % p.num_heads_kv, j = first + row / p.num_heads_kv;
       float x = 0.f;
       if (j < span.seqlen_k) {
         const int64_t place = row_offset(from, kv_row(p, spec.kv_layout, span, j), i_head) + d;
-        x = load_elem<spec.stored>(from.data, place) * scalar_of(descale, span.i_batch, i_head, 1.f);
+        x = load_elem<spec.stored>(from.data, place) * factor_of(descale, scales, span, j, i_head);
       }
       store_elem<spec.dtype>(const_cast<void*>(static_cast<const void*>(wide.data)),
                              row_offset(wide, span.i_batch, int64_t(j), i_head) + d, x);
@@ -96,11 +108,12 @@ struct Widen {
     const int32_t count = min(keys, min(span.seqlen_k + (kMostOfBlock - 1), p.seqlen_k) - first);
     if (count <= 0) return;
     if constexpr (spec.by_element) {
-      widen_elements(p.k, to.k, p.descale_k, span, first, count, spec.head_dim_qk);
-      if constexpr (!spec.v_in_k) widen_elements(p.v, to.v, p.descale_v, span, first, count, spec.head_dim_v);
+      widen_elements(p.k, to.k, p.descale_k, to.k_scale, span, first, count, spec.head_dim_qk);
+      if constexpr (!spec.v_in_k)
+        widen_elements(p.v, to.v, p.descale_v, to.v_scale, span, first, count, spec.head_dim_v);
     } else {
-      widen<spec.head_dim_qk>(p.k, to.k, p.descale_k, span, first, count);
-      if constexpr (!spec.v_in_k) widen<spec.head_dim_v>(p.v, to.v, p.descale_v, span, first, count);
+      widen<spec.head_dim_qk>(p.k, to.k, p.descale_k, to.k_scale, span, first, count);
+      if constexpr (!spec.v_in_k) widen<spec.head_dim_v>(p.v, to.v, p.descale_v, to.v_scale, span, first, count);
     }
   }
 };

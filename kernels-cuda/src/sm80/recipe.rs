@@ -70,31 +70,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         options: &PlanOptions,
         fields: &TileOptions,
     ) -> Result<Sm80Tile, Refusal> {
-        let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
-        sm80::accepts(problem, facts.instructions.converts_fp8)?;
-        sm80::refuse_full_lists_beside_code(problem)?;
-        if options.row_invariant && facts.instructions.wgmma && problem.layout.v == VLayout::ColMajor {
-            return Err(refuse(
-                "row_invariant beside a column-major V: its blocks of keys are other than sm90's".to_owned(),
-            ));
-        }
-        if options.row_invariant {
-            refuse_unlike_rows(problem, sm80::NAME)?;
-        }
-        if options.row_invariant && !problem.masks.is_empty() {
-            return Err(refuse(
-                "row_invariant: masks as data are asked for whole sequences, whose keys other calls have in parts"
-                    .to_owned(),
-            ));
-        }
-        let mut own = own_tile(problem, facts, options);
-        if options.accuracy == Accuracy::Exact {
-            own.lazy_rescale_log2 = 0;
-        }
-        if options.batch_invariant && (problem.masks.is_empty() || problem.walks_lists()) {
-            own.make_batch_invariant(problem, room(facts), invariant_block(problem, facts, options));
-        }
-        fitted(own, fields, problem, facts).map_err(refuse)
+        fit_like(problem, problem, facts, options, fields)
     }
 
     fn plan(
@@ -225,6 +201,49 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         // SAFETY: the caller keeps the contract of `launch`.
         unsafe { parts::run(steps, call, whole, in_parts, main) }
     }
+}
+
+/// The tile for `like`, a problem over a cache that lies otherwise than the one that is read, with some fields set.
+///
+/// # Errors
+/// The field that the kernel does not take, and its number.
+pub(crate) fn fit_like(
+    like: &ValidFwd,
+    problem: &ValidFwd,
+    facts: &DeviceFacts,
+    options: &PlanOptions,
+    fields: &TileOptions,
+) -> Result<Sm80Tile, Refusal> {
+    let refuse = |reason: String| Refusal::new(sm80::NAME, reason);
+    sm80::accepts(problem, facts.instructions.converts_fp8)?;
+    sm80::refuse_full_lists_beside_code(problem)?;
+    if options.row_invariant && facts.instructions.wgmma && problem.layout.v == VLayout::ColMajor {
+        return Err(refuse(
+            "row_invariant beside a column-major V: its blocks of keys are other than sm90's".to_owned(),
+        ));
+    }
+    if options.row_invariant {
+        refuse_unlike_rows(problem, sm80::NAME)?;
+    }
+    if options.row_invariant && !problem.masks.is_empty() {
+        return Err(refuse(
+            "row_invariant: masks as data are asked for whole sequences, whose keys other calls have in parts"
+                .to_owned(),
+        ));
+    }
+    let mut own = own_tile(like, facts, options);
+    if like.strides != problem.strides || like.layout.kv != problem.layout.kv {
+        let copies = own_tile(problem, facts, options);
+        (own.copy_bytes, own.vector_store) = (copies.copy_bytes, copies.vector_store);
+        own.tma &= copies.tma;
+    }
+    if options.accuracy == Accuracy::Exact {
+        own.lazy_rescale_log2 = 0;
+    }
+    if options.batch_invariant && (problem.masks.is_empty() || problem.walks_lists()) {
+        own.make_batch_invariant(problem, room(facts), invariant_block(problem, facts, options));
+    }
+    fitted(own, fields, problem, facts).map_err(refuse)
 }
 
 /// Keys of a block of every call whose bits do not depend on the batch: those of the spec's table, or those that `sm90`

@@ -5,16 +5,20 @@ use fmha_core::args::{CacheSlice, DevSlice, DevSliceMut, FwdArgs, MemorySpace};
 use fmha_core::error::{Refusal, Result};
 use fmha_core::tune::TileOptions;
 use fmha_core::{Call, FwdProblem, KvLayout, PlanOptions, ValidFwd, Workspace, bind};
-use fmha_gpu::{About, Choice, Grid, Kernel, Operand, Stage, Steps};
+use fmha_gpu::{About, Choice, Grid, Kernel, Launches, Operand, Stage, Steps, update};
 
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia, row_launch};
 use crate::operands::ALIGN;
-use crate::sm80::{self, recipe::room};
+use crate::sm80;
+use crate::sm80::recipe::{Sm80, room};
 use crate::sm90::{self, recipe::Sm90};
 use crate::sm90_mla::{DIM_QK, DIM_V};
 use crate::sm90_widened::{self as text, Costs, Places, WidenSpec};
 use crate::sm100::{self, recipe::Sm100};
 use crate::sm100_mla::{self, recipe::Sm100Mla};
+
+/// The name of the kernel that updates the cache.
+const UPDATE_NAME: &str = "widened_update";
 
 /// A kernel that reads the cache in the workspace.
 pub trait Reader<V: Nvidia>: Kernel<ValidFwd, V> + Sized {
@@ -85,6 +89,21 @@ impl<V: Nvidia> Reader<V> for Sm100Mla {
     }
 }
 
+impl<V: Nvidia> Reader<V> for Sm80 {
+    const WIDENED: &'static str = text::NAME_OF_SM80;
+    const GATHERS: bool = false;
+
+    fn choose_like(
+        like: &ValidFwd,
+        problem: &ValidFwd,
+        facts: &DeviceFacts,
+        options: &PlanOptions,
+    ) -> Result<Choice<Self>, Refusal> {
+        let fit = |fields: &TileOptions| sm80::recipe::fit_like(like, problem, facts, options, fields);
+        <Self as Kernel<ValidFwd, V>>::choose_with(like, problem, facts, options, fit)
+    }
+}
+
 /// The cache in the workspace, and the kernel that reads it there.
 pub struct Widened<R> {
     wide: ValidFwd,
@@ -120,7 +139,7 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
     type Tile = Choice<Self>;
 
     fn about() -> About<ValidFwd> {
-        About { rows_of: R::about().name, ..About::new(R::WIDENED) }
+        About { rows_of: R::about().name, reads_cache_scales: true, ..About::new(R::WIDENED) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -152,6 +171,9 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
         let twin = twin.map_err(|error| refuse(format!("the cache in 16 bits: {error}")))?;
         let choice = R::choose_like(&twin, &wide, facts, &of_reader)
             .map_err(|refusal| refuse(format!("the cache in 16 bits: {}", refusal.reason)))?;
+        if let Some(append) = problem.cache.append.filter(|_| problem.cache.scales.is_none()) {
+            return Err(refuse(format!("append of seqlen_new {} is not taken", append.seqlen_new)));
+        }
         let places = Places::new(problem, choice.workspace).map_err(refuse)?;
         // The bits of a quantised cache have no price: it is the reader's where its twin is.
         if options.kernel.is_none() && !cached {
@@ -191,6 +213,8 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
                 kv_layout: problem.layout.kv.into(),
                 v_in_k: wide.cache.v_in_k,
                 by_element: text::is_by_element(problem),
+                scaled: problem.cache.scales.is_some(),
+                converts_fp8: facts.instructions.converts_fp8,
             }),
             Grid::new(groups.unsigned_abs(), text::NUM_THREADS),
             facts,
@@ -204,9 +228,14 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
             places.bytes - places.k,
             R::about().name
         );
-        choice.workspace = Workspace { bytes: places.bytes, ..choice.workspace };
+        choice.workspace = update::workspace(problem, places.workspace(choice.workspace)).map_err(refuse)?;
         choice.details.push(("cache", words));
         choice.launches = choice.launches.behind(widen);
+        // A turned query is the reader's; new rows are written to the cache as it lies.
+        if problem.cache.append.is_some() {
+            let update = update::launch_before(UPDATE_NAME, problem, facts).map_err(refuse)?;
+            choice.launches = update.into_iter().fold(choice.launches, Launches::behind);
+        }
         Ok(choice)
     }
 
@@ -222,8 +251,13 @@ impl<V: Nvidia, R: Reader<V>> Kernel<ValidFwd, V> for Widened<R> {
     }
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &FwdCall<'_>) -> Result<()> {
-        let mut params = bind::fwd_params(call.problem, call.args);
-        let mut cache = self.places.cache(call.problem, params.workspace.0);
+        let mut params = match call.problem.cache.append {
+            // SAFETY: the caller keeps the contract of `launch`; the workspace is the plan's.
+            Some(_) => unsafe { update::run_alone(steps, call, self.places.workspace(Workspace::NONE))? },
+            None => bind::fwd_params(call.problem, call.args),
+        };
+        let cache = self.places.cache(call.problem, params.workspace.0);
+        let mut cache = cache.scaled(call.problem, call.args);
         if let Some(widen) = steps.at(Stage::Widen) {
             let mut arguments = [(&raw mut params).cast(), (&raw mut cache).cast()];
             // SAFETY: the kernel takes FwdParams and WidenedCache; `check_fwd` saw that the memory covers the problem,
@@ -264,6 +298,8 @@ impl<R> Widened<R> {
         };
         let mut wide = FwdArgs::new(args.q, k, v, written(&args.o));
         (wide.seq, wide.score, wide.cache) = (args.seq, args.score, args.cache);
+        (wide.cache.k_new, wide.cache.v_new, wide.seq.cu_seqlens_new) = (None, None, None);
+        wide.seq.totals.total_new = None;
         (wide.score.descale_k, wide.score.descale_v) = (None, None);
         wide.seq.block_table = None;
         (wide.seq.totals.num_pages, wide.seq.totals.total_k) = (None, None);

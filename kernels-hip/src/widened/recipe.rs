@@ -25,7 +25,7 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
     type Tile = Self;
 
     fn about() -> About<ValidFwd> {
-        About { rows_of: K::NAME, ..About::new(K::WIDENED) }
+        About { rows_of: K::NAME, reads_cache_scales: true, ..About::new(K::WIDENED) }
     }
 
     fn runs_on(facts: &DeviceFacts) -> Result<(), String> {
@@ -112,7 +112,8 @@ impl<V: Amd, K: Whole> Kernel<ValidFwd, V> for Widened<K> {
 
     unsafe fn launch(&self, steps: &Steps<V::Driver>, call: &Call<'_, ValidFwd>) -> Result<()> {
         let mut whole = bind::fwd_params(call.problem, call.args);
-        let mut cache = self.places.cache(call.problem, whole.workspace.0);
+        let cache = self.places.cache(call.problem, whole.workspace.0);
+        let mut cache = cache.scaled(call.problem, call.args);
         let mut params = params(&self.wide, &cache.forward(call.problem, &whole));
         // SAFETY: the kernels take FwdParams and WidenedCache, and CdnaParams, whose sizes they assert; core
         // saw that their memory covers the problem, and that the workspace, in which the widened cache lies,

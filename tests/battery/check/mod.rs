@@ -1,10 +1,12 @@
 //! Results against the f64 reference.
 
+mod appended;
 mod bwd;
 mod canary;
 mod combine;
 mod fwd;
 
+pub use appended::{appended_bytes, quantises};
 pub use bwd::check_bwd;
 pub use canary::{intact_bwd, intact_combine, intact_fwd};
 pub use combine::check_combine;
@@ -160,10 +162,15 @@ fn logits_bound(
         let Some(shape) = operands.get(operand).map(|tensor| tensor.shape) else { return 0.0 };
         (0..shape.batch).map(|batch| norm(operand, i_head_kv, batch, 0..shape.seq)).fold(0.0, f64::max)
     };
+    // The greatest scale of a cache's rows; those of rows that are not in use are NaN.
+    let by_rows = operands.get(Operand::KScale).map_or(1.0, |scales| {
+        let places = (0..scales.shape.batch).flat_map(|b| (0..scales.shape.seq).map(move |row| (b, row)));
+        places.map(|(b, row)| scales.get(b, row, i_head_kv, 0)).fold(0.0, f64::max)
+    });
     let keys = if problem.layout.kv.is_paged() || problem.cache.append.is_some() {
-        of_all(Operand::K).max(of_all(Operand::KNew))
+        (by_rows * of_all(Operand::K)).max(of_all(Operand::KNew))
     } else {
-        norm(Operand::K, i_head_kv, span.k_batch, span.k_row..span.k_row + span.seqlen_k)
+        by_rows * norm(Operand::K, i_head_kv, span.k_batch, span.k_row..span.k_row + span.seqlen_k)
     };
     let scale_of = |operand, kind: fmha_core::Descale| {
         let index = kind.index(span.i_batch, i_head_kv, problem.dims.num_heads_kv);

@@ -2,8 +2,8 @@
 //! laws that such calls keep.
 
 use fmha_core::{
-    Append, Bias, BiasBroadcast, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout, QLayout,
-    Rotary, RotaryPairs, Strides, Totals, VLayout,
+    Append, Bias, BiasBroadcast, CacheScales, DType, Descale, Dims, ElementwiseBias, FwdProblem, KvLayout,
+    QLayout, Rotary, RotaryPairs, Strides, Totals, VLayout,
 };
 
 use super::edges::{data, masked};
@@ -21,6 +21,7 @@ pub(crate) fn cases() -> Vec<Case> {
     paged(&mut cases);
     appended(&mut cases);
     fp8_updated(&mut cases);
+    fp8_rows(&mut cases);
     rotated(&mut cases);
     rotated_packed(&mut cases);
     clamped(&mut cases);
@@ -337,6 +338,56 @@ fn fp8_cache(dtype: DType, cache: DType, descale: Descale, seqlen_q: u32) -> (Fw
     (problem.scales.descale_k, problem.scales.descale_v) = (descale, descale);
     let lengths = used(&mut problem);
     (problem, lengths)
+}
+
+/// FP8 caches with a scale for each token and head, or for a block of tokens; appended to, and one of a NaN.
+fn fp8_rows(cases: &mut Vec<Case>) {
+    let scaled = |dtype, cache, block, page_size: Option<u32>, (seqlen_q, new): (u32, u32), name: &str| {
+        let (mut problem, mut lengths) = fp8_cache(dtype, cache, Descale::None, seqlen_q);
+        if new > 0 {
+            problem.cache.append = Some(Append::batch(&problem, new));
+            lengths.seqused_k = vec![75 - new.cast_signed(), 25, 0];
+        }
+        if let Some(page_size) = page_size {
+            (problem, lengths) = in_pages(problem, page_size, lengths, name);
+        }
+        problem.cache.scales = Some(CacheScales::new(&problem, block));
+        (problem, lengths)
+    };
+    for (cache, dtype) in
+        [(DType::E4m3Fn, DType::F16), (DType::E5m2, DType::Bf16), (DType::E4m3Fnuz, DType::Bf16)]
+    {
+        for (block, page_size) in [(1, None), (1, Some(16)), (7, None), (16, Some(16)), (4, Some(8))] {
+            for seqlen_q in [1, 3, 20] {
+                let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+                let name = format!("decode/fp8_rows/{cache}/{dtype}/block{block}/q{seqlen_q}/{layout}");
+                let (problem, lengths) = scaled(dtype, cache, block, page_size, (seqlen_q, 0), &name);
+                push(cases, name.clone(), problem.clone(), lengths.clone());
+                let law = name.replacen("fp8_rows", "fp8_rows_are_a_cache_widened_before", 1);
+                push_law(cases, law, problem, lengths, LawKind::WidenedCache);
+            }
+        }
+        for (new, page_size) in [(1, None), (3, Some(16)), (20, Some(8))] {
+            let layout = page_size.map_or("strided".to_owned(), |size| format!("p{size}"));
+            let name = format!("decode/fp8_rows/{cache}/{dtype}/appended/new{new}/{layout}");
+            let (problem, lengths) = scaled(dtype, cache, 1, page_size, (new.min(4), new), &name);
+            push(cases, name, problem, lengths);
+        }
+        // The last new row, which the mask shows to no query: its bytes alone are compared.
+        for (what, value) in [("infinity", f64::INFINITY), ("nan", f64::NAN), ("most", 6e4)] {
+            let name = format!("decode/fp8_rows/{cache}/{dtype}/appended/unseen/{what}");
+            let (mut problem, lengths) = scaled(dtype, cache, 1, Some(16), (2, 2), &name);
+            problem.mask = masked(dtype, problem.dims, "t").mask;
+            push(cases, name.clone(), problem, lengths);
+            if let Some(Body::Forward(forward)) = cases.last_mut().map(|case| &mut case.body) {
+                forward.plant = Plant::At(Operand::KNew, [1, 1, 0, 20], value);
+            }
+        }
+    }
+    let packed = FwdProblem::group(DType::Bf16, dims(20, 90, (4, 2), 64)).dtype_cache(DType::E4m3Fn);
+    let scales = CacheScales::new(&packed, 1);
+    let name = "decode/fp8_rows/e4m3fn/bf16/packed".to_owned();
+    push(cases, name, packed.cache_scales(scales), Lengths::packed(&[(1, 90), (20, 33), (3, 0)]));
 }
 
 /// V as the first elements of K's rows, to 576 and 512.

@@ -3,13 +3,14 @@
 //! Rows that no query sees of either cache are NaN.
 
 use fmha_core::{
-    CacheRows, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, ListLength, MaskAxes,
-    SecondCache, Strides, Totals,
+    Append, CacheRows, DType, Dims, FwdProblem, Intervals, KeyLists, KvLayout, ListEntries, ListLength,
+    MaskAxes, SecondCache, Strides, Totals,
 };
 
 use super::edges::{data, group, masked};
 use super::lists::{indices, push_planted};
 use crate::case::{Case, Plant, WIDE};
+use crate::tensor::Operand;
 use crate::tensors::Lengths;
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -356,6 +357,38 @@ fn rows_of_bytes(cases: &mut Vec<Case>) {
             problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
             problem.strides.v = problem.strides.k;
             push(cases, name, problem, lengths);
+        }
+        for (new, listed_keys) in [(2, None), (1, Some(60)), (2, Some(60))] {
+            let with = listed_keys.map_or("every", |_| "list");
+            let name = format!("lists/rows/{word}/appended/new{new}/{with}");
+            let mut problem = plain(4, 70, "b");
+            problem.layout.seqused_k = true;
+            problem.cache.append = Some(Append::batch(&problem, new));
+            let lengths = Lengths { seqused_k: vec![70 - new.cast_signed(), 31], ..Lengths::default() };
+            let (mut problem, mut lengths) = super::decode::in_pages(problem, 16, lengths, &name);
+            problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            if let Some(keys) = listed_keys {
+                (problem, lengths) = listed(problem, lengths, keys, "scattered", data(&name).seed);
+            }
+            push(cases, name, problem, lengths);
+        }
+        // New rows that no query sees, so that their bytes alone are compared.
+        for (what, value) in [("infinity", f64::INFINITY), ("nan", f64::NAN), ("most", 3e38)] {
+            let name = format!("lists/rows/{word}/appended/unseen/{what}");
+            let mut problem = plain(4, 70, "t");
+            problem.layout.seqused_k = true;
+            problem.cache.append = Some(Append::packed(&problem, 3));
+            let lengths = Lengths {
+                seqused_k: vec![50, 31],
+                cu_seqlens_new: vec![0, 3, 4],
+                totals: Totals { total_new: Some(4), ..Totals::NONE },
+                ..Lengths::default()
+            };
+            let (mut problem, lengths) = super::decode::in_pages(problem, 16, lengths, &name);
+            problem.strides.k = Strides::bshd(problem.k_in_memory(problem.shape_k()).0);
+            problem.strides.v = problem.strides.k;
+            push_planted(cases, name, problem, lengths, Plant::At(Operand::KNew, [0, 1, 0, 130], value));
         }
         for mask in ["b", "b:30,0"] {
             let name = format!("lists/rows/{word}/table/{mask}");

@@ -57,6 +57,12 @@ impl FwdArgs<'_> {
         Self::readable(&self.v).unwrap_or_else(|| self.k_slice())
     }
 
+    /// Memory of the scales of K and of V by rows, to read.
+    #[must_use]
+    pub fn scale_slices(&self) -> [Option<DevSlice<'_>>; 2] {
+        [&self.k_scale, &self.v_scale].map(|slice| slice.as_ref().and_then(Self::readable))
+    }
+
     fn readable<'b>(slice: &'b CacheSlice<'_>) -> Option<DevSlice<'b>> {
         match slice {
             CacheSlice::Read(slice) => Some(*slice),

@@ -16,7 +16,9 @@ use crate::layout::{KvLayout, QLayout, Shape, Strides, Totals};
 use crate::mask_object::MaskObject;
 use crate::masks::{BlockList, LIST_NAMES};
 use crate::plan::Workspace;
-use crate::problem::{BYTE, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input};
+use crate::problem::{
+    BYTE, CACHE_SCALE_NAMES, CapturedTensor, Extents, FwdProblem, SCALE_NAMES, ValidFwd, check_input,
+};
 use crate::quantize::{TensorScale, ValidQuantize};
 use crate::score::{Bias, Descale};
 use crate::second::{SecondCall, named};
@@ -46,6 +48,7 @@ pub fn check_fwd(
         operands.cache("v", &args.v, problem, (problem.strides.v, v, dtype_v))?;
     }
     operands.block_scales(problem, args, &extents)?;
+    operands.cache_scales(problem, args, &extents)?;
     operands.cache_operands(problem, &args.cache, &args.seq, extents)?;
     operands.second(problem, args)?;
     operands.tensor("o", Access::out(&args.o), problem.strides.o, extents.o, problem.dtypes.o)?;
@@ -581,6 +584,31 @@ impl Operands {
             }
         };
         self.tensor(name, access, strides, shape, dtype)
+    }
+
+    /// Checks the scales of a cache by rows, memory to append to where the cache is.
+    fn cache_scales(
+        &mut self,
+        problem: &FwdProblem,
+        args: &FwdArgs<'_>,
+        extents: &Extents,
+    ) -> Result<(), ProblemError> {
+        let given = [&args.k_scale, &args.v_scale];
+        let Some(scales) = &problem.cache.scales else {
+            for (name, slice) in CACHE_SCALE_NAMES.into_iter().zip(given) {
+                ensure!(slice.is_none(), name, "{name} is given, but the problem has no cache_scales");
+            }
+            return Ok(());
+        };
+        let tensors = [(scales.k, extents.k), (scales.v, extents.v)];
+        for ((name, slice), (strides, of)) in CACHE_SCALE_NAMES.into_iter().zip(given).zip(tensors) {
+            let slice = slice.as_ref().ok_or_else(|| {
+                let block = scales.block;
+                ProblemError::new(name, format!("{name} is missing: cache_scales of blocks of {block} rows"))
+            })?;
+            self.cache(name, slice, problem, (strides, scales.shape(of), DType::F32))?;
+        }
+        Ok(())
     }
 
     /// Checks the operands of an append, a rotary embedding and a tree mask.

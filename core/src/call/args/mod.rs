@@ -401,6 +401,10 @@ pub struct FwdArgs<'a> {
     pub masks: MaskArgs<'a>,
     /// Operands of the cache's use.
     pub cache: CacheArgs<'a>,
+    /// Scales of K by rows, f32, iff the problem has them; memory to append to where K is.
+    pub k_scale: Option<CacheSlice<'a>>,
+    /// Scales of V by rows, likewise.
+    pub v_scale: Option<CacheSlice<'a>>,
     /// f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,
     /// The dropout keep mask, iff the problem writes it.
@@ -445,6 +449,8 @@ impl<'a> FwdArgs<'a> {
             score: ScoreArgs::default(),
             masks: MaskArgs::default(),
             cache: CacheArgs::default(),
+            k_scale: None,
+            v_scale: None,
             scale_o: None,
             keep_mask: None,
             row_max: None,

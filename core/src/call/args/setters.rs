@@ -1,8 +1,8 @@
 //! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
 
 use super::{
-    Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
-    MaskArgs, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
+    Arrivals, BlockTable, BwdArgs, CacheArgs, CacheSlice, ChooseArgs, CombineArgs, DevSlice, DevSliceMut,
+    FwdArgs, MaskArgs, PartialResult, QuantizeArgs, ScoreArgs, SecondArgs, SeqArgs,
 };
 use crate::dropout::DropoutSeed;
 use crate::expr::Number;
@@ -164,6 +164,10 @@ impl<'a> FwdArgs<'a> {
         score: ScoreArgs<'a> => score;
         /// Masks as data.
         masks: MaskArgs<'a> => masks;
+        /// Scales of K by rows.
+        k_scale: impl Into<Option<CacheSlice<'a>>> => k_scale;
+        /// Scales of V by rows.
+        v_scale: impl Into<Option<CacheSlice<'a>>> => v_scale;
         /// Operands of the cache's use.
         cache: CacheArgs<'a> => cache;
         /// f32 `[1]`, iff the problem has it.
