@@ -21,7 +21,9 @@ use crate::{sm90, split, tile_list, tree_mask};
 
 mod check;
 mod few;
+pub mod modelled;
 pub mod recipe;
+pub mod units;
 
 pub use few::ways as ways_of_few;
 
