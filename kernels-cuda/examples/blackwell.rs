@@ -10,11 +10,17 @@ use fmha_kernels_cuda::sm100::modelled::{Published, fit, fitted, lines, publishe
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let rows = published()?;
     let is_fitted = fitted(rows.len());
-    let half = |fits: bool| rows.iter().zip(&is_fitted).filter(move |(_, one)| **one == fits).map(|(row, _)| row);
+    let half =
+        |fits: bool| rows.iter().zip(&is_fitted).filter(move |(_, one)| **one == fits).map(|(row, _)| row);
     let constants = fit(half(true));
     for (row, is_fitted) in rows.iter().zip(&is_fitted) {
         let percent = 100.0 * row.error(&constants).exp_m1();
-        println!("{:<46} {:>6} {percent:>+6.1} % {}", row.name, row.tflops, if *is_fitted { "fitted" } else { "tested" });
+        println!(
+            "{:<46} {:>6} {percent:>+6.1} % {}",
+            row.name,
+            row.tflops,
+            if *is_fitted { "fitted" } else { "tested" }
+        );
     }
     let told = |name: &str, rows: Vec<&Published>| {
         let errors: Vec<f64> = rows.iter().map(|row| 100.0 * row.error(&constants).exp_m1().abs()).collect();

@@ -133,9 +133,7 @@ impl Walk {
     #[must_use]
     pub fn seconds(&self, constants: &Constants) -> f64 {
         let (matrix, exp, start) = match self.overlap {
-            Overlap::TwoTiles => {
-                (constants.forward_matrix, constants.two_tiles_exp, constants.forward_start)
-            }
+            Overlap::TwoTiles => (constants.forward_matrix, constants.two_tiles_exp, constants.forward_start),
             Overlap::OneTile => (constants.forward_matrix, constants.one_tile_exp, constants.forward_start),
             Overlap::Backward => {
                 (constants.backward_matrix, constants.backward_exp, constants.backward_start)
@@ -246,7 +244,8 @@ impl Published {
 
     fn parsed(line: &str) -> Option<Self> {
         let columns: Vec<&str> = line.split('\t').collect();
-        let &[device, _, op, batch, heads, dims, dtype, mask, keys, tflops, _source] = columns.as_slice() else {
+        let &[device, _, op, batch, heads, dims, dtype, mask, keys, tflops, _source] = columns.as_slice()
+        else {
             return None;
         };
         let arch = if device == "GB300" { "sm_103a" } else { "sm_100a" };
@@ -390,8 +389,7 @@ mod tests {
         let page = std::fs::read_to_string(page).unwrap();
         let others = tested().filter(|row| !names.contains(&row.name.as_str()));
         let worst = others.map(|row| 100.0 * row.error(&CONSTANTS).exp_m1().abs()).fold(0.0, f64::max);
-        for words in
-            [format!("{BEYOND} of {} tested rows", tested().count()), format!("within {worst:.1} %")]
+        for words in [format!("{BEYOND} of {} tested rows", tested().count()), format!("within {worst:.1} %")]
         {
             assert!(page.contains(&words), "the page does not say `{words}`");
         }

@@ -288,7 +288,7 @@ fn fitted(
     if tile.load_max {
         let reducing = facts.instructions.reducing_loads;
         facts
-            .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
+            .needs(reducing, "loads from tensor memory that find maxima (sm_103a and sm_110a have)")
             .map_err(|why| format!("tile load_max=1: {why}"))?;
     }
     split::check(problem, tile.cut(problem))?;

@@ -3,7 +3,7 @@
 
 use fmha_core::spec::FwdSpec;
 
-use super::{REDUCING_ARCH, Sm100Tile};
+use super::{FAST_EXP_ARCH, Sm100Tile};
 use crate::sm90;
 
 /// Pairs of a block.
@@ -23,7 +23,7 @@ pub(crate) const L2_BYTES: f64 = 64.0;
 /// Exponentials of a multiprocessor's special-function units in a clock.
 #[must_use]
 pub fn exponentials(arch: &str) -> f64 {
-    if arch == REDUCING_ARCH { 32.0 } else { 16.0 }
+    if arch == FAST_EXP_ARCH { 32.0 } else { 16.0 }
 }
 
 /// Clocks of each unit for a block of 128 queries and 128 keys.
@@ -67,7 +67,8 @@ impl Units {
     #[must_use]
     pub fn words(&self) -> String {
         let named = self.named();
-        let busiest = named.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or("", |(name, _)| name);
+        // The first of two that are equal: `max_by` gives the last.
+        let busiest = named.into_iter().rev().max_by(|a, b| a.1.total_cmp(&b.1)).map_or("", |(name, _)| name);
         let clocks = named.map(|(name, clocks)| format!("{name} {clocks:.0}")).join(", ");
         format!("{clocks} for 128 queries x 128 keys; busiest: {busiest} (modelled)")
     }
@@ -121,6 +122,8 @@ mod tests {
             let units = forward(&spec, &tile, "sm_100a");
             assert_eq!([units.tensor, units.shared, units.exp], [tensor, shared, 1024.0], "{dtype} {qk}/{v}");
             assert_eq!(forward(&spec, &tile, "sm_103a").exp, 512.0);
+            let busiest = if tensor < 1024.0 { "exponentials" } else { "tensor cores" };
+            assert!(units.words().ends_with(&format!("busiest: {busiest} (modelled)")), "{}", units.words());
         }
         let spec = FwdSpec::plain(DType::Bf16, 256, MaskKind::Full);
         let alone = default_tile(&spec).alone(&spec);
