@@ -17,7 +17,8 @@ fn explain_says_the_clocks_of_units_the_busiest_one_and_the_modelled_time() {
         for (direction, tensor, shared, busiest) in
             [("", 1024, 768, "tensor cores"), ("--backward", 2560, 3328, "shared memory")]
         {
-            let plan = fmha(&format!("explain --arch {arch} -b 2 -d 128 -s 8192 --prec bf16 {direction}")).out;
+            let plan =
+                fmha(&format!("explain --arch {arch} -b 2 -d 128 -s 8192 --prec bf16 {direction}")).out;
             for words in [
                 format!("tensor cores {tensor}, exponentials {exponentials}, f32 lanes "),
                 format!("shared memory {shared}, tensor memory "),
