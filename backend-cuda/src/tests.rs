@@ -68,11 +68,11 @@ fn each_device_has_the_knobs_and_the_tiles_of_its_kernels() {
         let tile = pretend(arch).default_tile(AnyProblem::Forward(&fwd), &options).unwrap();
         tile.into_iter().find_map(|(name, value)| (name == knob).then_some(value))
     };
-    // `ping_pong` is a tile field of Hopper, `load_max` one of Blackwell; sm_103a alone sets it.
+    // `ping_pong` is a tile field of Hopper, `load_max` one of Blackwell, which sm_103a and sm_110a set.
     assert_eq!(value("sm_90a", "ping_pong").as_deref(), Some("at_issue"));
     assert_eq!(value("sm_100a", "ping_pong"), None);
-    let load_max = ["sm_90a", "sm_100a", "sm_103a"].map(|arch| value(arch, "load_max"));
-    assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned())]);
+    let load_max = ["sm_90a", "sm_100a", "sm_103a", "sm_110a"].map(|arch| value(arch, "load_max"));
+    assert_eq!(load_max, [None, Some("0".to_owned()), Some("1".to_owned()), Some("1".to_owned())]);
 
     for arch in ["sm_80", "sm_90a", "sm_100a", "sm_120a"] {
         let backend = pretend(arch);

@@ -33,7 +33,7 @@ sink) in f16 and bf16; head dimensions 64, 96, 128, 192, 256 and 192x128; full, 
 batch and group; with and without LSE; sequences from 1 to 16384; 1, 4 and 8 query heads a kv head.
 A call of other sizes whose own tile is not in the file is served by the nearest one that is.")]
 pub(super) struct BundleArgs {
-    /// Architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_120a, gfx90a, gfx942, gfx950,
+    /// Architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_103a, sm_110a, sm_120a, gfx90a, gfx942, gfx950,
     /// gfx1100, gfx1201
     #[arg(long, value_name = "ARCH", value_delimiter = ',', required = true)]
     arch: Vec<String>,

@@ -47,6 +47,13 @@ const BLACKWELL: Rates = Rates {
     source: "HGX B200 data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
 };
 
+/// A Jetson T5000: 259 TFLOP/s of dense 16-bit products and 273 GB/s on 20 SMs at 1.575 GHz. Nobody here has one.
+const THOR: Rates = Rates {
+    memory: 0.273e12 / 20.0 / 1.575e9,
+    source: "Jetson Thor data sheet (tensor, memory), CUDA C++ Programming Guide (others)",
+    ..BLACKWELL
+};
+
 /// An A100 80GB SXM: 312 TFLOP/s of dense 16-bit products and 2.039 TB/s on 108 SMs at 1410 MHz.
 const AMPERE: Rates = Rates {
     tensor_macs: 1024.0,
@@ -233,6 +240,8 @@ pub(super) fn write(
         shares(out, &counted, &HOPPER)?;
     } else if name.contains("sm_100a") {
         shares(out, &counted, &BLACKWELL)?;
+    } else if name.contains("sm_110a") {
+        shares(out, &counted, &THOR)?;
     } else if name.contains("sm_103a") {
         // The special-function unit of sm_103a has twice the rate of exponentials.
         shares(out, &counted, &Rates { special: 32.0, ..BLACKWELL })?;

@@ -10,6 +10,27 @@ fn is_absent(arch: &str) -> bool {
     reason.inspect(|reason| println!("absent: {reason}")).is_some()
 }
 
+/// The clocks of units are those of docs/kernels/sm100-fwd.md and sm100-bwd.md; nothing is compiled for them.
+#[test]
+fn explain_says_the_clocks_of_units_the_busiest_one_and_the_modelled_time() {
+    for (arch, exponentials) in [("sm_100a", 1024), ("sm_103a", 512)] {
+        for (direction, tensor, shared, busiest) in
+            [("", 1024, 768, "tensor cores"), ("--backward", 2560, 3328, "shared memory")]
+        {
+            let plan =
+                fmha(&format!("explain --arch {arch} -b 2 -d 128 -s 8192 --prec bf16 {direction}")).out;
+            for words in [
+                format!("tensor cores {tensor}, exponentials {exponentials}, f32 lanes "),
+                format!("shared memory {shared}, tensor memory "),
+                format!("busiest: {busiest} (modelled)"),
+                "TFLOP/s: modelled, nobody has measured it".to_owned(),
+            ] {
+                assert!(plan.contains(&words), "{arch} {direction}: no `{words}` in\n{plan}");
+            }
+        }
+    }
+}
+
 /// Loads of S from tensor memory find its maxima on sm_103a (`load_max`): equal numbers, so equal bits.
 #[test]
 fn maxima_that_the_loads_find_change_no_bit() {

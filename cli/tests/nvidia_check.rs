@@ -24,21 +24,27 @@ fn one_command_writes_a_report_of_any_gpu_since_ampere_and_exits_as_it_went() {
     if !is_emulated_here() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let report = folder.path().join("report.md");
-    let output = Command::new(tool("nvidia-check"))
-        .args(["--emulate", "sm_80", "--filter", "^edges/lengths/bf16/s(1x2|2x1)/", "--program"])
-        .args([env!("CARGO_BIN_EXE_fmha"), "--out"])
-        .arg(&report)
-        .output()
-        .unwrap();
-    let text = std::fs::read_to_string(&report).unwrap();
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    for part in ["## Machine", "sm_80", "emulated", " 0 failed", "bwd", "nothing was timed"] {
-        assert!(text.contains(part), "`{part}` is not in the report:\n{text}");
+    for (arch, kernel) in [("sm_80", "sm80"), ("sm_100a", "sm100")] {
+        let folder = tempfile::tempdir().unwrap();
+        let report = folder.path().join("report.md");
+        let output = Command::new(tool("nvidia-check"))
+            .args(["--emulate", arch, "--filter", "^edges/lengths/bf16/s(1x2|2x1)/", "--program"])
+            .args([env!("CARGO_BIN_EXE_fmha"), "--out"])
+            .arg(&report)
+            .output()
+            .unwrap();
+        let text = std::fs::read_to_string(&report).unwrap();
+        assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+        for part in ["## Machine", arch, "emulated", "bwd", "nothing was timed"] {
+            assert!(text.contains(part), "`{part}` is not in the report:\n{text}");
+        }
+        // Forward, decode and backward are planned; seven calls are watched, and cases of lists and their choice.
+        let absent = text.matches("absent: a mask of a file").count();
+        assert!(text.matches(kernel).count() >= 3, "{text}");
+        assert_eq!(text.matches("PASS\n").count() + absent, 7, "{text}");
+        let whole = |line: &&str| line.starts_with("all ") && line.contains(" 0 failed");
+        assert_eq!(text.lines().filter(whole).count(), 2, "{text}");
     }
-    // Forward, decode and backward are planned, and four calls watched.
-    assert!(text.matches("sm80").count() >= 3 && text.matches("PASS").count() == 4, "{text}");
 }
 
 /// The peers' script counts a row's work as `fmha run` does, whose JSON and options it knows.

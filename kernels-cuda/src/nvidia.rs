@@ -111,7 +111,7 @@ impl Instructions {
         match arch {
             "sm_90a" => Self { wgmma: true, ..tma },
             "sm_100a" => Self { tcgen05: true, ..tma },
-            "sm_103a" => Self { tcgen05: true, reducing_loads: true, ..tma },
+            "sm_103a" | "sm_110a" => Self { tcgen05: true, reducing_loads: true, ..tma },
             "sm_120a" | "sm_121a" => tma,
             _ => every,
         }
@@ -260,6 +260,14 @@ impl DeviceFacts {
             "sm_103a" => {
                 (148, LARGE_SMEM, 2.25e15, 8e12, "a B300 of an HGX as NVIDIA states it: 2.25 PFLOP/s, 8 TB/s")
             }
+            // Data sheet of the Jetson T5000: 2070 TFLOP/s of sparse FP4, an eighth of it of dense 16-bit products.
+            "sm_110a" => (
+                20,
+                LARGE_SMEM,
+                258.75e12,
+                0.273e12,
+                "a Jetson T5000 as NVIDIA states it: 259 TFLOP/s, 273 GB/s",
+            ),
             // NVIDIA RTX Blackwell GPU Architecture (2025), with f32 sums.
             "sm_120a" => (
                 170,
@@ -271,7 +279,7 @@ impl DeviceFacts {
             _ => {
                 return Err(Error::NoDevice(format!(
                     "no device is known for architecture {arch}: cuda plans without one for sm_80, sm_86, sm_89, sm_90a, \
-                     sm_100a, sm_103a, sm_120a"
+                     sm_100a, sm_103a, sm_110a, sm_120a"
                 )));
             }
         };
@@ -360,6 +368,7 @@ mod tests {
             ("sm_90a", [true, true, true, true, false, false]),
             ("sm_100a", [true, true, true, false, true, false]),
             ("sm_103a", [true, true, true, false, true, true]),
+            ("sm_110a", [true, true, true, false, true, true]),
             ("sm_120a", [true, true, true, false, false, false]),
             ("sm_121a", [true, true, true, false, false, false]),
         ] {

@@ -21,7 +21,9 @@ use crate::{sm90, split, tile_list, tree_mask};
 
 mod check;
 mod few;
+pub mod modelled;
 pub mod recipe;
+pub mod units;
 
 pub use few::ways as ways_of_few;
 
@@ -41,10 +43,13 @@ const SCALED_HEADER: &str = "fmha/sm100/fwd/fwd_scaled.cuh";
 const TREE_HEADER: &str = "fmha/sm100/fwd/fwd_tree.cuh";
 
 /// Architectures that the kernel is compiled for.
-pub const ARCHS: [&str; 2] = ["sm_100a", "sm_103a"];
+pub const ARCHS: [&str; 3] = ["sm_100a", "sm_103a", "sm_110a"];
 
-/// The architecture whose `tcgen05.ld` reduces.
-pub const REDUCING_ARCH: &str = "sm_103a";
+/// Architectures whose `tcgen05.ld` reduces.
+pub const REDUCING_ARCHS: [&str; 2] = ["sm_103a", "sm_110a"];
+
+/// The architecture whose special-function units have twice the exponentials.
+pub const FAST_EXP_ARCH: &str = "sm_103a";
 
 /// Columns of tensor memory, which one CTA takes whole.
 pub const TMEM_COLUMNS: i32 = 512;
@@ -64,7 +69,7 @@ abi_spec! {
         pub lazy_rescale_log2: i32 = Takes::within(0, 11).tuned_over(&[0, 8]),
         /// Pairs that are polynomials on the multiply-add pipe, of each 16 pairs of exponentials.
         pub exp2_polynomial_pairs: i32 = Takes::within(0, 16).tuned_over(&[0, 1, 2, 3, 4, 6]),
-        /// The loads of S from tensor memory find its maximum, on sm_103a alone.
+        /// The loads of S from tensor memory find its maximum, on sm_103a and sm_110a.
         pub load_max: bool = Takes::all().tuned(),
         /// Rows are (query, head of a kv head's group) pairs, so that a short query fills a tile.
         pub pack_gqa: bool = Takes::all().tuned(),
@@ -513,11 +518,10 @@ pub fn choose_tile(problem: &FwdProblem, arch: &str, num_sms: u32) -> Sm100Tile 
     if let Some(scales) = problem.block_scales {
         tile = tile.with_scales(&spec, scales.format.block_size().cast_signed());
     }
-    // sm_103a has special-function units of twice the width, and loads from tensor memory that reduce.
-    if arch == REDUCING_ARCH {
+    if arch == FAST_EXP_ARCH {
         tile.exp2_polynomial_pairs = 0;
-        tile.load_max = true;
     }
+    tile.load_max = REDUCING_ARCHS.contains(&arch);
     let ratio = i64::from(problem.gqa_ratio());
     let seqlen_q = i64::from(dims.seqlen_q);
     let fills = 128 % ratio == 0;

@@ -6,6 +6,7 @@
 //! architecture.
 
 pub mod recipe;
+pub mod units;
 
 use fmha_core::abi::AbiLiteral as _;
 use fmha_core::fields::{Fields as _, Takes};

@@ -1020,6 +1020,13 @@ pub(crate) const ROWS: &[Row] = &[
         in_all: Cases { filter: "^scales/", deal: 1 },
         ..amd("gfx942", NONE)
     },
+    // Jetson Thor's chip: the same text, maxima by the loads and polynomials too, which sm_103a has not together.
+    Row {
+        arch: "sm_110a",
+        in_test: Cases { filter: "^edges/long/bf16/s600x1100/b$", deal: 1 },
+        in_all: Cases { filter: "^(edges|heads|rare)/.*bf16", deal: 4 },
+        ..BLACKWELL
+    },
     // MXFP8 in Blackwell's matrix unit, every access ordered by vector clocks, and late asynchronous work.
     Row {
         mode: Mode::HappensBefore,

@@ -211,15 +211,21 @@ fn program(line: &str) -> Option<Program> {
 /// The part of the CPU's battery in a quick run: ten seconds of four minutes.
 const SLICE: &str = "1/50";
 
-/// A kernel of each family by other NVRTCs: the newest, of which each is new once, and in a whole run the oldest.
-fn by_other_compilers(all: bool, words: &[String], folder: &Path, tally: &mut Tally) -> Vec<Step> {
+/// A program of tests by other NVRTCs: the newest, of which each is new once, and in a whole run the oldest.
+fn by_other_compilers(
+    all: bool,
+    program: &str,
+    words: &[String],
+    folder: &Path,
+    tally: &mut Tally,
+) -> Vec<Step> {
     let mut steps = Vec::new();
     let oldest = all.then_some(setup::OLDEST_NVRTC);
     for other in std::iter::once(setup::NEWEST_NVRTC).chain(oldest) {
         match other.library() {
             Ok(library) => {
                 let environment = vec![("FMHA_NVRTC".to_owned(), library.display().to_string())];
-                let name = format!("kernels by {}", other.folder);
+                let name = format!("{program} by {}", other.folder);
                 let step = Step::tests(name, words.to_vec(), folder.to_owned()).at_least(1);
                 steps.push(step.with(environment));
             }
@@ -242,7 +248,11 @@ fn steps(
         let mut words = vec![path.clone(), "--show-output".to_owned()];
         words.extend(all.then(|| "--include-ignored".to_owned()));
         if name.ends_with(" folded") && extent != Extent::Quick {
-            steps.extend(by_other_compilers(all, &words, folder, tally));
+            steps.extend(by_other_compilers(all, name, &words, folder, tally));
+        }
+        if name.ends_with(" resources") && extent != Extent::Quick {
+            let words: Vec<_> = words.iter().cloned().chain(["blackwell".to_owned()]).collect();
+            steps.extend(by_other_compilers(all, name, &words, folder, tally));
         }
         steps.push(Step::tests(name.clone(), words, folder.clone()));
     }

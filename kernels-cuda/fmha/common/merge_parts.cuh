@@ -22,10 +22,17 @@
 namespace fmha::split {
 
 constexpr int32_t kWarp = 32;
+// Whether the device is a Blackwell of data centers: beside eight rows of four numbers its compilers spill two words.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kSpillsBesideEight = true;
+#else
+constexpr bool kSpillsBesideEight = false;
+#endif
+
 // Parts whose O a warp loads at a time: 32 registers of a lane. Most rows have few parts, and pay for all in
 // instructions.
 template <int32_t dim>
-constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2);
+constexpr int32_t kUnderWay = max(8 / ceil_div(dim, 4 * kWarp), 2) - (kSpillsBesideEight && dim <= 4 * kWarp ? 1 : 0);
 
 // CTAs that go through their code before the parts are there, about one a multiprocessor, so that the others find it
 // cached.

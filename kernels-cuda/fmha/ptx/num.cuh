@@ -32,20 +32,24 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
-// needs: sm_100. The largest of three; NaN, if one of them is.
-// PTX ISA: max.
-FMHA_DEVICE float max3_nan(float a, float b, float c) {
-  float d;
-  asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
-  return d;
-}
-
 // needs: sm_80. The larger; NaN, if one of them is.
 // PTX ISA: max.
 FMHA_DEVICE float max_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
   return c;
+}
+
+// needs: sm_100. The largest of three; NaN, if one of them is.
+// PTX ISA: max.
+FMHA_DEVICE float max3_nan(float a, float b, float c) {
+#if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
+  return max_nan(max_nan(a, b), c);  // CUDA 12.8's ptxas has no such form for sm_100a
+#else
+  float d;
+  asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+#endif
 }
 
 // needs: sm_50. The product, rounded up.

@@ -83,7 +83,7 @@ FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[32], uint32_t address) {
       : "r"(address));
 }
 
-// needs: sm_103a. The same, and the largest of the lane's 32 numbers; a NaN among them is passed over.
+// needs: sm_103a, or sm_110a. The same, and the largest of the lane's 32 numbers; a NaN among them is passed over.
 // PTX ISA: tcgen05.ld.red, .32x32b.x32.
 FMHA_DEVICE void tcgen05_ld_max(uint32_t (&r)[32], float& largest, uint32_t address) {
   asm volatile(

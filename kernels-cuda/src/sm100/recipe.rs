@@ -15,7 +15,7 @@ use crate::maps::{Boxes, Maps};
 use crate::nvidia::{DeviceFacts, FwdCall, Nvidia};
 use crate::operands::{alignment, refuse_row_invariant};
 use crate::schedule::TileSchedule;
-use crate::sm100::{self, Sm100Tile};
+use crate::sm100::{self, Sm100Tile, modelled, units};
 use crate::split::{self, launch as parts};
 use crate::tile_list::{self, MaskCode, TileListPlan, TileOf};
 use crate::tree_mask;
@@ -145,6 +145,11 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
             ]
             .into_iter()
             .chain(list.map(|list| ("lists of tiles", list.words())))
+            .chain(modelled::details(
+                &units::forward(&spec, &tile, &facts.arch),
+                modelled::walk(problem, &tile, &schedule, facts),
+                modelled::flops(problem, 2 * (problem.dims.head_dim_qk + problem.dims.head_dim_v)),
+            ))
             .collect(),
         })
     }
@@ -283,7 +288,7 @@ fn fitted(
     if tile.load_max {
         let reducing = facts.instructions.reducing_loads;
         facts
-            .needs(reducing, "loads from tensor memory that find maxima (sm_103a has)")
+            .needs(reducing, "loads from tensor memory that find maxima (sm_103a and sm_110a have)")
             .map_err(|why| format!("tile load_max=1: {why}"))?;
     }
     split::check(problem, tile.cut(problem))?;

@@ -7,7 +7,7 @@ use fmha_core::error::{Refusal, Result};
 use fmha_core::masks::mask_data_params;
 use fmha_core::spec::BwdSpec;
 use fmha_core::tune::TileOptions;
-use fmha_core::{Accuracy, PlanOptions, Promises, ValidBwd, Workspace, bind};
+use fmha_core::{Accuracy, MaskKind, PlanOptions, Promises, ValidBwd, Workspace, bind};
 use fmha_gpu::{About, Choice, Facts as _, Grid, Kernel, Launch, Launches, Operand, RowKernel, Stage, Steps};
 
 use crate::nvidia::{BwdCall, DeviceFacts, Nvidia, row_launch};
@@ -16,7 +16,8 @@ use crate::sm80;
 use crate::sm80_bwd::{self, BwdSums};
 use crate::sm90_bwd::masked_spec;
 use crate::sm90_bwd::recipe::{captured_launches, map_facts_of};
-use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
+use crate::sm100::modelled::{self, Overlap, Walk};
+use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile, units};
 use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap};
 
@@ -176,6 +177,11 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             .into_iter()
             .chain(in_two.then(|| ("gradients", "dK and dQ of a CTA, dV of another".to_owned())))
             .chain(list.map(|list| ("lists of tiles", list.words())))
+            .chain(modelled::details(
+                &units::backward(&spec, &facts.arch),
+                walk_of(problem, &spec, ctas, facts),
+                modelled::flops(problem.fwd(), 2 * (3 * dims.head_dim_qk + 2 * dims.head_dim_v)),
+            ))
             .collect(),
         })
     }
@@ -244,6 +250,31 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         }
         Ok(())
     }
+}
+
+/// What the main launch has to do, as the model of its time sees it.
+fn walk_of(problem: &ValidBwd, spec: &BwdSpec, ctas: u32, facts: &DeviceFacts) -> Option<Walk> {
+    let (fwd, dims) = (problem.fwd(), problem.fwd().dims);
+    if !modelled::is_modelled(fwd) || ctas == 0 {
+        return None;
+    }
+    // Two CTAs of a block of keys have its units' clocks between them.
+    let in_two = sm100_bwd::in_two(dims.head_dim_qk.cast_signed(), dims.head_dim_v.cast_signed());
+    let parts = if in_two { 2.0 } else { 1.0 };
+    let tiles = f64::from(ctas) / parts;
+    let rows = f64::from(dims.batch) * f64::from(dims.num_heads_q) * f64::from(dims.seqlen_q);
+    let cut = f64::from(BLOCK.max(sm100_bwd::queries(dims.head_dim_qk.cast_signed()).unsigned_abs()));
+    Some(Walk {
+        overlap: Overlap::Backward,
+        units: units::backward(spec, &facts.arch),
+        tiles,
+        at_once: f64::from(facts.num_sms) / parts,
+        blocks: modelled::blocks(fwd, cut) / tiles,
+        // A start was fitted to pairs of CTAs, of which both spend it on 256 queries.
+        starts: 2.0 * rows / modelled::START_ROWS / tiles,
+        equal: fwd.mask.kind() == MaskKind::Full,
+        hertz: modelled::hertz(facts)?,
+    })
 }
 
 /// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any

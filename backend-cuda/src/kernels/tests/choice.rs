@@ -16,6 +16,7 @@ fn a_stated_device_has_the_numbers_that_nvidia_states() {
         ("sm_90a", 132, large, 989e12, 4.8e12),
         ("sm_100a", 148, large, 2.25e15, 8e12),
         ("sm_103a", 148, large, 2.25e15, 8e12),
+        ("sm_110a", 20, large, 258.75e12, 0.273e12),
         ("sm_120a", 170, 99 << 10, 209.5e12, 1.792e12),
     ] {
         let facts = stated(arch);
@@ -52,6 +53,7 @@ fn every_architecture_since_ampere_has_a_fast_kernel_and_older_ones_a_refusal_wi
         ("sm_90a", "sm90", "sm90"),
         ("sm_100a", "sm100", "sm100"),
         ("sm_103a", "sm100", "sm100"),
+        ("sm_110a", "sm100", "sm100"),
         ("sm_120a", "sm80", "sm80"),
     ] {
         assert_eq!(chosen_on(&stated(arch)), [Ok(forward), Ok(backward)], "{arch}");

@@ -28,9 +28,13 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   const int32_t other = warp - kReduceWarps - kComputeWarps;
   return other == 0 ? Role::Issue : other == 1 ? Role::Load : Role::Idle;
 }
-// Registers a thread after setmaxnreg; warpgroup by warpgroup they sum to the 512 of a launch of 512 threads.
-constexpr int kReduceRegs = 104, kComputeRegs = 168, kOtherRegs = 72;
-static_assert(kReduceRegs + 2 * kComputeRegs + kOtherRegs <= 512, "sm100: registers of all threads, within those of the launch");
+// Registers a thread after setmaxnreg; warpgroup by warpgroup they sum to the 512 of a launch of 512 threads. The issue
+// and load roles of a wide head, which walk dQ in two parts, spill with 72.
+template <bool is_wide>
+struct Regs {
+  static constexpr int reduce = is_wide ? 88 : 104, compute = 168, other = is_wide ? 88 : 72;
+  static_assert(reduce + 2 * compute + other <= 512, "sm100: registers of all threads, within those of the launch");
+};
 
 // A head dimension as the tiles have it, of whole spans of 128 bytes: TMA fills with zeros what the tensor lacks. And
 // as products and tensor memory have it.

@@ -59,6 +59,7 @@ FMHA_DEVICE void main_of(const BwdParams& p, const Maps& maps, uint32_t i_cta, c
   if (work.keys.empty()) return;
   const int32_t warp = ptx::uniform(threadIdx.x / 32);
   const Role role = role_of(warp);
+  using OfRole = Regs<Shape<spec>::is_wide>;
   if (threadIdx.x == 0) init_barriers(smem);
   if (role == Role::Issue) {
     ptx::tcgen05_alloc<1>(ptx::shared_address(&smem.tmem), kColumns);
@@ -70,7 +71,7 @@ FMHA_DEVICE void main_of(const BwdParams& p, const Maps& maps, uint32_t i_cta, c
 
   const uint32_t tmem = smem.tmem, lanes = tmem + (uint32_t(warp % 4 * 32) << 16);
   if (role == Role::Compute) {
-    ptx::setmaxnreg_inc<kComputeRegs>();
+    ptx::setmaxnreg_inc<OfRole::compute>();
     const int32_t half = (warp - kReduceWarps) / 4;
     {
       ComputeRole<spec, tile, part, SeenKeys> compute{p, smem, work, seen, lanes, half};
@@ -78,10 +79,10 @@ FMHA_DEVICE void main_of(const BwdParams& p, const Maps& maps, uint32_t i_cta, c
     }
     store_keys<spec, tile>(p, smem, lanes, work, half, pair_masks(seen));
   } else if (role == Role::Reduce) {
-    ptx::setmaxnreg_dec<kReduceRegs>();
+    ptx::setmaxnreg_dec<OfRole::reduce>();
     add_dq<spec, tile>(p, smem, lanes, work, seen);
   } else {
-    ptx::setmaxnreg_dec<kOtherRegs>();
+    ptx::setmaxnreg_dec<OfRole::other>();
     if (role == Role::Issue) {
       Issuer<spec, tile, part> issuer{smem, tmem, work.num_steps};
       issuer.run();

@@ -96,6 +96,17 @@ const ARCHITECTURES: &[(&str, Architecture)] = &[
         },
     ),
     (
+        "110",
+        Architecture {
+            major: 11,
+            minor: 0,
+            num_sms: 20,
+            shared_optin: 232_448,
+            l2_bytes: 33_554_432,
+            name: "Thor",
+        },
+    ),
+    (
         "120",
         Architecture {
             major: 12,

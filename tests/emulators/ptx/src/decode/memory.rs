@@ -229,17 +229,9 @@ impl Decoder<'_> {
 
     /// Sources in the list: destination, source or map, barrier, size, mask, coordinates; absent ones are `NONE`.
     fn bulk(&mut self, raw: &RawInst) -> Result<Inst, Fault> {
-        if [
-            "im2col",
-            "im2col_no_offs",
-            "im2col::w",
-            "tile::gather4",
-            "tile::scatter4",
-            "cp_mask",
-            "ignore_oob",
-        ]
-        .iter()
-        .any(|w| raw.has(w))
+        if ["im2col", "im2col_no_offs", "im2col::w", "tile::scatter4", "cp_mask", "ignore_oob"]
+            .iter()
+            .any(|w| raw.has(w))
         {
             return Err(unknown(raw));
         }
@@ -289,7 +281,12 @@ impl Decoder<'_> {
             let Operand::Tensor { base, rest } = next()? else { return Err(unknown(raw)) };
             let map = self.any(base, Ty::B64)?;
             let Some(Operand::Vector(items)) = rest.first() else { return Err(unknown(raw)) };
-            if Some(items.len()) != dims {
+            let four_rows = raw.has("tile::gather4");
+            let loads = matches!(route, Route::GlobalToShared | Route::Prefetch);
+            if four_rows && !(dims == Some(2) && loads) {
+                return Err(unknown(raw));
+            }
+            if Some(items.len()) != if four_rows { Some(5) } else { dims } {
                 return Err(Fault::unsupported(format!(
                     "`{}` with {} coordinates",
                     raw.opcode(),
@@ -321,6 +318,7 @@ impl Decoder<'_> {
         let bulk = Bulk {
             route,
             dims: dims.unwrap_or(0) as u8,
+            four_rows: raw.has("tile::gather4"),
             multicast: raw.has("multicast::cluster"),
             reduce,
             completion: if bar_group { Completion::BulkGroup } else { Completion::Mbarrier },

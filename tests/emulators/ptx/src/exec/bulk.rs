@@ -189,7 +189,11 @@ impl Cluster {
                     let text = format!("a {}-dimensional copy with a map of rank {}", bulk.dims, map.rank);
                     return Err(fault(FaultKind::Descriptor, text));
                 }
-                job.bytes = map.box_bytes();
+                if bulk.four_rows && map.box_dims[1] != 1 {
+                    let text = format!("tile::gather4 with a box of {} rows, not one", map.box_dims[1]);
+                    return Err(fault(FaultKind::Descriptor, text));
+                }
+                job.bytes = map.box_bytes() * if bulk.four_rows { 4 } else { 1 };
                 job.map = Some(map);
             } else if bytes % 16 != 0 || bytes == 0 {
                 return Err(fault(

@@ -25,6 +25,13 @@ impl Cluster {
             Route::Prefetch => {}
             Route::GlobalToShared => {
                 match &job.map {
+                    Some(map) if job.bulk.four_rows => {
+                        let [column, rows @ ..] = job.coords;
+                        for (row, data) in rows.into_iter().zip(data.chunks_exact_mut(job.bytes as usize / 4))
+                        {
+                            self.gather(map, [column, row, 0, 0, 0], data)?;
+                        }
+                    }
                     Some(map) => self.gather(map, job.coords, data)?,
                     None => {
                         let check = self.launch.options.check_uninitialised;

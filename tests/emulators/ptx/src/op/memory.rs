@@ -92,6 +92,8 @@ pub(crate) struct Bulk {
     pub(crate) route: Route,
     /// Tensor dimensions; 0 for the plain form.
     pub(crate) dims: u8,
+    /// `.tile::gather4`: four rows of a matrix, each named by a coordinate.
+    pub(crate) four_rows: bool,
     pub(crate) multicast: bool,
     pub(crate) reduce: Option<(AtomOp, Ty)>,
     pub(crate) completion: Completion,
