@@ -15,8 +15,7 @@ impl EnvVar {
     /// The variable's value, if set and not empty.
     ///
     /// # Errors
-    /// [`Error::System`] where the value is not UTF-8: what the user wants cannot be known, and the
-    /// default is not it.
+    /// [`Error::System`] if the value is not UTF-8: using the default would ignore the user's wish.
     pub fn get(self) -> Result<Option<String>> {
         let Some(value) = std::env::var_os(self.name) else { return Ok(None) };
         match value.into_string() {

@@ -11,12 +11,11 @@ use crate::error::ProblemError;
 use crate::problem::ValidFwd;
 use crate::sparse::ValidChoose;
 
-/// One of the four things that a backend computes: part of the key of tuned tiles, bundles and
-/// precompiled kernels.
+/// One of the four operations of a backend. It is part of the key of tuned tiles, bundles and precompiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Operation {
-    /// O and LSE of Q, K and V.
+    /// Computes O and LSE from Q, K and V.
     Forward,
     /// Gradients.
     Backward,

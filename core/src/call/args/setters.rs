@@ -1,4 +1,4 @@
-//! Arguments built by name: what every call of a kind has in `new`, the rest by setters of the fields' names.
+//! Arguments built by name: `new` takes what every call has, setters named like the fields take the rest.
 
 use super::{
     Arrivals, BlockTable, BwdArgs, CacheArgs, ChooseArgs, CombineArgs, DevSlice, DevSliceMut, FwdArgs,
@@ -108,8 +108,7 @@ impl<'a> MaskArgs<'a> {
         full_kv_indices: impl Into<Option<DevSlice<'a>>> => full_kv_indices;
     }
 
-    /// The tensors, each where it is given: intervals, bits, counts and indices of the partial list and of the full
-    /// one.
+    /// The tensors that are given: intervals, bits, and counts and indices of the partial and the full list.
     pub(crate) fn tensors(&self) -> [Option<DevSlice<'a>>; 6] {
         [
             self.intervals,
