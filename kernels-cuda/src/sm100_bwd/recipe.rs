@@ -1,4 +1,4 @@
-//! The Blackwell backward: its launches, its workspace, its tensor maps.
+//! The recipe of the Blackwell backward: its launches, workspace and tensor maps.
 
 use std::ffi::c_void;
 
@@ -20,7 +20,7 @@ use crate::sm100_bwd::{self, BLOCK, Sm100BwdTile};
 use crate::tile_list::{self, TileListPlan, TileOf};
 use crate::tma::{EncodeTensorMap, TensorMap};
 
-/// The backward on tcgen05, its rows before and after.
+/// The backward on tcgen05, with the row launches before and after it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sm100Bwd {
     tile: Sm100BwdTile,
@@ -149,7 +149,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             .map(|tile| sm80_bwd::recipe::launch_of(problem, &of_rows, &tile, facts))
             .transpose()
             .map_err(refuse)?;
-        // Gradients of captured tensors are added to in memory, by whoever comes first.
+        // Gradients of captured tensors are added in global memory, in arbitrary order.
         let captured = captured_launches(problem, &workspace, facts, false).map_err(refuse)?;
         let in_order = captured.is_empty();
         let behind = [finish].into_iter().chain(dsink).chain(dbias).chain(captured);
@@ -158,10 +158,10 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
             launches: Launches::new(lists.into_iter().chain(ranks).chain([stats]), main, behind),
             workspace: Workspace { bytes, zeroed_bytes },
             promises: Promises {
-                // Sums of dQ without an order are deterministic only where a single block of keys adds to
-                // them.
+                // Unordered sums of dQ are deterministic only if a single block of keys adds to them.
                 deterministic: in_order && (is_ordered || dims.seqlen_k <= BLOCK),
-                // Lists have what is cut for any row of a tile first.
+                // With lists a row's order depends on its tile, since blocks cut for any row of the tile come
+                // first.
                 batch_invariant: list.is_none() && in_order && is_ordered && options.tile.is_empty(),
                 row_invariant: false,
                 graph_capturable: true,
@@ -205,7 +205,7 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
         for step in steps.iter() {
             let asks_masks = list.is_some() && matches!(step.stage, Stage::Prepare | Stage::FinishDq);
             match (step.stage, &mut list) {
-                // Without queries or keys no list has a tile, and none is read.
+                // Without queries or keys no list has a tile, and no kernel reads one.
                 (stage, Some(list))
                     if stage.makes_lists()
                         && dims.seqlen_q > 0
@@ -218,9 +218,9 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
                     // covers the problem, and the workspace is as large as the plan said.
                     unsafe { step.launch(&mut arguments, call.stream)? };
                 }
-                // A mask object has made them, or nobody reads them.
+                // Lists are skipped if a mask object has made them, or if no kernel reads them.
                 (stage, _) if stage.makes_lists() => {}
-                // Without keys there is no block of them, nor a tensor for the maps.
+                // Without keys there is no block of keys, and no tensor for the maps.
                 (Stage::Main, _) if dims.seqlen_k == 0 => {}
                 (Stage::Main, list) => {
                     let mut maps = maps::<V::Driver>(call)?;
@@ -246,8 +246,8 @@ impl<V: Nvidia> Kernel<ValidBwd, V> for Sm100Bwd {
     }
 }
 
-/// Spec that a problem's main kernel is compiled for. A sequence has the same bits of ordered sums in any
-/// batch: blocks begin at its own first rows.
+/// Spec of a problem's main kernel. With ordered sums a sequence has equal bits in any batch, since blocks begin at
+/// its own first rows.
 fn spec_of(problem: &ValidBwd, options: &PlanOptions) -> BwdSpec {
     BwdSpec { deterministic: options.deterministic || options.batch_invariant, ..masked_spec(problem) }
 }
