@@ -1,8 +1,9 @@
-//! Split-KV: a short query's keys in parts, each a tile of its own, whose O and LSE a second kernel merges.
+//! Split-KV: a short query's keys are split into parts, each computed as a separate tile, whose O and LSE a second
+//! kernel merges.
 //!
-//! The device decides where the parts of a sequence end: by its own length and by how many parts the longest
-//! has (`common/part_keys.cuh`), or so that all CTAs walk as many blocks of keys, whatever the lengths
-//! (`common/shares.cuh`). No length is needed on the host, and a graph of a call replays with any.
+//! The device decides where the parts of a sequence end: from its own length and the number of parts of the longest
+//! (`common/part_keys.cuh`), or such that all CTAs have equally many blocks of keys, for any lengths
+//! (`common/shares.cuh`). The host needs no lengths, and a graph of a call can be replayed with other lengths.
 
 pub(crate) mod launch;
 pub mod measured;

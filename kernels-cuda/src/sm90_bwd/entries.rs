@@ -153,8 +153,8 @@ pub fn repair(spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once(["repair"; 2], spec, tile, Some(4))
 }
 
-/// CTAs of [`repair`], which has none where nothing is left to it: one to a kv head of each sequence and to a
-/// head's sink, for far queries; and a warp to each query block and each tile, for rows that are not finite.
+/// CTAs of [`repair`], 0 if it has nothing to do. One for each kv head of each sequence and one for each head's
+/// sink, for far queries; and one warp for each query block and each tile, for non-finite rows.
 #[must_use]
 pub fn repair_ctas(problem: &BwdProblem, spec: &BwdSpec, schedule: &Sm90BwdSchedule, q_blocks: u32) -> u32 {
     let dims = problem.fwd.dims;
@@ -168,8 +168,8 @@ fn rows(name: &str, spec: &BwdSpec, tile: &Sm90BwdTile) -> KernelSource {
     rows_at_once([name; 2], spec, tile, None)
 }
 
-/// `file` has the function `name`; under masks as data it takes them too. Launch bounds: registers for so many CTAs
-/// to a multiprocessor at least.
+/// An entry of the function `name` in `file`, with masks as data as an argument if there are any. Launch bounds
+/// leave registers for at least this many CTAs per multiprocessor.
 fn rows_at_once(
     [file, name]: [&str; 2],
     spec: &BwdSpec,
@@ -214,7 +214,7 @@ fn rendered(spec: &BwdSpec, tile: &Sm90BwdTile) -> [Header; 4] {
     [wgmma::header(&shapes), host_header(), fmha_core::masks::header(), tile_list::header()]
 }
 
-/// `fmha/sm90_bwd_host.h`: what this file shares with the device.
+/// `fmha/sm90_bwd_host.h`: the types that this file shares with the device.
 fn host_header() -> Header {
     let text = format!(
         "#pragma once\n#include <fmha/spec.h>\n\nnamespace fmha {{\n\n{}{}{}{}\n{}\n{}\n\

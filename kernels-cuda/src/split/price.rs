@@ -1,8 +1,8 @@
-//! One price for all ways in which few queries walk their keys: a tile a CTA, in parts, or in equal shares.
+//! One price for all ways to divide the keys of few queries: one tile per CTA, parts, or equal shares.
 //!
-//! A price is microseconds of an H200: a launch, the walk of the multiprocessor that has most of it or the time in
-//! which memory gives all keys, whichever is longer, and the merge of parts. `rates.tsv` has the constants, which
-//! `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
+//! A price is a time in microseconds on an H200: a launch; then the time of the multiprocessor with the most keys,
+//! or that in which memory delivers all keys, whichever is longer; and the merge of parts. `rates.tsv` has the
+//! constants, which `cargo run --release -p fmha-kernels-cuda --example rates` fits to `measured.tsv`.
 
 use std::sync::LazyLock;
 
