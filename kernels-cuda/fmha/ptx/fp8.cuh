@@ -26,8 +26,8 @@ FMHA_DEVICE uint32_t cvt_rn_satfinite_x4(float a, float b, float c, float d) {
   return packed;
 }
 
-// needs: sm_89. The low half's two numbers to f16, which holds them exactly; the first in the low half.
-// PTX ISA: cvt.
+// needs: sm_89. Converts the low half's two numbers to f16,
+// exactly; the first is in the low half. PTX ISA: cvt.
 FMHA_DEVICE uint32_t cvt_rn_f16x2_e4m3x2(uint32_t pair) {
   uint32_t wide;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(uint16_t(pair)));

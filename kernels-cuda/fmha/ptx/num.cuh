@@ -32,16 +32,16 @@ FMHA_DEVICE float rcp_approx_ftz(float x) {
   return y;
 }
 
-// needs: sm_100. The largest of three; NaN, if one of them is.
-// PTX ISA: max.
+// needs: sm_100. The largest of three numbers; NaN if one
+// of them is NaN. PTX ISA: max.
 FMHA_DEVICE float max3_nan(float a, float b, float c) {
   float d;
   asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
   return d;
 }
 
-// needs: sm_80. The larger; NaN, if one of them is.
-// PTX ISA: max.
+// needs: sm_80. The larger of two numbers; NaN if one of
+// them is NaN. PTX ISA: max.
 FMHA_DEVICE float max_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));

@@ -37,8 +37,8 @@ FMHA_DEVICE void tcgen05_loaded(uint32_t (&r)[32]) {
                  "+r"(r[24]), "+r"(r[25]), "+r"(r[26]), "+r"(r[27]), "+r"(r[28]), "+r"(r[29]), "+r"(r[30]), "+r"(r[31]));
 }
 
-// No instruction: the same of a number that was made by a load.
-// PTX ISA: tcgen05.ld.red.
+// No instruction: tcgen05_loaded for the number of a
+// reducing load. PTX ISA: tcgen05.ld.red.
 FMHA_DEVICE void tcgen05_loaded(float& x) { asm volatile("" : "+f"(x)); }
 
 // needs: sm_100a. Waits until this thread's stores to tensor memory are done.
@@ -83,8 +83,8 @@ FMHA_DEVICE void tcgen05_ld(uint32_t (&r)[32], uint32_t address) {
       : "r"(address));
 }
 
-// needs: sm_103a. The same, and the largest of the lane's 32 numbers; a NaN among them is passed over.
-// PTX ISA: tcgen05.ld.red, .32x32b.x32.
+// needs: sm_103a. tcgen05_ld, and the largest of the lane's 32
+// numbers, ignoring NaN. PTX ISA: tcgen05.ld.red, .32x32b.x32.
 FMHA_DEVICE void tcgen05_ld_max(uint32_t (&r)[32], float& largest, uint32_t address) {
   asm volatile(
       "tcgen05.ld.red.sync.aligned.32x32b.x32.max.f32 {"

@@ -28,7 +28,7 @@ FMHA_DEVICE constexpr Role role_of(int32_t warp) {
   const int32_t other = warp - kReduceWarps - kComputeWarps;
   return other == 0 ? Role::Issue : other == 1 ? Role::Load : Role::Idle;
 }
-// Registers a thread after setmaxnreg; warpgroup by warpgroup they sum to the 512 of a launch of 512 threads.
+// Registers per thread after setmaxnreg; over the warpgroups they sum to the 512 of a launch of 512 threads.
 constexpr int kReduceRegs = 104, kComputeRegs = 168, kOtherRegs = 72;
 static_assert(kReduceRegs + 2 * kComputeRegs + kOtherRegs <= 512, "sm100: registers of all threads, within those of the launch");
 
@@ -42,7 +42,7 @@ struct Maps {
   TensorMap q, k, v, dout;
 };
 
-// Share of a CTA in the gradients of its keys: all, or one of two parts that are a CTA each.
+// A CTA's share in the gradients of its keys: all, or one of two parts in separate CTAs.
 enum class Part { All, DkDq, Dv };
 constexpr bool has_dv(Part part) { return part != Part::DkDq; }
 constexpr bool has_dk(Part part) { return part != Part::Dv; }
@@ -100,7 +100,7 @@ struct DqSums {
   }
 };
 
-// K and V in shared memory, where they are not in tensor memory.
+// K and V in shared memory, unless they are in tensor memory.
 template <class Tile, bool there>
 struct KeysInSmem {
   Tile k;
@@ -116,7 +116,7 @@ struct ValuesInSmem<Tile, false> {};
 
 template <BwdSpec spec>
 using KeyTile = SmemTile<uint16_t, kBlock, tile_dim(spec.fwd.head_dim_qk)>;
-// A column-major V lies as its rows do: elements, keys.
+// A column-major V has tile rows of elements, with keys as columns.
 template <BwdSpec spec>
 constexpr bool kColumnMajor = spec.fwd.v_layout == VLayout::ColMajor;
 template <BwdSpec spec, int dim_v = tile_dim(spec.fwd.head_dim_v)>

@@ -205,7 +205,7 @@ struct Modifiers {
     }
   }
 
-  // Whether any of a fragment's queries, whose LSE in log2 these are, is far: one lane of a warp checks each query.
+  // Whether any of a fragment's queries is far, given their LSE in log2: each lane of a warp checks one query.
   FMHA_DEVICE static bool any_far(const float* lse_log2) {
     bool any = false;
 #pragma unroll
