@@ -50,7 +50,7 @@ impl Dice {
     }
 }
 
-/// One sequence, of which calls have rows.
+/// One sequence, whose rows occur in calls.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Story {
     /// Decides every number.
@@ -59,7 +59,7 @@ pub struct Story {
     pub dtype: DType,
     /// Type of O.
     pub dtype_o: DType,
-    /// The cache's, where it is another.
+    /// Type of the cache, if it differs.
     pub dtype_cache: Option<DType>,
     /// Query heads, and kv heads.
     pub heads: [u32; 2],
@@ -67,7 +67,7 @@ pub struct Story {
     pub dims: [u32; 2],
     /// Tokens.
     pub len: u32,
-    /// Keys that a row sees before its own; all of them where there is no window.
+    /// Number of keys before its own that a row sees; `None`: all, without a window.
     pub left: Option<u32>,
     /// Soft-cap of scores.
     pub softcap: bool,
@@ -95,7 +95,7 @@ pub struct View {
     pub rows: Range<u32>,
     /// How K and V lie.
     pub keys: Keys,
-    /// Whether Q's sequences lie one after another.
+    /// Whether Q's sequences are packed.
     pub packed: bool,
     /// Queries and keys of the call's other sequences, of other numbers.
     pub others: Vec<[u32; 2]>,
@@ -103,18 +103,18 @@ pub struct View {
     pub place: usize,
     /// Keys that the cache has room for beyond the longest sequence.
     pub spare: u32,
-    /// Whether the call says that it has no mask: one row a sequence, which sees all keys.
+    /// Whether the call has no mask: it has one row per sequence, which sees all keys.
     pub unmasked: bool,
     /// Whether it asks for LSE.
     pub lse: bool,
 }
 
-/// Bounds of what is drawn.
+/// Limits for random stories and views.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Types of Q.
     pub dtypes: &'static [DType],
-    /// Keys of a part of the kernel that is asked, of which half of the pairs span three or more.
+    /// Keys of a part in the tested kernel; half of the pairs span three or more parts.
     pub part: u32,
     /// Most rows of a call with many.
     pub most_rows: u32,
@@ -124,7 +124,7 @@ pub struct Bounds {
     pub fp8_caches: bool,
 }
 
-/// Pairs of a few hundred keys, for emulated devices whose tiles have parts of 128.
+/// Limits for pairs of a few hundred keys, for emulated devices whose tiles have parts of 128.
 pub const SHORT: Bounds = Bounds {
     dtypes: &[DType::Bf16, DType::F16],
     part: 128,
@@ -133,10 +133,10 @@ pub const SHORT: Bounds = Bounds {
     fp8_caches: true,
 };
 
-/// Training calls of some blocks of 128 keys, to whose queries' gradients they add one after another.
+/// Limits for training calls with some blocks of 128 keys, which add to the gradients of queries one after another.
 pub const BLOCKS: Bounds = Bounds { most_rows: 420, dims: &[16, 64, 72, 128], fp8_caches: false, ..SHORT };
 
-/// A story and two views of it with a row in common.
+/// A random story, and two views of it that share a row.
 #[must_use]
 pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let mut dice = Dice::new(seed);
@@ -290,7 +290,7 @@ impl View {
     /// The call's tensors.
     ///
     /// # Errors
-    /// What the problem contradicts.
+    /// The problem's contradiction.
     pub fn host(&self, story: &Story) -> Result<HostFwd> {
         let (problem, lengths) = self.problem(story);
         let data = Data { seed: story.seed, ..Data::default() };
@@ -328,8 +328,8 @@ const OF_K: u64 = 2;
 const OF_V: u64 = 3;
 const OF_DOUT: u64 = 4;
 
-/// Rows by their positions in a sequence, and where they lie. Some are larger than others, so that maxima rise late,
-/// and by little and by much.
+/// Writes rows by their positions in a sequence to their places. Some rows are larger than others, so that maxima
+/// rise late, by little and by much.
 fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item = (u32, (u32, u32))>) {
     let mut values = vec![0_f32; tensor.shape.dim as usize];
     let spread = if salt == OF_Q || salt == OF_K { 3.0 } else { 1.0 };
@@ -349,7 +349,7 @@ fn put(tensor: &mut Tensor, (seed, salt): (u64, u64), rows: impl Iterator<Item =
 /// Outcome of a pair of calls.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// All rows had the same bits, which these kernels have computed.
+    /// All shared rows had equal bits; these kernels computed them.
     Equal([String; 2]),
     /// A call was refused.
     Refused(String),
@@ -362,11 +362,11 @@ pub enum Outcome {
 pub struct Planning {
     /// Wishes of both calls.
     pub plan: PlanOptions,
-    /// Wishes of the second call alone, in place of those of both.
+    /// Options for the second call only, which replace those of both.
     pub of_second: Option<PlanOptions>,
-    /// Whether no call's plan is asked for the promise, as a test of the search asks for none.
+    /// Whether plans are made without asking for the promise, to test the search itself.
     pub unasked: bool,
-    /// Whether a refusal is one of the outcomes.
+    /// Whether a refusal counts as a valid outcome.
     pub refuses: bool,
 }
 
@@ -427,7 +427,8 @@ pub fn compare(device: &Device, story: &Story, views: &[View; 2], planning: &Pla
     Ok(Outcome::Equal([kernels.remove(0), kernels.remove(0)]))
 }
 
-/// A story and two training calls that have a row of it: all of its rows, or some, which see the keys before them too.
+/// A random story and two training calls that share a row: with all rows, or with some rows, which see the keys
+/// before them too.
 #[must_use]
 pub fn draw_training(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     let (story, _) = draw(seed, &Bounds { fp8_caches: false, ..*bounds });
@@ -538,7 +539,7 @@ pub(crate) fn training_problems(seed: u64) -> impl Iterator<Item = FwdProblem> {
     views.into_iter().map(move |view| view.problem(&story).0)
 }
 
-/// The backward of a training call, whose gradients are f32.
+/// The backward problem of a training call, with f32 gradients.
 pub(crate) fn backward_of(problem: FwdProblem) -> BwdProblem {
     BwdProblem::new(problem).dtype_grad(DType::F32)
 }

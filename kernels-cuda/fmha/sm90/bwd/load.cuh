@@ -52,7 +52,7 @@ struct Loader {
   Slot<tile.stages_dout> dout_slot;
   uint32_t tile_phase = 0;
 
-  // Loads one number for each row of a query block.
+  // Loads a row statistic (LSE or delta) for each query of a block.
   template <class Tile, int stages>
   FMHA_DEVICE void load_queries(Tile (&tiles)[stages], float (&row_stats)[stages][tile.block_m],
                                 Barrier (&full)[stages], Barrier (&empty)[stages], Slot<stages>& slot,
