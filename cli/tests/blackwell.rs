@@ -1,8 +1,8 @@
-//! The command on emulated Blackwell devices. Where there is no NVRTC, a test says `absent`.
+//! The command on emulated Blackwell devices. Without NVRTC a test prints `absent`.
 
 use super::{fmha, fmha_in};
 
-/// Whether no compiler of its kernels is here.
+/// Whether there is no compiler for its kernels here.
 fn is_absent(arch: &str) -> bool {
     let plan: serde_json::Value =
         serde_json::from_str(&fmha(&format!("explain --arch {arch} --json")).out).unwrap();
@@ -10,7 +10,7 @@ fn is_absent(arch: &str) -> bool {
     reason.inspect(|reason| println!("absent: {reason}")).is_some()
 }
 
-/// Loads of S from tensor memory find its maxima on sm_103a (`load_max`): equal numbers, so equal bits.
+/// Maxima computed by loads from tensor memory (`load_max`, on sm_103a) are equal numbers, so bits are equal.
 #[test]
 fn maxima_that_the_loads_find_change_no_bit() {
     if is_absent("sm_103a") {

@@ -1,7 +1,7 @@
-//! Which kernels a case needs, and a part of the cases by them.
+//! The kernels that a case needs, and division of the cases into parts by kernel.
 //!
-//! On an emulated device nearly all of the time goes into compiling. So cases are dealt out by their kernels:
-//! a part has few kernels, with every case that each of them serves.
+//! On an emulated device nearly all time is spent compiling, so a part has few kernels, with every case that uses
+//! them.
 
 use std::fmt;
 use std::str::FromStr;

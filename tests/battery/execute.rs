@@ -93,11 +93,11 @@ fn turn(backend: &Device) -> Option<MutexGuard<'static, ()>> {
     device.then(|| DEVICE.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Operands that stay where the backend wants them from call to call, as a caller's tensors do:
-/// what is timed is the call, not the copying.
+/// Operands that stay in the backend's memory between calls, like a caller's tensors, so that timing covers the
+/// call and not the copies.
 ///
-/// Host tensors are used where they lie; a device gets them with their margins, so that what is
-/// written beside them comes back too, unless its memory checks bounds itself.
+/// Host tensors are used in place; a device gets them with their margins, so that writes beside them are copied
+/// back too, unless its memory checks bounds itself.
 pub struct Resident<'a> {
     backend: &'a Device,
     /// Empty where the backend computes in host memory.

@@ -1,8 +1,8 @@
-//! Pairs of calls that have rows in common: a row is to have the same bits in both, whatever else is in them.
+//! Pairs of calls that share rows: a shared row must have equal bits in both calls.
 //!
-//! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call that has some of its rows: in
-//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story with
-//! two views that share a row.
+//! A [`Story`] is one sequence, its numbers decided by a seed. A [`View`] is a call with some of its rows: in
+//! training, in a chunk of a prompt, in decoding, beside other sequences, in any layout. [`draw`] makes a story
+//! with two views that share a row.
 
 use std::ops::Range;
 

@@ -94,10 +94,10 @@ impl Operand {
     }
 }
 
-/// A tensor: its elements where its strides say, and poison everywhere else.
+/// A tensor with elements at its strides, and poison everywhere else.
 ///
-/// The poison is one byte, repeated, that is a NaN in the tensor's type. An element that nobody
-/// writes stays NaN and fails its check; a byte that nobody may write is compared with the poison.
+/// The poison is one byte, repeated, that is a NaN in the tensor's type. An element that is not written stays NaN
+/// and fails its check; bytes that must not be written are compared with the poison.
 pub struct Tensor {
     bytes: Bytes,
     /// Bytes before the first element.

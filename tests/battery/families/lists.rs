@@ -1,4 +1,4 @@
-//! Lists of keys: which keys a list names, how it and its keys lie, and what else happens to their scores.
+//! Lists of keys: the keys that a list names, layouts of lists and keys, and modifiers of scores.
 //!
 //! Rows that no list names are NaN, forward in whole rows of K and V, backward at keys that the lists avoid.
 
