@@ -385,7 +385,7 @@ typedef struct FmhaSecond {
   int32_t packed_k;
   // 1: FmhaSecondArgs.seqused_k says how many keys of the second cache are in use for each sequence; 0: all.
   int32_t seqused_k;
-  // 1: LSE is that of the keys alone, beside a sink; else 0.
+  // 1: LSE is over the keys alone and excludes the sink; else 0.
   int32_t lse_without_sink;
   // 0.
   int32_t reserved;
@@ -661,7 +661,7 @@ typedef struct FmhaArgs {
   const int32_t *kv_indices;
   // Read: counts of the blocks that are seen as a whole.
   const int32_t *full_kv_num_blocks;
-  // Read: indices of those blocks.
+  // Read: indices of the blocks that full_kv_num_blocks counts.
   const int32_t *full_kv_indices;
   // From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
   // here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.

@@ -581,7 +581,7 @@ pub fn fwd_two_caches(spec: &FwdSpec, tile: &Sm80Tile) -> KernelSource {
     source(spec, tile, Keys::TwoCaches)
 }
 
-/// What selects a row's keys besides lengths: a mask that hides keys, lists of keys, or two caches.
+/// Means of selecting a row's keys besides lengths: a mask that hides keys, lists of keys, or two caches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Keys {
     Band,

@@ -1,6 +1,6 @@
 //! Small outputs of forward: the greatest score of each row and of each head, and each key's sum of probabilities.
 //!
-//! They are computed in a separate pass after O: scores are recomputed in f32, as for the softmax, and a second
+//! A separate pass after O computes the small outputs: scores are recomputed in f32, as for the softmax, and a second
 //! time if probabilities are summed, whose divisor is known only after the first time. A task is a head of a
 //! sequence and processes its rows in order, so that sums have a fixed order for any number of threads.
 

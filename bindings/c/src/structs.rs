@@ -345,7 +345,7 @@ pub struct FmhaSecond {
     pub packed_k: i32,
     /// 1: FmhaSecondArgs.seqused_k says how many keys of the second cache are in use for each sequence; 0: all.
     pub seqused_k: i32,
-    /// 1: LSE is that of the keys alone, beside a sink; else 0.
+    /// 1: LSE is over the keys alone and excludes the sink; else 0.
     pub lse_without_sink: i32,
     /// 0.
     pub reserved: i32,
@@ -600,7 +600,7 @@ pub struct FmhaArgs {
     pub kv_indices: *const i32,
     /// Read: counts of the blocks that are seen as a whole.
     pub full_kv_num_blocks: *const i32,
-    /// Read: indices of those blocks.
+    /// Read: indices of the blocks that full_kv_num_blocks counts.
     pub full_kv_indices: *const i32,
     /// From fmha_mask_object, and built: the run reads what it was last built from, and none of the tensors of masks
     /// here, which may be null. Null: the run reads the tensors, and makes its own lists of tiles.

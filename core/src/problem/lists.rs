@@ -25,7 +25,7 @@ pub enum ListEntries {
     },
 }
 
-/// What `topk_length`, i32, counts; entries from it on are never read. A number below 0 counts as 0, one above
+/// Unit of `topk_length`, i32; entries past that count are never read. A number below 0 counts as 0, one above
 /// `topk` as `topk`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
