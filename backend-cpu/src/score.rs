@@ -139,7 +139,7 @@ impl Panel {
         Some(Self { i, queries, j, rows, edge: class == BlockClass::Edge })
     }
 
-    /// Vectors that hold live lanes.
+    /// Number of vectors that have at least one valid lane.
     pub(crate) fn vectors<S: Simd>(&self) -> usize {
         self.queries.div_ceil(S::LANES)
     }
@@ -161,7 +161,7 @@ impl Visible {
 }
 
 impl HeadScore {
-    /// Pairs that the mask shows.
+    /// Pairs that the mask leaves visible.
     pub(crate) fn visible(&self) -> Visible {
         Visible { band: self.band, coded: self.coded }
     }

@@ -118,7 +118,7 @@
 // Every rank has all rows: the queries of a step of decoding.
 #define FMHA_REPLICATED 2
 
-// The runs that are given.
+// Each rank has the runs of rows that the call lists.
 #define FMHA_RUNS 3
 
 // Memory of a device, for callers who have none of their own.
@@ -319,7 +319,7 @@ typedef struct FmhaMasks {
   struct FmhaStrides kv_indices;
   // Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
   struct FmhaStrides full_kv_num_blocks;
-  // Indices of that list, [.., full_max_blocks].
+  // Indices of the list of full blocks, [.., full_max_blocks].
   struct FmhaStrides full_kv_indices;
   // Endpoints of a query, an even number; 0: no intervals.
   int64_t endpoints;
@@ -527,7 +527,7 @@ typedef struct FmhaOptions {
 typedef struct FmhaSecondArgs {
   // sizeof(FmhaSecondArgs).
   uint64_t struct_bytes;
-  // Read: its K.
+  // Read: K of the second cache.
   const void *k;
   // Read: V of the second cache. Null with v_in_k.
   const void *v;
@@ -801,7 +801,7 @@ typedef struct FmhaChooseProblem {
   int64_t last_blocks;
   // Type of q: FMHA_F32, ...; 0 where scores are given.
   int32_t dtype_q;
-  // Type of k, likewise.
+  // Type of k: FMHA_F32, ...; 0 where scores are given.
   int32_t dtype_k;
   // FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
   int32_t candidates;

@@ -68,7 +68,7 @@ pub(super) struct DataArgs {
     expect: Option<String>,
 }
 
-/// Q, K, V as they were read.
+/// Q, K and V as read from the user's file.
 pub(super) struct OwnData {
     pub(super) given: Given,
     pub(super) q: Tensor,

@@ -161,7 +161,7 @@ fn problem_of(action: Action) -> Option<ProblemArgs> {
     }
 }
 
-/// A refusal says something, in a line.
+/// Checks that a refusal has a text, of one line.
 fn is_a_line(text: &str) -> Result<(), TestCaseError> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty()).count();
     prop_assert!(lines >= 1, "{:?}", text);

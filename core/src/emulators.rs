@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(DOUBLE.built(tree.path()).unwrap(), file);
         let source = std::fs::File::open(put("src/later.rs")).unwrap();
         source.set_modified(SystemTime::now() + std::time::Duration::from_secs(5)).unwrap();
-        // Cargo finds no package there.
+        // The folder has no package, so Cargo fails.
         let error = DOUBLE.built(tree.path()).unwrap_err().to_string();
         assert!(error.contains("of-no-package") && error.contains("cargo"), "{error}");
     }

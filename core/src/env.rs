@@ -50,7 +50,7 @@ pub const CACHE_DIR: EnvVar = EnvVar {
     meaning: "folder of the cache of compiled kernels, at most 2 GiB, or none (default: fmha in the user's cache folder)",
 };
 
-/// Kernels that were compiled elsewhere.
+/// Files of compiled kernels that a process loads.
 pub const BUNDLE: EnvVar =
     EnvVar { name: "FMHA_BUNDLE", meaning: "files of compiled kernels, as `fmha bundle` writes them" };
 

@@ -53,7 +53,7 @@ pub enum Error {
         /// One refusal for each kernel that was considered.
         refusals: Vec<Refusal>,
     },
-    /// The kernel compiler said no: our bug.
+    /// The kernel compiler failed: a bug of this library.
     #[error("{kernel} does not compile (source and log in {}): {log}", .dumped.display())]
     Compile {
         /// The kernel.
@@ -63,7 +63,7 @@ pub enum Error {
         /// File that holds the source.
         dumped: PathBuf,
     },
-    /// The driver said no.
+    /// A call of the driver failed.
     #[error("{call} failed with {code}: {text}")]
     Driver {
         /// Function of the driver.
@@ -73,7 +73,7 @@ pub enum Error {
         /// Error text of the driver for the code.
         text: String,
     },
-    /// The system said no: memory, files.
+    /// A call of the operating system failed, for memory or a file.
     #[error("{what}: {text}")]
     System {
         /// Name of the failed request, with its size or path.

@@ -1,4 +1,4 @@
-//! Host memory that the system may refuse.
+//! Host memory whose allocation may fail.
 
 use crate::error::{Error, Result};
 

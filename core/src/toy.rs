@@ -25,7 +25,7 @@ pub(crate) fn problem() -> ValidFwd {
     FwdProblem::batch(DType::F32, dims).validate().expect("a sound problem")
 }
 
-/// Calls so far, in order.
+/// The calls so far, in order.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -38,7 +38,7 @@ impl Log {
         self.lines().push(line.into());
     }
 
-    /// Takes the calls since the last time.
+    /// Returns the calls since the last `take`, and clears the log.
     pub(crate) fn take(&self) -> Vec<String> {
         std::mem::take(&mut self.lines())
     }

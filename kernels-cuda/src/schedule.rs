@@ -63,7 +63,7 @@ pub(crate) const WORK_BYTES: i32 = 19 * 4;
 /// Word of the workspace where a launch with shares records how they were assigned, for the merging launch
 /// (`common/shares.cuh`); it follows the tile counter's cache line.
 pub(crate) const SHARES_AT: u64 = 64;
-/// Words of that before each sequence's.
+/// Number of words at [`SHARES_AT`] before those of each sequence.
 pub(crate) const SHARES_HEADER: u64 = 2;
 /// Alignment of the addresses where CTAs store merged parts; they follow [`SHARES_AT`], which such a launch does
 /// not use.

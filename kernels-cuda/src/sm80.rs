@@ -35,7 +35,7 @@ pub(crate) const LAG_LOG2: i32 = 8;
 /// Blocks of K, and of V, in shared memory at a time, at most.
 const MOST_STAGES: i32 = 4;
 
-/// CTAs that walk shares, at most.
+/// Greatest number of CTAs that process shares.
 const MOST_SHARES: i32 = 1 << 16;
 
 /// Header that the kernel's entry includes.

@@ -177,7 +177,7 @@ abi_spec! {
     }
 }
 
-/// CTAs that walk shares, at most.
+/// Greatest number of CTAs that process shares.
 const MOST_SHARES: i32 = 1 << 16;
 
 /// Most unconverted blocks of an FP8 cache: some 64 KB are in flight.

@@ -31,7 +31,7 @@ const PIECE_ROWS: u32 = 32;
 abi_spec! {
     /// How the kernel computes.
     pub struct Sm90IndexTile {
-        /// Warpgroups that multiply.
+        /// Number of warpgroups that run the matrix products.
         pub warpgroups: i32,
         /// Times 64 keys of a warpgroup: even.
         pub warpgroup_tiles: i32,
@@ -41,7 +41,7 @@ abi_spec! {
         pub stages_q: i32,
         /// Number of tokens whose products are issued without a gap.
         pub run_tokens: i32,
-        /// Keys that TMA brings at once.
+        /// Number of keys that one TMA copy loads.
         pub box_keys: i32,
     }
 }

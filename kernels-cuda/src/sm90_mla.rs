@@ -87,7 +87,7 @@ impl Sm90MlaTile {
     /// Cut of the keys into parts.
     #[must_use]
     pub const fn cut(&self) -> split::Cut {
-        // Every token's list is cut alike.
+        // The list of every token is split in the same way.
         split::Cut { keys: self.split_keys, block_n: KEYS as i32, fixed: self.listed, shares: None }
     }
 

@@ -22,7 +22,7 @@ pub const NAME_OF_SM100: &str = "sm100_widened";
 /// The name of the launch that widens the cache.
 pub const WIDEN_NAME: &str = "widen_cache";
 
-/// Threads of a CTA of that launch.
+/// Threads of a CTA of the launch that widens the cache.
 pub const NUM_THREADS: u32 = 256;
 
 /// Keys of a sequence that one CTA widens.
@@ -31,7 +31,7 @@ const KEYS: u32 = 64;
 /// Most elements of a key, and of a value, that `sm90` supports.
 const MOST_DIM: u32 = 256;
 
-/// The largest workspace that is taken unasked.
+/// The largest workspace that is used by default.
 const MOST_BYTES: u64 = 4 << 30;
 
 abi_spec! {

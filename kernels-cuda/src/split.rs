@@ -175,7 +175,7 @@ impl Cut {
         let ratio = if pack_gqa { problem.gqa_ratio() } else { 1 };
         let block_m = block_m.unsigned_abs();
         let queries = problem.dims.seqlen_q;
-        // Row blocks that end with a query.
+        // Smallest number of row blocks that ends with a whole query.
         let blocks = if block_m.is_multiple_of(ratio) { 1 } else { ratio };
         let step = RowsAtOnce { blocks, queries: blocks * block_m / ratio };
         let all = queries.div_ceil(step.queries).max(1);
@@ -402,7 +402,7 @@ pub fn part_spec(spec: &FwdSpec) -> FwdSpec {
 const WARPS_A_MULTIPROCESSOR: u32 = 24;
 const WARPS_AT_ONCE: u64 = WARPS_A_MULTIPROCESSOR as u64 * 132;
 
-/// Warps that share a row, at most.
+/// Greatest number of warps that share a row.
 const MOST_WARPS: u32 = 8;
 
 /// Shape of the launch that merges the parts of a row.

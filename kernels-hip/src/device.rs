@@ -69,7 +69,7 @@ impl DeviceFacts {
         let tuned = if emulated {
             TunedTiles::default()
         } else {
-            // Name that tiles are kept under.
+            // The device name under which measured tiles are stored.
             let device = format!("{}, {}, {num_compute_units} compute units", name, arch.name());
             TunedTiles::load(&device, &tuned_kernels::<V>(), &crate::headers())?
         };

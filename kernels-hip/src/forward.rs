@@ -140,7 +140,7 @@ pub(crate) fn entry_params(spec: &CdnaSpec) -> &'static str {
     if spec.masks { "MaskedCdnaParams p" } else { "CdnaParams p" }
 }
 
-/// The kernel's own argument among them.
+/// The kernel's own argument among the entry's parameters.
 pub(crate) fn entry_argument(spec: &CdnaSpec) -> &'static str {
     if spec.masks { "p.cdna" } else { "p" }
 }

@@ -62,7 +62,7 @@ pub enum LawKind {
     /// Gradients of the call, computed this many times more: dK and dV for every plan; dQ too if the plan promises
     /// to be deterministic.
     KeysOfGradients(u32),
-    /// Calls of each of its sequences alone.
+    /// Calls of each sequence of this call alone.
     AloneIsInBatch,
     /// Calls on each packed sequence alone, all planned with `batch_invariant`.
     AloneIsInPack,

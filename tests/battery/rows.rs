@@ -84,7 +84,7 @@ pub enum Keys {
     Strided,
     /// Sequences one after another.
     Packed,
-    /// Pages of so many rows.
+    /// Pages of this many rows.
     Paged(u32),
 }
 
@@ -105,7 +105,7 @@ pub struct View {
     pub spare: u32,
     /// Whether the call has no mask: it has one row per sequence, which sees all keys.
     pub unmasked: bool,
-    /// Whether it asks for LSE.
+    /// Whether the call asks for LSE.
     pub lse: bool,
 }
 
@@ -171,7 +171,7 @@ pub fn draw(seed: u64, bounds: &Bounds) -> (Story, [View; 2]) {
     (story, views)
 }
 
-/// A call that has the row.
+/// A call that contains the row.
 fn view(dice: &mut Dice, story: &Story, row: u32, bounds: &Bounds) -> View {
     // Training, a chunk, or a step of decoding.
     let rows = match dice.below(3) {
@@ -353,7 +353,7 @@ pub enum Outcome {
     Equal([String; 2]),
     /// A call was refused.
     Refused(String),
-    /// The first bits that differ.
+    /// Description of the first bits that differ.
     Differ(String),
 }
 

@@ -11,7 +11,7 @@ use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
 
-/// The page that the table stands on.
+/// The page in which the table is printed.
 const PAGE: &str = "docs/measured/battery.md";
 
 const BEGIN: &str = "<!-- support: written by `cargo xtask support` from tests/evidence -->\n";

@@ -46,7 +46,7 @@ pub(crate) struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cases {
     pub(crate) filter: &'static str,
-    /// 1 is every kernel, 0 none.
+    /// One in `deal` kernels is tested: 1 is every kernel, 0 none.
     pub(crate) deal: u32,
 }
 

@@ -24,7 +24,7 @@ pub(crate) struct OtherNvrtc {
 pub(crate) const NEWEST_NVRTC: OtherNvrtc =
     OtherNvrtc { folder: "nvrtc-newest", package: "nvidia-cuda-nvrtc>=13.2,<14", library: NVRTC_LIBRARY };
 
-/// The oldest that sm_100a is compiled by.
+/// The oldest NVRTC that compiles sm_100a.
 pub(crate) const OLDEST_NVRTC: OtherNvrtc = OtherNvrtc {
     folder: "nvrtc-12.8",
     package: "nvidia-cuda-nvrtc-cu12==12.8.*",

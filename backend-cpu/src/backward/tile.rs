@@ -14,7 +14,7 @@ use crate::tile::Store;
 pub(super) enum Through {
     /// No function: the gradient of the score is also that of the bias.
     Nothing,
-    /// Through the soft-cap, to what code computed.
+    /// Through the soft-cap, to the score that the score function computed.
     SoftCap,
     /// The soft-cap and code.
     All,
@@ -37,7 +37,7 @@ pub(super) struct Tile {
     pub(super) extra: Floats,
     pub(super) slope: Floats,
     pub(super) code: CodeLanes,
-    /// Pairs of a panel that code hides.
+    /// Pairs of a panel that the mask function hides.
     pub(super) hide: Floats,
     /// Scores before code, one panel for each panel of queries.
     pub(super) scaled: Floats,

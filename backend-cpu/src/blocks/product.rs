@@ -251,7 +251,7 @@ pub(crate) struct RowDots {
 }
 
 impl RowDots {
-    /// Numbers of scratch that the product needs.
+    /// Number of f32 of scratch memory that the product needs.
     pub(crate) fn scratch<S: Simd>(cols: usize) -> usize {
         S::PANEL * (cols.next_multiple_of(S::PANEL) + 2 * cols)
     }

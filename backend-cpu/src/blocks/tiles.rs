@@ -116,7 +116,7 @@ struct Progress<S: Simd, const VECTORS: usize> {
     /// Term that is added to a score.
     base: [S::V; VECTORS],
     row_sum: [S::V; VECTORS],
-    /// The row whose probabilities come next.
+    /// The row whose probabilities are computed next.
     row: usize,
     /// Pairs of rows between two steps of a product.
     pairs: usize,

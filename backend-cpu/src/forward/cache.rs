@@ -177,7 +177,7 @@ pub(crate) struct Cached<'a> {
 }
 
 impl Cached<'_> {
-    /// The type that arithmetic meets.
+    /// The element type in which arithmetic reads the operand.
     pub(crate) fn taken_as(&self) -> DType {
         if self.packed.is_some() {
             return DType::Bf16;

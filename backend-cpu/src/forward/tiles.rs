@@ -54,7 +54,7 @@ impl Keys<'_> {
 }
 
 impl Shared<'_> {
-    /// A task whose problem fits tiles.
+    /// Computes a task whose problem fits tiles.
     pub(super) fn attend_in_tiles<S: Simd>(&self, s: S, scratch: &mut Scratch, task: Task) {
         let block_n = self.blocks.block_n;
         let span = self.spans[task.span as usize];

@@ -86,7 +86,7 @@ pub(super) unsafe fn turn_fours(r: [__m512; 4]) -> [__m512; 4] {
     ]
 }
 
-/// The methods that all with AVX-512 share.
+/// The methods that all instruction sets with AVX-512 share.
 macro_rules! avx512_methods {
     ($name:ident, $features:literal) => {
         const LANES: usize = 16;

@@ -58,7 +58,7 @@ pub(crate) mod tensor_map {
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`: calls of other threads do not invalidate the capture.
 pub(crate) const CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
-/// `CU_STREAM_CAPTURE_STATUS_NONE`: what is queued runs.
+/// `CU_STREAM_CAPTURE_STATUS_NONE`: the stream is not capturing, so queued work runs.
 pub(crate) const CAPTURE_STATUS_NONE: c_int = 0;
 /// `CU_EVENT_DEFAULT`.
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
@@ -108,7 +108,7 @@ pub(crate) struct MemLocation {
 #[repr(C)]
 pub(crate) struct MemAllocationProp {
     pub(crate) kind: c_int,
-    /// 0: shared with no other process.
+    /// 0: the memory is shared with no other process.
     pub(crate) handle_types: c_int,
     pub(crate) location: MemLocation,
     pub(crate) win32_metadata: Handle,

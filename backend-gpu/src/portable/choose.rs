@@ -86,7 +86,7 @@ pub trait ScoresIndex<V: Vendor>: Send + Sync + 'static {
     /// What the driver refuses.
     fn beside(call: &Call<'_, ValidChoose>, indexer: &Indexer, fields: &TileOptions) -> Result<Self::Beside>;
 
-    /// How it computes, for readers.
+    /// A description of how the kernel computes, for plan reports.
     fn words() -> &'static str;
 }
 
@@ -167,7 +167,7 @@ impl<V: Vendor> ScoresIndex<V> for SimtIndexer {
 #[derive(Clone, Debug)]
 pub struct Choose<S> {
     chunk: Chunk,
-    /// Fields of the tile of its scores.
+    /// Tile fields of the kernel that computes the scores.
     fields: TileOptions,
     scores: PhantomData<S>,
 }
@@ -179,7 +179,7 @@ pub struct Wanted {
     parts: Option<u32>,
     /// Number of groups of a cluster for one row's list; `None`: chosen for the device.
     cluster: Option<u32>,
-    /// Fields of the tile of its scores.
+    /// Tile fields of the kernel that computes the scores.
     fields: TileOptions,
 }
 

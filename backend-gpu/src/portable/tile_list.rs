@@ -30,7 +30,7 @@ pub trait ListsTiles {
 /// How kernels that read lists of tiles evaluate a mask as code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskCode {
-    /// None is given.
+    /// The call has no mask as code.
     None,
     /// The launch that makes lists, and the kernel in partly masked blocks, evaluate the mask as code for each
     /// pair.
@@ -240,7 +240,7 @@ impl TileListPlan {
         (self.of, self.block) == (of, block)
     }
 
-    /// Lists whose memory begins at an address.
+    /// Lists in memory that begins at `address`.
     fn at(&self, address: u64) -> TileList {
         let at = |place: u64| DevPtr::new(address + (place - self.counts));
         let ranks = self.ranks.map_or(DevPtr::NULL, at);

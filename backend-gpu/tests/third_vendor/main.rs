@@ -453,7 +453,7 @@ fn operands_that_the_kernel_does_not_take_are_the_fallbacks_or_refused_before_an
     assert_eq!(*log.lock().unwrap(), ["zero 32 on 0", "zero 64 on 0"], "new memory alone is cleared");
     let options = PlanOptions::default().allow_fallback(true);
     assert_eq!(o_of(&device, &options, 4).unwrap(), [7.0; 8]);
-    // The larger of both, in either measure.
+    // The larger of the two workspaces, in size and in alignment.
     let plan = device.plan_fwd(&problem(DType::F32), &options).unwrap();
     assert_eq!((plan.kernel(), plan.workspace()), ("staged", Workspace::zeroed(12)));
     let words = "kernel slow takes them: correct, not fast";

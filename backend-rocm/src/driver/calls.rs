@@ -14,7 +14,7 @@ use super::{Driver, Function, Selected};
 const NON_BLOCKING: c_uint = 1;
 /// `hipStreamCaptureModeThreadLocal`: calls of other threads do not invalidate the capture.
 const CAPTURE_MODE: c_int = 1;
-/// `hipStreamCaptureStatusNone`: what is queued runs.
+/// `hipStreamCaptureStatusNone`: the stream is not capturing, so queued work runs.
 const CAPTURE_STATUS_NONE: c_int = 0;
 
 macro_rules! optional {
@@ -37,7 +37,7 @@ unsafe impl GpuDriver for Driver {
         self.select()
     }
 
-    /// HIP aligns it to 256 bytes.
+    /// HIP aligns the memory to 256 bytes.
     fn alloc(&self, bytes: u64) -> Result<u64> {
         let _selected = self.select()?;
         let size = usize::try_from(bytes.max(1)).map_err(|_| Error::System {

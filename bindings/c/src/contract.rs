@@ -291,7 +291,7 @@ fn every_field_of_a_forward_and_of_a_backward_problem_can_be_set_from_c() {
     seen.0.retain(|path, _| !path.ends_with(".arrivals"));
     // The contract asks that entries of a list lie side by side in memory, so this stride is constant.
     seen.0.retain(|path, _| !path.ends_with("lists..strides.dim"));
-    // The second cache says it.
+    // The call has this flag, not the lists of its second cache.
     seen.0.retain(|path, _| !path.ends_with("second..lists..lse_without_sink"));
     // Counts have no axis after that of the blocks, so this stride is constant.
     seen.0.retain(|path, _| !path.ends_with(".counts.dim"));

@@ -28,7 +28,7 @@ pub const FMHA_CONTIGUOUS: i32 = 0;
 pub const FMHA_ZIG_ZAG: i32 = 1;
 /// Every rank has all rows: the queries of a step of decoding.
 pub const FMHA_REPLICATED: i32 = 2;
-/// The runs that are given.
+/// Each rank has the runs of rows that the call lists.
 pub const FMHA_RUNS: i32 = 3;
 
 /// How a rank finds the others. Set everything to 0 first, then what is wanted.

@@ -275,7 +275,7 @@ pub struct FmhaMasks {
     pub kv_indices: FmhaStrides,
     /// Counts of the list of blocks of which every key is visible, within lengths and FmhaProblem.mask.
     pub full_kv_num_blocks: FmhaStrides,
-    /// Indices of that list, [.., full_max_blocks].
+    /// Indices of the list of full blocks, [.., full_max_blocks].
     pub full_kv_indices: FmhaStrides,
     /// Endpoints of a query, an even number; 0: no intervals.
     pub endpoints: i64,
@@ -479,7 +479,7 @@ pub struct FmhaCapturedArgs {
 pub struct FmhaSecondArgs {
     /// sizeof(FmhaSecondArgs).
     pub struct_bytes: u64,
-    /// Read: its K.
+    /// Read: K of the second cache.
     pub k: *const c_void,
     /// Read: V of the second cache. Null with v_in_k.
     pub v: *const c_void,
@@ -748,7 +748,7 @@ pub struct FmhaChooseProblem {
     pub last_blocks: i64,
     /// Type of q: FMHA_F32, ...; 0 where scores are given.
     pub dtype_q: i32,
-    /// Type of k, likewise.
+    /// Type of k: FMHA_F32, ...; 0 where scores are given.
     pub dtype_k: i32,
     /// FMHA_CAUSAL_KEYS, FMHA_ALL_KEYS or FMHA_RANGES_OF_KEYS.
     pub candidates: i32,

@@ -301,7 +301,7 @@ impl Attend {
             .check_lengths(place.is_cpu() && self.packed.is_some())
     }
 
-    /// O, and what is written beside it.
+    /// Runs the forward pass: returns O and the other outputs.
     fn forward(
         &self,
         q: &Input<'_>,
@@ -331,7 +331,7 @@ impl Attend {
         };
         let mut small = [
             wanted(row_max, shape_lse.clone(), whole)?,
-            // Without a sequence it is not written.
+            // Without a sequence this output is not written.
             wanted(head_max, vec![heads], problem.dims.batch > 0)?,
             wanted(key_sum, of_keys, true)?,
         ];

@@ -76,7 +76,7 @@ pub struct Options {
     /// The tensors that `score_code` and `mask_code` read by name: f32, f16, bf16, i32, i64, or u8 for a bool. They
     /// get no gradient, and a tensor that candle tracks is refused: `detach` it.
     pub captured: Vec<(String, Tensor)>,
-    /// The numbers that both read by name.
+    /// The numbers that `score_code` and `mask_code` read by name.
     pub numbers: Vec<(String, Number)>,
     /// Masks as data, besides window and function.
     pub masks: Masks,
@@ -257,7 +257,7 @@ pub struct Small {
 }
 
 impl Small {
-    /// All of them.
+    /// All small outputs.
     pub const ALL: Self = Self { row_max: true, head_max: true, key_sum: true };
 }
 
@@ -269,11 +269,11 @@ pub struct Outputs {
     pub o: Tensor,
     /// LSE, of the shape that [`attention`] or [`attention_varlen`] gives.
     pub lse: Tensor,
-    /// Row maxima, where they are wanted.
+    /// Row maxima, if asked for.
     pub row_max: Option<Tensor>,
-    /// Maxima of heads, where they are wanted.
+    /// Maxima of heads, if asked for.
     pub head_max: Option<Tensor>,
-    /// Sums of keys, where they are wanted.
+    /// Sums of keys, if asked for.
     pub key_sum: Option<Tensor>,
 }
 

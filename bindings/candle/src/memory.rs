@@ -277,7 +277,7 @@ pub(crate) struct Written<'a> {
 }
 
 impl<'a> Written<'a> {
-    /// Hands out the output's memory, once.
+    /// Returns the output's memory; may be called once.
     pub(crate) fn slice(&mut self) -> Result<DevSliceMut<'a>> {
         self.slice.take().ok_or_else(|| candle_core::Error::msg("an output is written by one call"))
     }

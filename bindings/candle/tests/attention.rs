@@ -674,7 +674,7 @@ fn small_outputs_are_those_of_the_definition() {
     }
     let wanted = Tensor::new(of_heads, &device()).unwrap();
     assert!(difference(&out.head_max.unwrap(), &wanted) <= 2e-5);
-    // O has its gradient still.
+    // O still has a gradient.
     let dout = out.o.sum_all().unwrap().backward().unwrap();
     let right = plain.sum_all().unwrap().backward().unwrap();
     assert_eq!(f64s(dout.get(q).unwrap()), f64s(right.get(q).unwrap()));

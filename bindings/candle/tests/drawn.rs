@@ -192,7 +192,7 @@ fn bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     })
 }
 
-/// A call as candle's user makes it.
+/// A call in the form in which a candle user makes it.
 struct Call {
     memories: [Var; 3],
     views: [View; 3],
@@ -472,7 +472,7 @@ fn wrong_calls(call: &Call) -> Result<Vec<Wrong>> {
         }
         let mut wider = dims.clone();
         wider[rank - 1] += 1;
-        // V's head dimension is its own.
+        // V may have a head dimension of its own.
         if at < 2 {
             put("head_dim", zeros(&wider, of.dtype())?);
         }

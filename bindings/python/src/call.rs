@@ -194,7 +194,7 @@ impl Call {
             code.key(&mut key);
         }
         if let Some(second) = &self.second {
-            // No code's key begins so.
+            // No key of score or mask code begins with this word.
             key.push(u64::MAX - 5);
             add(&mut key, Some(&second.given));
             add(&mut key, second.lists.as_ref());

@@ -160,7 +160,7 @@ numbers! {
     max_seqlen_k: i64 as "SymInt" = 0,
     /// NaN: `1 / sqrt(head_dim_qk)`.
     softmax_scale: f64 as "float?" = f64::NAN,
-    /// 0: none.
+    /// Soft-cap of the scores; 0: none.
     softcap: f64 as "float" = 0.0,
     /// 0: all keys; 1: a window from the top-left diagonal; 2: from the bottom-right one; 3: generic coordinates.
     mask: i64 as "int" = 0,
@@ -188,7 +188,7 @@ numbers! {
     rotary_interleaved: i64 as "int" = 0,
     /// Queries of a block, where lists of blocks are given; else 0.
     block_q: i64 as "SymInt" = 0,
-    /// Keys of a block, likewise.
+    /// Keys of a block, where lists of blocks are given; else 0.
     block_k: i64 as "SymInt" = 0,
 }
 

@@ -11,7 +11,7 @@ use crate::call::{Wrong, ensure};
 use crate::request::{Request, SLOT_NAMES, Slot, name};
 use crate::tensor::{Device, Tensor, U8, dtype_name, is_fp8};
 
-/// The sizes that tensors are held to.
+/// The sizes of a call, against which its tensors are checked.
 pub(crate) struct Sizes {
     pub(crate) batch: i64,
     pub(crate) seqlen_q: i64,

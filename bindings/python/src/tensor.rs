@@ -105,13 +105,13 @@ impl Tensor {
         (self.num_dims >= 0).then_some(self)
     }
 
-    /// Sizes of its axes, outermost first.
+    /// Sizes of the tensor's axes, outermost first.
     #[must_use]
     pub fn shape(&self) -> &[i64] {
         &self.sizes[..usize::try_from(self.num_dims).unwrap_or(0).min(MAX_DIMS)]
     }
 
-    /// Strides of its axes, in elements.
+    /// Strides of the tensor's axes, in elements.
     #[must_use]
     pub fn steps(&self) -> &[i64] {
         &self.strides[..self.shape().len()]

@@ -290,7 +290,7 @@ FMHA_DEVICE void rank_tiles(const FwdParams& p, const TileList& list) {
     const int32_t num_cut = list.counts[2 * row], num = num_cut + list.counts[2 * row + 1];
     for (int32_t i = Group::thread(); i < num; i += Group::threads) {
       const int32_t at = i < num_cut ? i : num_blocks - 1 - (i - num_cut), block = list.blocks[row * num_blocks + at];
-      // A block stands once in a list.
+      // A list names each block at most once.
       ranks[int64_t(tile) * num_blocks + at] = before[block]++;
     }
     Group::barrier();

@@ -352,7 +352,7 @@ fn a_folder_that_cannot_be_made_costs_the_cache_and_nothing_else() {
     assert!(matches!(&from, Origin::Compiler { not_kept: Some(_), .. }), "{from}");
 }
 
-/// Makes a file as old as that.
+/// Sets a file's modification time to `seconds` ago.
 fn age(path: &Path, seconds: u64) {
     let then = std::time::SystemTime::now() - std::time::Duration::from_secs(seconds);
     std::fs::OpenOptions::new().append(true).open(path).unwrap().set_modified(then).unwrap();

@@ -354,7 +354,7 @@ impl DevBuffer {
         }
     }
 
-    /// The type of its elements.
+    /// The type of the buffer's elements.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem.read()

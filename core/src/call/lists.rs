@@ -77,7 +77,7 @@ abi_struct! {
         pub row_bytes: i64,
         /// Entries of a list.
         pub topk: i32,
-        /// Keys that an entry stands for.
+        /// Number of keys for which one list entry stands.
         pub block: i32,
         /// 1 where entries are addresses.
         pub addresses: i32,

@@ -59,7 +59,7 @@ pub struct ListsCall<'a, P: Problem> {
     pub masks: &'a MaskArgs<'a>,
     /// Which of the plan's lists.
     pub list: TileLists,
-    /// Where they go.
+    /// Address to which the lists are written.
     pub address: u64,
     /// The queue, by the driver's own handle.
     pub stream: u64,
@@ -303,7 +303,7 @@ impl MaskObject {
         Some(self.memory.as_ptr() as u64 + place)
     }
 
-    /// All of its memory.
+    /// All of the object's memory.
     pub(crate) fn memory(&self) -> DevSlice<'_> {
         self.memory.slice()
     }

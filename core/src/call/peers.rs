@@ -13,14 +13,14 @@ pub enum Word {
     Write {
         /// The word.
         at: u64,
-        /// Value that the word gets.
+        /// Value to write to the word.
         value: u32,
     },
     /// Holds the stream until the word has this value.
     Await {
         /// The word, in this device's memory.
         at: u64,
-        /// Value that the stream waits for.
+        /// Value for which the stream waits.
         value: u32,
     },
 }

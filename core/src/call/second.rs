@@ -86,15 +86,15 @@ abi_struct! {
     /// Which keys of a cache a kernel walks, and where they lie: those of a list where `indices` is not null, else
     /// those of the band and of intervals.
     pub struct KeySetParams {
-        /// Places of its keys and queries.
+        /// Addresses and sizes of the second cache's keys, and the queries.
         pub call: FwdParams,
-        /// List of its keys.
+        /// Lists of the second cache's keys.
         pub lists: ListParams,
         /// Intervals of the cache's keys; other masks as data are not supported here.
         pub masks: MaskDataParams,
-        /// 1 where its keys are paged.
+        /// 1 where the second cache's keys are paged.
         pub is_paged: i32,
-        /// 1 where its keys are packed.
+        /// 1 where the second cache's keys are packed.
         pub is_packed: i32,
     }
 }

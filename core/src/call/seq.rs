@@ -283,7 +283,7 @@ fn check_positions(problem: &FwdProblem, spans: &[SeqSpan], max_pos: u32) -> Res
 
 /// Number of appended rows of each sequence, and their places.
 struct NewRows {
-    /// `cu_seqlens_new`, where they are packed.
+    /// `cu_seqlens_new`, where new rows are packed.
     cu: Option<Vec<i32>>,
     seqlen_new: u32,
     total: u32,

@@ -191,7 +191,7 @@ impl<P: Problem> Plan<P> {
         Self(Arc::new(Sealed { problem, device, space, parts, launch, checks_lengths, has_no_sequence }))
     }
 
-    /// Tells the program's logger what was chosen.
+    /// Logs the chosen kernel to the program's logger.
     pub(crate) fn record(&self) {
         let (operation, device, kernel) = (P::OPERATION, self.backend(), self.kernel());
         let refused = Listed(self.refusals().iter(), "; ");

@@ -57,9 +57,9 @@ impl SecondCache {
     crate::setters::setters! {
         /// Whether a `seqused_k` of its own gives each sequence's logical number of keys.
         seqused_k: bool => seqused_k;
-        /// Strides of its K.
+        /// Strides of the second cache's K.
         k: Strides => k;
-        /// Strides of its V.
+        /// Strides of the second cache's V.
         v: Strides => v;
         /// The keys that each query lists of it.
         lists: impl Into<Option<KeyLists>> => lists;

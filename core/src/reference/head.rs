@@ -76,7 +76,7 @@ pub(super) struct Head<'a, T> {
     pub(super) q: Vec<T>,
     /// K, `[seqlen_k, head_dim_qk]`, followed by a second cache's rows.
     pub(super) k: Vec<T>,
-    /// `[seqlen_k, head_dim_v]`, likewise.
+    /// V of the head, `[seqlen_k, head_dim_v]`.
     pub(super) v: Vec<T>,
     pub(super) softmax_scale: T,
     pub(super) softcap: Option<T>,

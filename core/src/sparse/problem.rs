@@ -68,7 +68,7 @@ pub enum ScoreSource {
     Given,
 }
 
-/// Scores of blocks, from those of keys.
+/// How the score of a block follows from those of its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockScore {
     /// The greatest score of a block's candidates; NaN if one is NaN, -inf for a block without candidates.

@@ -30,7 +30,7 @@ pub trait FieldValue: Sized {
     /// Names of all values of a type with few values; empty for numbers.
     fn names() -> Vec<String>;
 
-    /// Value with that name.
+    /// The value that has this name.
     fn of_name(name: &str) -> Option<Self>;
 
     /// Name of the value.
@@ -98,7 +98,7 @@ enum Tries {
 }
 
 impl Takes {
-    /// Takes every value of the field's type.
+    /// Allows every value of the field's type.
     #[must_use]
     pub const fn all() -> Self {
         Self { range: Range::All, tries: Tries::Nothing }
@@ -110,7 +110,7 @@ impl Takes {
         Self { range: Range::Nothing, tries: Tries::Nothing }
     }
 
-    /// Takes these numbers.
+    /// Allows these numbers.
     #[must_use]
     pub const fn among(numbers: &'static [i32]) -> Self {
         Self { range: Range::Among(numbers), tries: Tries::Nothing }
@@ -171,9 +171,9 @@ impl Takes {
 pub struct Field {
     /// Name of the field, in Rust, in C++ and for the user.
     pub name: &'static str,
-    /// Which values the field takes.
+    /// The values that the field allows.
     pub takes: Takes,
-    /// [`FieldValue::names`] of its type.
+    /// [`FieldValue::names`] of the field's type.
     pub value_names: fn() -> Vec<String>,
 }
 
@@ -292,11 +292,11 @@ mod tests {
             pub stages: i32 = Takes::within(1, 8).tuned_over(&[2, 3]),
             /// Named values.
             pub order: Order = Takes::all().tuned(),
-            /// A flag that is not tuned.
+            /// A flag that tuning does not change.
             pub flag: bool,
             /// A number without bounds.
             pub number: i32,
-            /// A field that follows from the problem.
+            /// A field whose value follows from the problem.
             pub layout: VLayout = Takes::nothing(),
         }
     }

@@ -137,7 +137,7 @@ fn tokens(text: &str) -> Vec<String> {
 struct Reader<'a> {
     tokens: &'a [String],
     at: usize,
-    /// Name that replaces `self`.
+    /// The name to which `self` is renamed.
     own: &'a str,
 }
 
@@ -156,7 +156,7 @@ impl Reader<'_> {
         self.at += 1;
     }
 
-    /// Statements, and the value behind them.
+    /// Statements of a block, and the value after them.
     fn block(&mut self) -> String {
         let mut text = String::new();
         while self.peek() == "let" {
@@ -242,7 +242,7 @@ impl Reader<'_> {
         value
     }
 
-    /// Behind `if`: `condition ? one : other`.
+    /// Parses what follows `if`: `condition ? one : other`.
     fn choice(&mut self) -> String {
         let condition = self.value(&["{"]);
         let one = self.braced();

@@ -281,7 +281,7 @@ mod tests {
     struct Made {
         /// Seconds of each value of the only field.
         seconds: fn(u32) -> f64,
-        /// The largest share that noise adds.
+        /// Greatest noise, as a fraction of the time.
         noise: f64,
         /// Seconds that each burst adds to all later bursts.
         drift: f64,
@@ -390,7 +390,7 @@ mod tests {
                 "b" => 12.9,
                 _ => 13.1,
             }),
-            // The model says nothing of stages.
+            // The model does not include the number of stages.
             Some(_) => None,
         };
         let (changes, left_out) = by_model(&knobs, micros);

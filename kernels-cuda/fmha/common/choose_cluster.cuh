@@ -97,7 +97,7 @@ struct ClusterChooser {
     }
   }
 
-  // The extent of what all threads have.
+  // The union of all threads' extents, for every thread.
   FMHA_DEVICE Extent extent_of(const Extent& own) const {
     const Extent of_warp = {ptx::redux_min(own.least), ptx::redux_max(own.greatest), ptx::redux_add(own.count)};
     if (Cta::index() == 0) {

@@ -33,7 +33,7 @@ struct FoldedRow {
     return {exp2_of(__fmul_rn(__fsub_rn(top, reference), kLog2E)),
             exp2_of(__fmul_rn(__fsub_rn(lse, reference), kLog2E))};
   }
-  // Takes in a part of such exponentials.
+  // Adds a part with these exponentials to the fold.
   FMHA_DEVICE FoldWeights add(const FoldWeights& exponentials) {
     const float before = __fmul_rn(sum, exponentials.old);
     sum = __fadd_rn(before, exponentials.part);

@@ -102,7 +102,7 @@ struct Share {
     return value;
   }
 
-  // The sequence that the share begins in.
+  // Finds the sequence in which the share begins.
   FMHA_DEVICE void find() {
     int32_t before = 0;
 #pragma unroll 1

@@ -152,7 +152,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm100 {
     fn alignment(&self, problem: &ValidFwd, operand: Operand) -> u64 {
         let Self { tile, .. } = self;
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_some() => 1,
             _ => alignment(problem, operand, tile.copy_bytes, tile.vector_store && tile.split_keys == 0),
         }

@@ -173,7 +173,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm80 {
         let has_keys = problem.shape_k().seq > 0;
         let loads = |name| u64::from(sm80::bytes_at_a_time(problem, name, tile.copy_bytes).unsigned_abs());
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_none() => loads("q"),
             Operand::K | Operand::SecondK | Operand::SecondV if tile.row_bytes > 0 && has_keys => 16,
             Operand::K if has_keys => loads("k"),

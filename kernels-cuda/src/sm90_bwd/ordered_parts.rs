@@ -103,7 +103,7 @@ impl Sm90BwdTile {
         let band = problem.fwd.mask.band(seqlen_q, seqlen_k);
         let (q, k) = (i64::from(seqlen_q), i64::from(seqlen_k));
         let is_full = problem.fwd.mask.kind() == MaskKind::Full;
-        // Queries that see a key, on average.
+        // Average number of queries that see a key.
         let rows = if is_full {
             q
         } else if q > k {

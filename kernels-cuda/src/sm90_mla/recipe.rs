@@ -145,7 +145,7 @@ impl<V: Nvidia> Kernel<ValidFwd, V> for Sm90Mla {
         // A tensor without rows may lie anywhere.
         let has_keys = problem.shape_k().seq > 0;
         match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q if problem.cache.rotary.is_none() => ALIGN,
             Operand::K if has_keys => ALIGN,
             Operand::V if has_keys && !tile.v_in_k => ALIGN,

@@ -32,7 +32,7 @@ impl Keys {
         }
     }
 
-    /// By its words ([`Display`](std::fmt::Display)).
+    /// Finds the value by the text that [`Display`](std::fmt::Display) prints.
     #[must_use]
     pub fn parsed(words: &str) -> Option<Self> {
         let number = |name: &str| words.strip_prefix(name)?.parse().ok();
@@ -99,7 +99,7 @@ impl Rates {
 /// Constants of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Common {
-    /// Bytes a microsecond that memory gives.
+    /// Memory bandwidth, in bytes per microsecond.
     pub memory: f64,
     /// Microseconds of the second launch.
     pub merge: f64,
@@ -135,11 +135,11 @@ pub struct Walk {
 /// All constants.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constants {
-    /// Those of a call.
+    /// Constants of a call, whatever its kernel.
     pub common: Common,
-    /// Those of `sm80`.
+    /// Rates of kernel `sm80`.
     pub sm80: Rates,
-    /// Those of `sm90`.
+    /// Rates of kernel `sm90`.
     pub sm90: Rates,
 }
 

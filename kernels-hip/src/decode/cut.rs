@@ -123,7 +123,7 @@ fn default_shares(
     keys: u32,
 ) -> u32 {
     let units = u64::from(room.device.num_compute_units.max(1));
-    // Workgroups that walk a stretch.
+    // Number of workgroups that process a stretch of keys.
     let of_stretch = of_sequence.div_ceil(room.of_a_group.max(1).into()).max(1);
     let groups = units * u64::from((room.of_a_unit / room.of_a_group.max(1)).max(1));
     let most = (2 * groups / of_stretch).clamp(1, MOST_SHARES.into());

@@ -141,7 +141,7 @@ impl<V: Amd, K: Split> Kernel<ValidFwd, V> for Decode<K> {
         // RDNA reads pieces of codes from any byte.
         let reads_bytes = K::IS_RDNA && problem.cache.dtype.is_some();
         let matters = match operand {
-            // Turned queries lie in the workspace.
+            // With a rotary embedding, kernels read rotated queries from the workspace.
             Operand::Q => problem.cache.rotary.is_none(),
             Operand::K | Operand::V => has_keys && !reads_bytes,
             _ => false,

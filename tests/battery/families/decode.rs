@@ -842,7 +842,7 @@ fn many_parts(cases: &mut Vec<Case>) {
                 let most = seqlen_k.cast_signed();
                 let lengths = Lengths { seqused_k: vec![most, most / 2 + 7], ..Lengths::default() };
                 let data = data(&name);
-                // The last parts outweigh the first ones.
+                // The last parts have greater weights than the first ones.
                 let plant = Plant::LastKeys;
                 let body = Body::Forward(Box::new(Forward { problem, lengths, data, plant }));
                 cases.push(Case { name, body });

@@ -242,7 +242,7 @@ fn draw_lists(
 ) {
     let [block_q, block_k] = [[64, 64], [128, 32], [37, 19], [16, 48], [1, 5]][(seed % 5) as usize];
     let blocks = problem.dims.seqlen_k.div_ceil(block_k);
-    // Room for more than any row takes.
+    // List capacity, larger than any row needs.
     let room = |has: bool| has.then_some(blocks + 1);
     let mut lists = BlockLists::dense(problem, axes, [block_q, block_k], room(has_partial), room(has_full));
     let what = |[b, row, h]: [u32; 3], block: u32| match word(seed, [b, h, row, 200]) % 8 {

@@ -29,7 +29,7 @@ enum Cause {
     LargeInV,
 }
 
-/// Call that the value is planted in.
+/// Names of the calls into which the rare value is written.
 const VARIANTS: [&str; 20] = [
     "batch",
     "unmasked",
@@ -153,7 +153,7 @@ fn in_mode(
 fn far_scores(cases: &mut Vec<Case>) {
     let most = f64::from(f32::MAX);
     let of_bf16 = DType::Bf16.max_finite();
-    // Bias, sink; the last two meet.
+    // Bias, sink, and last a case with both.
     let numbers = [
         ("bias_lowest", Some(-most), None),
         ("bias_lowest_of_bf16", Some(-of_bf16), None),

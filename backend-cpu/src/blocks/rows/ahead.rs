@@ -146,7 +146,7 @@ impl<'a> Ahead<'a> {
         Some(Self { turns: Some(turns), every: row_bytes, run, ..Self::new([(&[], 0); 2], 1) })
     }
 
-    /// Bytes that have no prefetch yet.
+    /// Number of bytes for which no prefetch has been issued yet.
     pub(crate) fn bytes(&self) -> usize {
         self.left + self.rows.iter().map(|(rows, bytes)| rows.len() * bytes).sum::<usize>()
     }

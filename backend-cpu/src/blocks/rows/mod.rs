@@ -98,7 +98,7 @@ const KEY_BYTES: usize = 4 << 10;
 /// Distance of the prefetch, in bytes.
 const AHEAD_BYTES: usize = 32 << 10;
 
-/// Keys whose sums are taken together.
+/// Number of keys whose dot products are reduced together.
 const FOUR: usize = 4;
 
 /// Number of heads of `row_bytes` in a block.

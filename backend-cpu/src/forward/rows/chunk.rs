@@ -39,7 +39,7 @@ pub(super) struct Rows<'a> {
     pub(super) tree: Option<TreeMask<'a>>,
 }
 
-/// Codes that are widened together.
+/// Number of FP8 codes that are converted together.
 const CODES: usize = 64;
 
 impl<'a> Shared<'a> {

@@ -185,7 +185,7 @@ impl Shared<'_> {
         self.keys_in_tiles::<S>() || self.values_in_tiles::<S>()
     }
 
-    /// Every sequence that is taken in rows.
+    /// Computes every sequence that is processed row by row.
     pub(super) fn attend_rows<S: Simd>(&self, s: S, threads: &Threads) -> fmha_core::Result<()> {
         let (mut tasks, mut folds) = (Vec::new(), Vec::new());
         let slots = self.row_tasks(threads.count(), &mut tasks, &mut folds)?;
@@ -288,7 +288,7 @@ impl Shared<'_> {
         Ok(slots)
     }
 
-    /// f32 that Q of a task takes.
+    /// Number of f32 that the queries of a task take.
     fn queries_len<S: Simd>(&self, task: &Task) -> usize {
         match self.keys_in_tiles::<S>() {
             true => {

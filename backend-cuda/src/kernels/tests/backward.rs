@@ -160,7 +160,7 @@ fn gradients_of_rows_that_hoppers_kernel_cannot_load_are_refused_by_name() {
     assert!(of_sm90.contains("k.seq stride 514"), "{of_sm90}");
     let of_sm80 = choose::<Sm80Bwd, _>(&odd, &facts, &options).err().unwrap().to_string();
     assert!(of_sm80.contains("row_invariant true: rows have the bits of sm90"), "{of_sm80}");
-    // Rows that are `sm80`'s in every layout.
+    // A head dimension whose rows `sm80` computes in every layout.
     let wide = BwdProblem::new(of_lengths([512, 512], [4, 4], 192, "b")).validate().unwrap();
     assert!(choose::<Sm80Bwd, _>(&wide, &facts, &options).unwrap().promises.row_invariant);
     let of_sm90 = choose::<Sm90Bwd, _>(&wide, &facts, &options).err().unwrap().to_string();

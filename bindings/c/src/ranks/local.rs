@@ -13,7 +13,7 @@ use super::{
 use crate::host::{self, AnyPass, Choice, Given, pointed, size, struct_bytes, text};
 use crate::structs::{FMHA_BIAS_NONE, FmhaGradients, FmhaOptions, FmhaProblem, FmhaStrides};
 
-/// A partition that a name says.
+/// A partition that a constant such as FMHA_ZIG_ZAG names.
 pub(super) fn built(field: &'static str, kind: i32, rows: u32, ranks: u32) -> crate::Result<Partition> {
     match kind {
         FMHA_CONTIGUOUS => Ok(Partition::contiguous(rows, ranks)),

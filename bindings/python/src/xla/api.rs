@@ -65,7 +65,7 @@ pub(super) struct Buffer {
 }
 
 impl Buffer {
-    /// Sizes of its axes, outermost first.
+    /// Sizes of the buffer's axes, outermost first.
     pub(super) fn shape(&self) -> &[i64] {
         // SAFETY: the framework lends as many sizes as there are axes while the call lasts; of none, no address.
         unsafe { lent(self.dims, self.rank) }
@@ -277,7 +277,7 @@ impl CallFrame {
         unsafe { &*self.api }
     }
 
-    /// The buffers that come in.
+    /// The input buffers of the call.
     pub(super) fn arguments(&self) -> &[&Buffer] {
         // SAFETY: the framework lends as many buffers as it says, none of them null.
         unsafe { lent(self.arguments.buffers.cast(), self.arguments.size) }

@@ -106,7 +106,7 @@ impl<'a> DevSlice<'a> {
         Self { elem: self.elem.retyped(elem.into()), ..self }
     }
 
-    /// The type of its elements.
+    /// The type of the slice's elements.
     #[must_use]
     pub fn elem(&self) -> ElemType {
         self.elem
@@ -333,9 +333,9 @@ pub struct ScoreArgs<'a> {
     pub descale_v: Option<DevSlice<'a>>,
     /// Scales of Q's blocks, iff the problem has [`block_scales`](crate::FwdProblem::block_scales).
     pub block_scale_q: Option<DevSlice<'a>>,
-    /// Scales of K's blocks, likewise.
+    /// Block scales of K, in the form of those of Q.
     pub block_scale_k: Option<DevSlice<'a>>,
-    /// Scales of V's blocks, likewise.
+    /// Block scales of V, in the form of those of Q.
     pub block_scale_v: Option<DevSlice<'a>>,
     /// The tensors that score and mask capture, one for each of the problem's
     /// [`Code::captured`](crate::Code::captured).
@@ -401,7 +401,7 @@ pub struct FwdArgs<'a> {
     pub masks: MaskArgs<'a>,
     /// Operands of the cache's use.
     pub cache: CacheArgs<'a>,
-    /// f32 `[1]`, iff the problem has it.
+    /// Factor of FP8 O, f32 `[1]`, iff the problem has it.
     pub scale_o: Option<DevSlice<'a>>,
     /// The dropout keep mask, iff the problem writes it.
     pub keep_mask: Option<DevSliceMut<'a>>,

@@ -27,9 +27,9 @@ impl<'a> SecondArgs<'a> {
     }
 
     setters! {
-        /// Lengths, places and lists of its keys.
+        /// Lengths, block table and lists of the second cache's keys.
         seq: SeqArgs<'a> => seq;
-        /// Endpoints of its intervals.
+        /// Endpoints of the intervals of the second cache's keys.
         intervals: impl Into<Option<DevSlice<'a>>> => intervals;
     }
 

@@ -148,7 +148,7 @@ impl<'a> FwdArgs<'a> {
         masks: MaskArgs<'a> => masks;
         /// Operands of the cache's use.
         cache: CacheArgs<'a> => cache;
-        /// f32 `[1]`, iff the problem has it.
+        /// Factor of FP8 O, f32 `[1]`, iff the problem has it.
         scale_o: impl Into<Option<DevSlice<'a>>> => scale_o;
         /// The dropout keep mask, iff the problem writes it.
         keep_mask: impl Into<Option<DevSliceMut<'a>>> => keep_mask;

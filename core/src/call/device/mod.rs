@@ -91,7 +91,7 @@ impl Device {
         self.0.roofline(dtype)
     }
 
-    /// Every kernel that it has, best first.
+    /// Names of all kernels of the device's backend, best first.
     #[must_use]
     pub fn kernels(&self) -> Vec<&'static str> {
         self.0.kernels()

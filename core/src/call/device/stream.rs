@@ -221,7 +221,7 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// The device that it was recorded on.
+    /// The device on which the work was recorded.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device

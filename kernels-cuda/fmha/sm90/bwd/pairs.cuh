@@ -60,7 +60,7 @@ struct Pairs {
     }
   }
 
-  // Sets to 0 what the mask hides.
+  // Sets masked elements of x to 0.
   FMHA_DEVICE void mask(Scores& x, const Work& work, const QueryTile& at, const Shown& shown = {}) const {
     const int32_t query = at.first_query + mma::fragment_column();
 #pragma unroll

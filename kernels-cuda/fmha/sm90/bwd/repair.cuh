@@ -218,7 +218,7 @@ FMHA_DEVICE void repair_non_finite(const BwdParams& p, const Sm90BwdSchedule& sc
   }
 }
 
-// `masks`: those as data.
+// `masks`: the masks as data, if any.
 template <BwdSpec spec, Sm90BwdTile tile, class Masks = NoMasks>
 FMHA_DEVICE void repair(const BwdParams& p, const Sm90BwdSchedule& schedule, const Masks& masks = {}) {
   wait_for_launch_before();
